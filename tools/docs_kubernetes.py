@@ -1,6 +1,6 @@
 """Renders the overlays of deploy/kubernetes and holds every object to the schemas of Kubernetes.
 
-    .venv-docs/bin/python tools/docs_kubernetes.py [OVERLAY ...] [--json]
+    .venv-docs/bin/python tools/docs_kubernetes.py [OVERLAY ...] [--json] [--plain FILE]
 
 Laws: this is no kustomize. It knows the fields that our files use (resources, namespace, images, configMapGenerator
 with files and without suffixes, patches of whole files merged by name) and refuses any other, so that it can never
@@ -131,8 +131,12 @@ def problems(one: Object) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Render and check the Kubernetes manifests.")
     parser.add_argument("overlay", nargs="*", help="folders with a kustomization; all overlays if none is named")
+    parser.add_argument("--plain", metavar="FILE", help="print the objects of a file as JSON: no schema is here for it")
     parser.add_argument("--json", action="store_true", help="print the objects of each overlay as one JSON object")
     args = parser.parse_args()
+    if args.plain:
+        print(json.dumps(_documents(Path(args.plain))))
+        return 0
     folders = [Path(name) for name in args.overlay] or sorted((FOLDER / "overlays").iterdir())
     rendered: dict[str, list[Object]] = {}
     said: list[str] = []

@@ -48,7 +48,7 @@ kvbaton hands the KV cache of a prompt from the engine that computed it (**P**) 
 (**D**). The life of such a handoff is pure code: a ledger takes events, messages and the time, and returns effects. It
 reads no clock, opens no socket and starts no thread, so everything on this page is tested without waiting for anything.
 
-Five promises hold whatever dies, stalls or lies in between:
+Five promises hold whatever fails, stalls or lies in between:
 
 1. **No wrong answer**: D decodes only on bytes that P confirmed, after the copy, to have been this prompt's all along.
 2. **No hang**: every handoff ends once on each side, by its deadline, as delivered or as failed with a reason.
@@ -56,14 +56,14 @@ Five promises hold whatever dies, stalls or lies in between:
 4. **No engine death**: nothing that a peer, a client or the network does raises out of an engine's hook.
 5. **No stranger**: only authenticated peers speak, and only tickets that P or the router signed name anything.
 
-Clocks decide only when to give up. No promise depends on two of them agreeing, nor on a time-out being long enough.
+Clocks decide only when to give up. No promise depends on two of them agreeing, nor on a timeout being long enough.
 
 ## How a handoff goes
 
 **Pull.** P finishes a prompt, pins its blocks, notes their epochs and gives out a ticket. D claims with it, is granted
 the block ids, copies, and asks: *was it this prompt's KV all along?* P answers from the epochs, and releases.
 
-**Streaming.** Router, P and D begin together. D's claim waits at P until P begins; D then reads behind what is ready.
+**Streaming.** Router, P and D start together. D's claim waits at P until P starts; D then reads what is ready.
 
 **Push.** D offers its own blocks, P writes into them and says Written when every byte is visible. If D changes its mind
 it revokes, and keeps its blocks until P is quiet, or shut out.
@@ -83,7 +83,7 @@ ABOUT_MACHINES = """\
 ## Machines
 
 Every pair of state and event is decided: a transition, *late* (a healthy network makes these; ignored and counted) or
-*illegal* (somebody's fault; refused and counted).
+*illegal* (a peer's fault; refused and counted).
 """
 
 HOW_TO_SEE = """\
@@ -96,28 +96,28 @@ HOW_TO_SEE = """\
 """
 
 UNSAID = {
-    "Hello": "D greets a worker that it has not met, or lost.",
-    "Welcome": "P agrees to the pairing, chooses the data plane and says how its ranks are reached.",
-    "HelloRefused": "P does not agree; the detail names what differs.",
-    "Linked": "P has heard that the session is confirmed: it is up.",
-    "Goodbye": "Whoever says this is leaving; everything in the session ends.",
-    "Claim": "D wants to read, or be sent, what the ticket is of.",
-    "Granted": "The reader has a seat: these blocks, so much of them ready.",
-    "ClaimRefused": "It has none.",
+    "Hello": "D opens a pairing with a worker that it does not know, or lost.",
+    "Welcome": "P accepts the pairing, chooses the transport and says how its ranks are reached.",
+    "HelloRefused": "P refuses; the detail names what differs.",
+    "Linked": "P knows that the session is confirmed: it is up.",
+    "Goodbye": "The sender is leaving; everything in the session ends.",
+    "Claim": "D wants to read, or be sent, the ticket's prompt.",
+    "Granted": "The reader has a seat: these blocks, and how much of them is ready.",
+    "ClaimRefused": "The reader has no seat.",
     "RenewRefused": "There is nothing to renew.",
-    "Committed": "It was: D may decode on it.",
+    "Committed": "The copy is valid: D may decode on it.",
     "Accepted": "P writes into this reservation.",
-    "Ack": "D has heard Written.",
+    "Ack": "D has received Written.",
 }
-"""What messages mean that say nothing of themselves."""
+"""Meanings of messages without a docstring."""
 
 MACHINES = {
     "lease": (LEASE, "P's promise to keep a prompt's blocks."),
     "reader": (READER, "One reader's seat in a lease."),
-    "outlet": (OUTLET, "P's writing into one reservation of D's."),
+    "outlet": (OUTLET, "P's write into one reservation of D's."),
     "intake": (INTAKE, "D's side of one handoff."),
     "link": (LINK, "D's side of a pairing."),
-    "put": (PUT, "Blocks on their way into a shared store."),
+    "put": (PUT, "Blocks being put into a shared store."),
 }
 
 

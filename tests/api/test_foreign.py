@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvbaton.api.foreign import TICKETS_MAX, ForeignLookup, one_of, tickets_in, together, translated
+from kvbaton.api.foreign import TICKETS_MAX, ForeignLookup, one_of, pair_params, tickets_in, together, translated
 from kvbaton.api.params import Mode, TransferParams
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import WorkerId
@@ -127,3 +127,47 @@ def test_the_tickets_of_parameters_that_were_refused_are_found_within_bounds() -
     assert len(tickets_in({**asked, "tickets": [str(n) for n in range(10_000)]})) == TICKETS_MAX + 1
     for nobody_s in (None, "t", ["t"], {"ticket": "t"}, {**asked, "do_remote_prefill": 1}, {**asked, "ticket": 5}):
         assert tickets_in(nobody_s) == []
+
+
+# --- P and D by name
+
+
+def named(me: str) -> ForeignLookup:
+    return ForeignLookup(Mode.PULL, tuple(Mode), WorkerId(me), KEY, 60.0, lambda host, port: None, named_pairs=True)
+
+
+@pytest.mark.parametrize("mode", [Mode.STREAM, Mode.PUSH])
+def test_p_and_d_make_the_same_handoff_of_their_names(mode: Mode) -> None:
+    to_p, to_d = pair_params(mode, HEX, "p0", "d0")
+    source, target = translated("cmpl-1", to_p, named("p0")), translated("cmpl-2", to_d, named("d0"))
+    assert source is not None and source.do_remote_decode and source.mode is mode
+    assert target is not None and target.do_remote_prefill and target.mode is mode
+    for params in (source, target):
+        ticket = unseal(params.ticket or "", [KEY], time.time())
+        assert (ticket.handoff, ticket.source, ticket.target) == (f"{HEX}.0", "p0", "d0")
+
+
+def test_names_are_nothing_to_an_engine_that_was_not_started_for_them() -> None:
+    assert translated("cmpl-1", pair_params(Mode.PUSH, HEX, "p0", "d0")[1], lookup("d0")) is None
+    assert translated("cmpl-1", {**pair_params(Mode.PUSH, HEX, "p0", "d0")[1], "ticket": "t"}, named("d0")) is None
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"pair": ["p0"]}, "pair"),
+        ({"pair": ["p0", 5]}, "pair"),
+        ({"pair": ["p0", "../d0"]}, "pair"),
+        ({"pair": {"p0": "d0"}}, "pair"),
+        ({"pair": ["p0", "d1"]}, "it is for p0 and d1, this is d0"),
+        ({"do_remote_prefill": 1}, "it is for p0 and d0, this is d0"),
+        ({"transfer_id": "tx-5"}, "transfer_id"),
+        ({"transfer_id": [1]}, "transfer_id"),
+        ({"mode": "pull"}, "mode"),
+        ({"mode": ["push"]}, "mode"),
+        ({"mode": None}, "mode"),
+    ],
+)
+def test_names_that_cannot_be_meant_are_refused(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(ProtocolError, match=told):
+        translated("cmpl-1", {**pair_params(Mode.PUSH, HEX, "p0", "d0")[1], **wrong}, named("d0"))

@@ -32,7 +32,7 @@ def test_who_leaves_at_any_step_of_a_stream_leaves_no_trace(
         raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
 
     async def handle(request: web.Request) -> web.StreamResponse:
-        return await send_events(request, _events(closed), {})
+        return await send_events(request, _events(closed))
 
     async def main() -> None:
         app = new_app(1 << 20)

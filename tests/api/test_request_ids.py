@@ -294,13 +294,25 @@ def test_what_could_not_be_read_back_is_not_built(prefill: PeerAddress, unique: 
 
 @unhurried
 @given(hexes)
-def test_both_forms_of_a_transfer_id_give_the_same_hex(digits: str) -> None:
+def test_every_form_of_a_transfer_id_gives_the_same_hex(digits: str) -> None:
     dashed = "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
-    assert transfer_hex(f"tx-{digits}") == transfer_hex(f"tx-{dashed}") == digits
+    assert {transfer_hex(f"{mark}{text}") for mark in ("tx-", "tx") for text in (digits, dashed)} == {digits}
 
 
 @pytest.mark.parametrize(
-    "text", ["", "tx-", HEX, f"tx-{HEX}0", f"tx-{HEX.upper()}", f"tx-{HEX}\n", f"sidecar-{HEX}", "tx-" + "-" * 36]
+    "text",
+    [
+        "",
+        "tx-",
+        "tx",
+        f"tx--{HEX}",
+        HEX,
+        f"tx-{HEX}0",
+        f"tx-{HEX.upper()}",
+        f"tx-{HEX}\n",
+        f"sidecar-{HEX}",
+        "tx-" + "-" * 36,
+    ],
 )
 def test_other_transfer_ids_have_no_hex(text: str) -> None:
     assert transfer_hex(text) is None

@@ -98,7 +98,7 @@ def test_a_field_that_is_wrong_is_refused_by_its_name(change: dict[str, Any], pa
 
 
 def test_a_response_in_the_background_is_refused_and_told_why() -> None:
-    with pytest.raises(ApiError, match=r"background: .* outlive its handoff; leave it out") as caught:
+    with pytest.raises(ApiError, match=r"background: .* outlive its handoff; remove it") as caught:
         parse(BodyKind.RESPONSES, body_of(background=True))
     assert (caught.value.status, caught.value.param) == (400, "background")
 

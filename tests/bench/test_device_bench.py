@@ -110,7 +110,7 @@ def test_without_a_driver_the_command_says_what_is_missing(
 ) -> None:
     monkeypatch.setattr(cuda_driver, "LIBRARY", "libcuda-that-is-not-there.so.1")
     assert main(["bench", "transfer", "--device", "cuda"]) == 2
-    assert "--device cuda: the data planes 'cuda' and 'staged' need an NVIDIA driver" in capsys.readouterr().err
+    assert "--device cuda: the transports 'cuda' and 'staged' require an NVIDIA driver" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("plane", ["cuda", "cuda+sums", "staged-tcp+sums"])

@@ -17,7 +17,18 @@ from kvbaton.cli.bench_router import RouterFindings
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.proof.bench.kit import run_facts
 from kvbaton.proof.bench.router import router_targets as targets
-from kvbaton.proof.bench.router.router_rows import DIRECT, KVBATON, MORIIO, NIXL, THEIRS, TOY, Level, Row, Streams
+from kvbaton.proof.bench.router.router_rows import (
+    DIRECT,
+    KVBATON,
+    KVBATON_2,
+    MORIIO,
+    NIXL,
+    THEIRS,
+    TOY,
+    Level,
+    Row,
+    Streams,
+)
 from kvbaton.proof.bench.router.router_toy import to_prefill
 
 SITE = targets.Site(targets.Backends(1111, 2222), "/somewhere/vllm-router")
@@ -34,7 +45,7 @@ def parsed(*words: str) -> argparse.Namespace:
 
 def test_by_default_everything_is_measured_twice_at_three_levels() -> None:
     args = parsed()
-    assert args.targets == (DIRECT, KVBATON, NIXL, MORIIO, TOY)
+    assert args.targets == (DIRECT, KVBATON, KVBATON_2, NIXL, MORIIO, TOY)
     assert (args.concurrency, args.streams, args.rounds, args.window_s) == ((1, 64, 512), 512, 2, 2.0)
 
 
@@ -45,11 +56,11 @@ def test_quick_is_one_short_round_unless_told_otherwise() -> None:
 
 def test_targets_keep_their_order_and_direct_is_always_among_them() -> None:
     assert parsed("--targets", "toy,kvbaton").targets == (DIRECT, KVBATON, TOY)
-    assert parsed("--without-vllm-router").targets == (DIRECT, KVBATON, TOY)
+    assert parsed("--without-vllm-router").targets == (DIRECT, KVBATON, KVBATON_2, TOY)
 
 
 def test_contradictions_are_refused_by_name() -> None:
-    with pytest.raises(CommandError, match="--vllm-router: cannot go with"):
+    with pytest.raises(CommandError, match="--vllm-router: not allowed with"):
         parsed("--without-vllm-router", "--vllm-router", "x")
     with pytest.raises(CommandError, match="--targets: nothing is left"):
         parsed("--without-vllm-router", "--targets", NIXL)
@@ -61,8 +72,8 @@ def test_contradictions_are_refused_by_name() -> None:
         (["--targets", "nginx"], "got 'nginx', expected some of kvbaton"),
         (["--concurrency", "0"], "got 0, expected 1 to"),
         (["--window-s", "-1"], "expected seconds above 0"),
-        (["--vllm-router", "/nowhere/vllm-router"], "/nowhere/vllm-router is no program; make .venv-router/.ready"),
-        (["--out", "/nowhere/page.md"], "/nowhere/page.md is there already, or its directory is not"),
+        (["--vllm-router", "/nowhere/vllm-router"], "/nowhere/vllm-router is not a program; make .venv-router/.ready"),
+        (["--out", "/nowhere/page.md"], "/nowhere/page.md exists already, or its directory does not"),
     ],
 )
 def test_what_cannot_be_meant_ends_in_one_line_and_status_2(
@@ -125,6 +136,7 @@ def told(
         return findings
 
     monkeypatch.setattr(bench_router, "_run", measured)
+    monkeypatch.setattr(bench_router.several_routers, "several_routers", list)  # a model that is tested elsewhere
     status = cli.main(["bench", "router", "--json", *words])
     return status, json.loads(capsys.readouterr().out)
 
@@ -164,7 +176,7 @@ def test_a_missing_vllm_router_is_a_failure_unless_it_is_left_out_by_name(
     for name in THEIRS:
         assert said["targets"][name]["missing"] is True and "make .venv-router/.ready" in said["targets"][name]["how"]
     status, said = told(monkeypatch, capsys, rest, "--without-vllm-router")
-    assert status == 0 and set(said["targets"]) == {DIRECT, KVBATON, TOY}
+    assert status == 0 and set(said["targets"]) == {DIRECT, KVBATON, KVBATON_2, TOY}
 
 
 def test_a_run_in_which_kvbaton_could_not_be_measured_is_no_success_even_without_verdict(
@@ -208,7 +220,7 @@ def test_a_short_run_measures_the_router_and_the_toy_with_real_processes() -> No
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    assert set(said["targets"]) == {DIRECT, KVBATON, TOY}, done.stderr
+    assert set(said["targets"]) == {DIRECT, KVBATON, KVBATON_2, TOY}, done.stderr
     for name, target in said["targets"].items():
         assert target["errors"] == 0 and set(target["levels"]) == {"1", "4", "8 streams"}
         assert [(each["open_at_once"], each["complete"]) for each in target["streams"]] == [(8, 8)]
@@ -217,6 +229,7 @@ def test_a_short_run_measures_the_router_and_the_toy_with_real_processes() -> No
             assert (level["cpu_us"] is None) == (level["added_p50_ms"] is None) == (name == DIRECT)
     for row in said["rows"]:
         assert row["handed_over"] is None if row["target"] == DIRECT else row["handed_over"] >= row["asked"]
-    assert set(said["ratios"]) == {TOY} and said["bounds"]["streams_complete"]["met"] is True
+    assert set(said["ratios"]) == {TOY, f"{KVBATON_2} / {TOY}", f"{KVBATON_2} / {KVBATON}"}
+    assert said["bounds"]["streams_complete"]["met"] is True
     assert said["machine"]["cores"] > 0 and said["versions"]["kvbaton"]
     assert "round 1 of 1: kvbaton is up" in done.stderr

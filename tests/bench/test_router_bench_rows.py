@@ -9,7 +9,7 @@ import pytest
 from kvbaton.proof.bench.router import router_page
 from kvbaton.proof.bench.router import router_rows as rows_of
 from kvbaton.proof.bench.router.router_meters import Cpu, cpu_s, descended, family
-from kvbaton.proof.bench.router.router_rows import DIRECT, KVBATON, MORIIO, NIXL, TOY, Level, Row, Streams
+from kvbaton.proof.bench.router.router_rows import DIRECT, KVBATON, KVBATON_2, MORIIO, NIXL, TOY, Level, Row, Streams
 
 ONE, MANY, STREAMING = Level(False, 1), Level(False, 64), Level(True, 512)
 
@@ -114,6 +114,25 @@ def test_ratios_are_ours_by_theirs_and_leave_out_what_is_missing() -> None:
     assert found[NIXL]["added_p50_ms"] == {"1": 2.0}
     assert found[TOY]["cpu_us"] == {"1": 0.25}
     assert NIXL not in rows_of.ratios(good()[:4])
+
+
+def test_two_processes_are_held_to_vllm_routers_better_rate_and_to_the_cpu_of_one() -> None:
+    busy = Level(False, 512)
+    rows = [
+        row(KVBATON, busy, router_cpu_s=1.0, answered=1000),
+        row(KVBATON_2, busy, router_cpu_s=1.98, answered=1800),
+        row(NIXL, busy, answered=1500),
+        row(MORIIO, busy, answered=1800),
+    ]
+    found = rows_of.bounds(rows, [])
+    assert (found["req_per_s_of_two"].value, found["req_per_s_of_two"].met) == (1.0, True)
+    assert (found["cpu_of_two"].value, found["cpu_of_two"].met) == (1.1, True)
+    slower = [*rows[:3], row(MORIIO, busy, answered=1810)]
+    assert not rows_of.bounds(slower, [])["req_per_s_of_two"].met
+    dearer = [rows[0], row(KVBATON_2, busy, router_cpu_s=1.99, answered=1800), *rows[2:]]
+    assert not rows_of.bounds(dearer, [])["cpu_of_two"].met
+    assert "req_per_s_of_two" not in rows_of.bounds(rows[:2], []) and "cpu_of_two" not in rows_of.bounds(rows[1:], [])
+    assert rows_of.ratios(rows)[f"{KVBATON_2} / {NIXL}"]["req_per_s"] == {"512": 1.2}
 
 
 def test_complaints_name_target_level_and_reason() -> None:

@@ -197,9 +197,9 @@ BAD = [
     (["--url", "localhost:8000"], "argument --url: got 'localhost:8000', expected http://host:port"),
     (["--target", "http://h:1"], "argument --target"),
     (["--target", "a=http://h:1#pusch"], "argument --target: got the mode 'pusch'"),
-    (["--target", "a=http://h:1", "--target", "a=http://h:2"], "argument --target: two are called a"),
+    (["--target", "a=http://h:1", "--target", "a=http://h:2"], "argument --target: two are named a"),
     (["--compare", "pull,pusch"], "argument --compare: got 'pusch'"),
-    (["--url", "http://h:1", "--prefill", "2"], "argument --prefill: what runs already is not started"),
+    (["--url", "http://h:1", "--prefill", "2"], "argument --prefill: running servers are not started"),
     (["--blocks", "9", "--engine", "vllm"], "argument --blocks: not an option of the vllm engine"),
     (["--kv-gib", "1"], "argument --kv-gib: not an option of the embedded engine; add: --engine vllm"),
     (["--no-salt"], "argument --no-salt"),
@@ -209,7 +209,7 @@ BAD = [
     (["--trace-speed", "0"], "argument --trace-speed"),
     (["--trace-speed", "2"], "argument --trace-speed: it changes a trace; give --trace FILE too"),
     (["--trace", "x", "--input-len", "3"], "argument --input-len: a trace has its own prompts"),
-    (["--prefixes", "2"], "argument --prefixes: how long are they?"),
+    (["--prefixes", "2"], "argument --prefixes: --prefix-len is missing"),
     (["--out", "no-such-directory"], "argument --out: no-such-directory is not a directory"),
     (["--record", "no-such-directory/x"], "argument --record"),
     (["--name", "x"], "argument --name: it names the files of --out"),
@@ -240,13 +240,13 @@ def test_a_line_of_a_trace_that_cannot_be_meant_is_named(tmp_path: Path, capsys:
 def test_results_are_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x.svg").touch()
     assert main(["bench", "serve", "--out", str(tmp_path), "--name", "x"]) == 2
-    assert "x.svg is there already" in capsys.readouterr().err
+    assert "x.svg exists already" in capsys.readouterr().err
 
 
 def test_whoever_is_not_there_or_takes_less_is_named(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "serve", "--url", server.url, "--input-len", "96", "--output-len", "5"]) == 2
     assert (
-        "argument --input-len: prompt and answer have up to 101 tokens together, url takes 100"
+        "argument --input-len: prompt and answer have up to 101 tokens together, url accepts 100"
         in capsys.readouterr().err
     )
     with contextlib.ExitStack() as stack:

@@ -47,10 +47,10 @@ def test_the_list_as_one_object(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "said"),
     [
         (["--faults", "fire"], "argument --faults: got 'fire', expected some of kill"),
-        (["--faults", ","], "argument --faults: names none"),
+        (["--faults", ","], "argument --faults: names no fault"),
         (["--plan", "standard"], "argument --plan: the standard plan is for --engine vllm"),
-        (["--engine", "vllm", "--plan", "random"], "argument --plan: vLLM has the standard plan only"),
-        (["--connector", "nixl"], "argument --connector: embedded engines have kvbaton's only"),
+        (["--engine", "vllm", "--plan", "random"], "argument --plan: vLLM has only the standard plan"),
+        (["--connector", "nixl"], "argument --connector: embedded engines support only kvbaton's"),
         (["--minutes", "999999"], "argument --minutes: got 999999, at most 7200"),
         (["--replay", "/nowhere/plan.json"], "argument --replay: /nowhere/plan.json: No such file"),
     ],

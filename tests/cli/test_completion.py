@@ -187,7 +187,7 @@ def test_zsh_has_a_function_for_every_command_and_calls_it(whole: WordNode) -> N
         assert f"\n{name}() {{\n" in text
         if path:
             assert f"{path.split()[-1]}) {name} ;;" in text
-    assert "'--mode=[how KV goes over, where a client names none (default\\: pull)]:mode:(pull stream push)'" in text
+    assert "'--mode=[handoff mode, if the client requests none (default\\: pull)]:mode:(pull stream push)'" in text
     assert "'2:dir:_files -/'" in text and "'*--prefill-url=[" in text
     bare = "".join(text.split("'")[::2])
     assert bare.count("{") == bare.count("}") == len(list(walk(whole)))
@@ -201,7 +201,7 @@ def test_fish_asks_where_the_line_stands_for_every_word(whole: WordNode) -> None
     for line in lines:
         if line.startswith("complete") and line != "complete -c kvbaton -f":
             assert line.startswith("complete -c kvbaton -n '__kvbaton_at"), line
-    assert "complete -c kvbaton -n '__kvbaton_at up' -l mode -r -x -a 'pull stream push' -d 'how" in text
+    assert "complete -c kvbaton -n '__kvbaton_at up' -l mode -r -x -a 'pull stream push' -d 'handoff mode" in text
     assert "complete -c kvbaton -n '__kvbaton_at keys' -a '(__fish_complete_directories)'" in lines
     assert "            case 'bench store'" in lines and "                set path 'bench store'" in lines
 

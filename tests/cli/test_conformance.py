@@ -61,7 +61,7 @@ def test_inside_it_looks_no_further(monkeypatch: pytest.MonkeyPatch, gone: list[
 
     class Suite:
         @staticmethod
-        def main(**options: object) -> int:
+        def main(*, tell: object, printing: object, **options: object) -> int:
             asked.append(options)
             return 1
 

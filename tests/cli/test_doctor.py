@@ -88,7 +88,7 @@ def test_a_choice_that_this_machine_cannot_serve(
     assert main(["doctor", "--transport", "mori"]) == 1
     text = capsys.readouterr().out
     assert (
-        "error [no-plane] --transport: transport mori cannot be used here: gone\n  fix: it needs: mori: amd_mori"
+        "error [no-plane] --transport: transport mori cannot be used here: gone\n  fix: it requires: mori: amd_mori"
         in text
     )
     assert text.endswith("not well: see above; kvbaton explain CODE says more\n")
@@ -120,7 +120,7 @@ def test_a_worker_that_does_not_answer_is_named(
 ) -> None:
     url = serve({WORKERS: listed("d0"), "/d0/stats": (200, "no json")})
     status, told = found(capsys, "--router", url)
-    assert status == 1 and told["workers"][0]["problem"].startswith("does not answer")
+    assert status == 1 and told["workers"][0]["problem"].startswith("does not respond")
     (silent,) = (each for each in told["findings"] if each["code"] == "worker-silent")
     assert silent["where"] == "worker d0" and silent["fix"].startswith("curl http://")
 

@@ -39,17 +39,17 @@ def refused(capsys: pytest.CaptureFixture[str], answer: Callable[[str], Iterable
     ids=range(16),
 )  # fmt: skip
 def test_what_is_no_router_is_one_line_and_status_2(body: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "is no kvbaton router" in refused(capsys, lambda _: whole(body.encode()))
+    assert "is not a kvbaton router" in refused(capsys, lambda _: whole(body.encode()))
 
 
 @pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH\r\n", EVIL.encode() + b"\r\n", b"\xff\xfe\r\n", b""])
 def test_what_is_no_http_is_one_line_and_status_2(said: bytes, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "nothing answers at" in refused(capsys, lambda _: [said])
+    assert "no HTTP response from" in refused(capsys, lambda _: [said])
 
 
 def test_a_refusal_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, lambda _: whole(EVIL.encode(), b"404 " + EVIL.encode()))
-    assert "says 404; is it a kvbaton router?" in said
+    assert "HTTP 404; is it a kvbaton router?" in said
 
 
 def test_a_router_that_drips_is_not_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -92,7 +92,7 @@ def states(
 )  # fmt: skip
 def test_a_worker_that_answers_nonsense_is_named_and_the_others_are_told(said: list[bytes]) -> None:
     found = states(2, lambda path: said if path.startswith("/d0") else whole(b"{}"))
-    assert found[0].problem.startswith("does not answer") and found[0].problem.isprintable()
+    assert found[0].problem.startswith("does not respond") and found[0].problem.isprintable()
     assert found[1].problem == ""
     assert [each.where for each in findings(found)] == ["worker d0"]
 
@@ -116,7 +116,7 @@ def test_texts_of_workers_are_printable(capsys: pytest.CaptureFixture[str]) -> N
         main(["doctor", "--router", url])
     out, error = capsys.readouterr()
     assert "owned" in out and out.replace("\n", "").isprintable() and error == ""
-    assert "is listed with an address that cannot be asked" in out
+    assert "is listed with an unusable address" in out
 
 
 def test_an_odd_date_says_nothing_of_a_clock() -> None:

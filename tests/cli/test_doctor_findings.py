@@ -264,7 +264,7 @@ def with_words(*words: str) -> Callable[[Place], None]:
 
 PLANTED: dict[str, tuple[str, Callable[[Place], object], str, str]] = {
     # what was done: (its code, how, what the finding says, what its fix says)
-    "a port that another process has": ("port-taken", taken, "cannot be listened on", "ss -ltnp"),
+    "a port that another process has": ("port-taken", taken, "cannot be bound", "ss -ltnp"),
     "one port for two engines": ("port-twice", twice, "are both 127.0.0.1:", "another port"),
     "a port beyond the range": ("port-range", beyond_range, "control_port: got 70000", "0 to 65535"),
     "an address of another port": ("http-mismatch", mismatched, "listens on port", "set http_address to 127.0.0.1:"),
@@ -284,11 +284,11 @@ PLANTED: dict[str, tuple[str, Callable[[Place], object], str, str]] = {
     "keys of two clusters": (
         "keys-cluster",
         two_clusters,
-        "neither knows the other's",
+        "neither has both",
         "copy public/ and tickets.json",
     ),
-    "a rotation not finished": ("keys-rotating", half_rotated, "p0: its key before", "--finish"),
-    "ticket keys not finished": ("keys-rotating", tickets_half_rotated, "waits to sign", "--tickets"),
+    "a rotation not finished": ("keys-rotating", half_rotated, "p0: its key from before", "--finish"),
+    "ticket keys not finished": ("keys-rotating", tickets_half_rotated, "is waiting to be used", "--tickets"),
     "no shared memory": ("shm-small", with_words("--shm", "/proc"), "/proc has 0 MiB free", "--shm-size=1g"),
     "no mount for it": ("shm-small", with_words("--shm", "/no/such"), "No such file", "mount -t tmpfs"),
     "KV beyond the memory": ("memory-small", space, "VLLM_CPU_KVCACHE_SPACE", "lower"),
@@ -330,7 +330,7 @@ PLANTED: dict[str, tuple[str, Callable[[Place], object], str, str]] = {
     "D waits longer than P holds": (
         "time-contradiction",
         in_extra("p", max_hold_s=45),
-        "P lets go first",
+        "P releases first",
         "raise max_hold_s",
     ),
     "two decoders": (
@@ -371,11 +371,17 @@ PLANTED: dict[str, tuple[str, Callable[[Place], object], str, str]] = {
         "no config.json",
         "name the directory",
     ),
-    "data parallelism": (
-        "parallel-unsupported",
+    "a data-parallel rank without a key": (
+        "keys-name",
         in_launch("p", data_parallel_size=2),
-        "data_parallel_size",
-        "run 2 engines",
+        "p0.dp0 is not in",
+        "p0.dp0, or fix the name",
+    ),
+    "ranks that come and go": (
+        "parallel-unsupported",
+        in_launch("p", enable_elastic_ep=True),
+        "enable_elastic_ep",
+        "start another engine",
     ),
     "scales of its own": ("parallel-unsupported", in_launch("p", calculate_kv_scales=True), "scales", "static"),
     "another block size": (
@@ -412,15 +418,15 @@ PLANTED: dict[str, tuple[str, Callable[[Place], object], str, str]] = {
         "the same transport",
     ),
     "checksums on one side": ("pair-transport", in_extra("p", checksum="full"), "shm+sums", "checksum"),
-    "two hosts and shared memory": ("pair-transport", two_hosts_and_shm, "do not leave a host", "add tcp"),
+    "two hosts and shared memory": ("pair-transport", two_hosts_and_shm, "within one host only", "add tcp"),
     "two registries": (
         "pair-registry",
         in_extra("d", registry="tcp://127.0.0.1:7701"),
         "7700, D has tcp",
         "the same registry",
     ),
-    "peers that cannot be found": ("pair-registry", peers_without_ports, "is ephemeral", "control_port"),
-    "one name for two": ("pair-name", in_extra("d", name="p0"), "both are p0", "a name"),
+    "peers that cannot be found": ("pair-registry", peers_without_ports, "uses an ephemeral port", "control_port"),
+    "one name for two": ("pair-name", in_extra("d", name="p0"), "both are p0", "its own name"),
     "no mode in common": (
         "pair-modes",
         lambda place: [in_extra("p", modes=["pull"])(place), in_extra("d", modes=["push"], mode="push")(place)],

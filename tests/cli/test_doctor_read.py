@@ -55,7 +55,7 @@ def test_yaml_is_read_where_its_library_is(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_yaml_without_its_library_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(UnreadableError, match="PyYAML is needed"):
+    with pytest.raises(UnreadableError, match="requires PyYAML"):
         parse("prefill", "here", "model: m\n")
 
 
@@ -82,7 +82,7 @@ def test_a_file_and_its_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     launch, found = read("prefill", str(path))
     assert launch is not None and launch.where == f"--prefill {path}" and found == []
     path.write_bytes(b"\xff\xfe")
-    assert [each.found for each in read("prefill", str(path))[1]] == ["not a text in UTF-8"]
+    assert [each.found for each in read("prefill", str(path))[1]] == ["not UTF-8 text"]
     monkeypatch.setattr(config_reading, "TEXT_BYTES_MAX", 10)
     path.write_text(TEXT)
     assert [each.found for each in read("prefill", str(path))[1]] == ["more than 10 bytes"]
@@ -92,7 +92,7 @@ def test_a_file_and_its_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     ("words", "code", "said"),
     [
         ("--name p0 --role decode --keys k", "setting-invalid", "--registry"),
-        ("--name p0 --role decode", "keys-missing", "--keys"),
+        ("--name p0 --role prefill --registry tcp://h:1", "keys-missing", "--keys"),
         ("--name p0 --role decode --keys k --registry tcp://h:1", "role-wrong", "role: got decode"),
         (f"{P} --lese-s 3", "setting-unknown", "--lese-s"),
         (f"{P} --http-port 99999", "port-range", "65535"),

@@ -25,18 +25,18 @@ class Town:
 
     def __init__(self, directory: Path) -> None:
         self.keys = str(directory / "keys")
-        keyring.mint(self.keys, ["router", "operator", "p0"])
+        keyring.mint(self.keys, ["router", "operator", "p0", "p0.dp0", "p0.dp1", "p00.dp0"])
         self.server = RegistryServer(keyring.load(self.keys, "router"), settings=CALM)
         self.server.start()
         self.on_drain: Callable[[], None] = lambda: None
-        self.client: RegistryClient | None = None
+        self.clients: list[RegistryClient] = []
 
-    def join(self, stays: bool = False) -> RegistryClient:
+    def join(self, stays: bool = False, name: str = P0) -> RegistryClient:
         registration = Registration(
-            P0, Incarnation(0xAB), "prefill", "127.0.0.1:80", "tcp://127.0.0.1:5000", stays=stays
+            WorkerId(name), Incarnation(0xAB), "prefill", "127.0.0.1:80", "tcp://127.0.0.1:5000", stays=stays
         )
-        self.client = RegistryClient(
-            keyring.load(self.keys, "p0"),
+        client = RegistryClient(
+            keyring.load(self.keys, name),
             (WorkerId("router"), self.server.endpoint),
             registration,
             on_directory=lambda entries: None,
@@ -44,9 +44,10 @@ class Town:
             on_drain=self._drain,
             settings=CALM,
         )
-        self.client.start()
-        self.wait(self.server.workers)
-        return self.client
+        client.start()
+        self.clients.append(client)
+        self.wait(lambda: len(self.server.workers()) == len(self.clients))
+        return client
 
     def _drain(self) -> None:
         self.on_drain()
@@ -63,8 +64,8 @@ class Town:
         return cli.main(["drain", worker, *where, *words])
 
     def close(self) -> None:
-        if self.client is not None:
-            self.client.close()
+        for client in self.clients:
+            client.close()
         self.server.close()
 
 
@@ -97,7 +98,7 @@ def test_a_worker_that_does_not_go_in_time_is_told_with_what_it_holds(
     assert town.drain("p0", "--timeout-s", "5", "--json") == 1
     out, err = capsys.readouterr()
     assert (json.loads(out)["outcome"], json.loads(out)["held"]) == ("held", "2 leases")
-    assert re.search(r"p0 is still there after \d+ s, with: 2 leases; it goes on draining, ask again", err)
+    assert re.search(r"p0 is still draining after \d+ s, with: 2 leases; it continues, try again", err)
     (entry,) = town.server.workers()
     assert entry.draining
 
@@ -111,16 +112,16 @@ def test_a_worker_that_does_not_end_by_itself_is_done_when_it_is_idle(
     assert town.drain("p0", "--json") == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["outcome"] == "idle"
-    assert "p0 holds nothing and gets no new requests; end its process now" in err
+    assert "p0 is idle and gets no new requests; stop its process now" in err
 
 
 def test_an_unknown_worker_is_status_1_and_the_names_are_told(town: Town, capsys: pytest.CaptureFixture[str]) -> None:
     assert town.drain("p1") == 1
-    assert "no worker p1 is registered; there are: none at all" in capsys.readouterr().err
+    assert "no worker p1 is registered; registered: none" in capsys.readouterr().err
     town.join()
     assert town.drain("p1", "--json") == 1
     out, err = capsys.readouterr()
-    assert "no worker p1 is registered; there are: p0" in err
+    assert "no worker p1 is registered; registered: p0" in err
     assert json.loads(out)["workers"] == ["p0"]
 
 
@@ -170,7 +171,36 @@ def test_progress_is_told_and_silence_of_the_registry_is_not_the_end(monkeypatch
     assert (found.outcome, found.status, line.asked) == ("gone", 0, [0, 5, 5, 5]), "of one life only"
     assert news == [
         "p0 drains",
-        "0 s: p0 has not said what it waits for",
+        "0 s: p0 has not reported what it waits for",
         "0 s: p0 waits for 1 request",
-        "0 s: the registry does not answer",
+        "0 s: the registry does not respond",
     ]
+
+
+def test_an_engines_name_drains_all_its_data_parallel_ranks_and_no_others(
+    town: Town, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = [town.join(stays=True, name=name) for name in ("p0.dp0", "p0.dp1", "p00.dp0")]
+    ranks[0].tell_held("nothing")
+    ranks[1].tell_held("1 lease")
+
+    def drained() -> set[str]:
+        return {str(entry.registration.worker) for entry in town.server.workers() if entry.draining}
+
+    def drain() -> None:
+        for client in ranks[:2]:
+            client.drain()
+
+    town.on_drain = drain
+    assert town.drain("p0", "--timeout-s", "3", "--json") == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["worker"], told["outcome"], told["held"]) == ("p0", "held", "p0.dp1: 1 lease")
+    assert drained() == {"p0.dp0", "p0.dp1"}
+    ranks[1].tell_held("nothing")
+    assert town.drain("p0", "--json") == 0
+    out, err = capsys.readouterr()
+    assert [(rank["worker"], rank["outcome"]) for rank in json.loads(out)["ranks"]] == [
+        ("p0.dp0", "idle"),
+        ("p0.dp1", "idle"),
+    ]
+    assert "p0 is idle" in err

@@ -50,10 +50,17 @@ def dotted(node: ast.AST | None) -> str:
 # --- the command
 
 
+@pytest.mark.parametrize(("word", "said"), [("400", "invalid_value"), ("404", "model_not_found"), ("418", "log")])
+def test_every_status_of_an_error_leads_somewhere(word: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", word]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{word} (HTTP status of a worker's refusal)\n") and said in text
+
+
 def test_a_reason_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "lease_expired"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("lease_expired (failure reason of a handoff)\n  The lease ran out before D could read.\n")
+    assert text.startswith("lease_expired (failure reason of a handoff)\n  The lease expired before D could read.\n")
     for title in ("who must act: you, the operator", "likely causes:", "what to do:", "kvbaton inspect --failed"):
         assert title in text
 
@@ -162,10 +169,22 @@ def said(text: ast.expr, line: int, texts: dict[str, str]) -> str:
     return ""
 
 
+def news_codes(tree: ast.Module) -> Iterator[str]:
+    """Codes of INFO lines, which need none."""
+    for call in ast.walk(tree):
+        if isinstance(call, ast.Call) and dotted(call.func) == "log.info" and isinstance(call.args[0], ast.Constant):
+            code = CODE.match(str(call.args[0].value))
+            if code is not None:
+                yield code[1]
+
+
 def test_every_warning_of_the_product_begins_with_a_code_and_every_code_is_used() -> None:
     known = {entry.code for entry in logs.CODES}
     used, without = set(), []
     for path, tree in modules("log.", "_log.", "logger."):
+        news = set(news_codes(tree))
+        assert news <= known, path
+        used |= news
         for call, text in log_calls(tree):
             code = CODE.match(text)
             if code is None or code[1] not in known:

@@ -166,7 +166,7 @@ def test_nothing_that_answers_can_move_the_cursor(said: bytes, capsys: pytest.Ca
 )
 def test_what_is_no_router_is_status_2(body: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     with router(body) as (url, _):
-        assert "no kvbaton router" in refused(capsys, "--router", url)
+        assert "not a kvbaton router" in refused(capsys, "--router", url)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_dumps_of_several_processes_are_joined(tmp_path: Path, capsys: pytest.Ca
     assert main(["inspect", "--failed", "--last", "9", "--json", "--files", *files]) == 0
     assert len(json.loads(capsys.readouterr().out)["journeys"]) == 1
     assert main(["inspect", "--files", files[1]]) == 0
-    assert "no dump of it was given" in capsys.readouterr().out
+    assert "no dump given" in capsys.readouterr().out
     assert main(["inspect", "nobody", "--files", files[1]]) == 1
 
 

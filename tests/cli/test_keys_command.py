@@ -87,9 +87,9 @@ def test_an_identity_is_rotated_and_finished(capsys: pytest.CaptureFixture[str],
     assert status == 0 and f"kvbaton keys rotate {minted} p0 --finish" in out
     assert keyring.load(minted, "d0").also == {"p0": (old,)}
     status, out, _ = call(capsys, "show", minted)
-    assert f"being rotated: {fingerprint(old)} is let in too" in out
+    assert f"being rotated: {fingerprint(old)} is accepted too" in out
     status, out, _ = call(capsys, "rotate", minted, "p0", "d0", "--finish")
-    assert status == 0 and "p0: only its new key is let in" in out and "d0: was not being rotated" in out
+    assert status == 0 and "p0: only its new key is accepted" in out and "d0: was not being rotated" in out
     assert keyring.load(minted, "d0").also == {}
 
 
@@ -130,3 +130,42 @@ def test_ages_are_told_in_the_unit_that_fits(
     os.utime(Path(minted) / "public" / "p0.json", (then, then))
     monkeypatch.setattr(report, "__defaults__", (lambda: then + age_s,))
     assert f"{said} old" in call(capsys, "show", minted)[1]
+
+
+def test_tokens_are_made_listed_and_revoked(capsys: pytest.CaptureFixture[str], minted: str, tmp_path: Path) -> None:
+    out = tmp_path / "token"
+    words = ("--role", "decode", "--expires", "2h", "--uses", "3", "--out", str(out), "--json")
+    status, said, _ = call(capsys, "token", "new", minted, *words)
+    made = json.loads(said)
+    text = out.read_text().strip()
+    assert status == 0 and text.startswith("kvbt1-") and text not in said and out.stat().st_mode & 0o777 == 0o600
+    assert (made["role"], made["uses_max"], made["expires_s"]) == ("decode", 3, 7200.0)
+    assert call(capsys, "token", "new", minted, "--out", str(out))[0] == 2  # nothing is overwritten
+    status, said, _ = call(capsys, "token", "list", minted, "--json")
+    assert [(each["id"], each["state"]) for each in json.loads(said)["tokens"]] == [(made["id"], "good")]
+    assert call(capsys, "token", "revoke", minted, made["id"], "--with-members")[0] == 0
+    _, said, _ = call(capsys, "list", minted)
+    assert f"{made['id']}  decode, revoked, 0 of 3 uses" in said and "0 joined" not in said
+    status, said, _ = call(capsys, "token", "new", minted)
+    assert status == 0 and said.splitlines()[-1].startswith("kvbt1-")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("token", "burn", "DIR"), "token new|list|revoke DIR"),
+        (("token", "new"), "token new|list|revoke DIR"),
+        (("token", "revoke", "DIR"), "argument ID"),
+        (("token", "revoke", "DIR", "no-such"), "there is no token"),
+        (("token", "list", "DIR", "x"), "argument ID"),
+        (("token", "list", "DIR", "--uses", "3"), "--uses: not with token list"),
+        (("token", "new", "DIR", "--with-members"), "--with-members: not with token new"),
+        (("token", "new", "DIR", "--expires", "soon"), "--expires"),
+        (("show", "DIR", "--role", "both"), "--role: only with token"),
+    ],
+)
+def test_what_is_no_use_of_tokens_is_refused(
+    capsys: pytest.CaptureFixture[str], minted: str, words: tuple[str, ...], named: str
+) -> None:
+    status, out, err = call(capsys, *(minted if word == "DIR" else word for word in words))
+    assert status == 2 and named in err and not out

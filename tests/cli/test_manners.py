@@ -62,6 +62,7 @@ WRONG = [
     "router --prefill-url http://x:99999", "router --prefill-url http://x --host 256.1.1.1 --port 0",
     "router --keys keys --registry-host 999.9.9.9 --port 0", "router --deadline-s soon",
     "router --keys keys --allow-origin https://x/ --port 0", "router --keys keys --worker-networks 10.0.0.1/8",
+    "registry", "registry --keys empty", "registry --keys keys --name p0", "registry --keys keys --host 999.9.9.9",
     "worker", f"{WORKER} --keys empty --registry tcp://127.0.0.1:1", f"{WORKER} --keys keys --registry here",
     f"{WORKER} --keys keys --registry tcp://127.0.0.1:1 --store bogus://x",
     f"{WORKER} --keys keys --registry tcp://127.0.0.1:1 --block-tokens 0",
@@ -86,6 +87,7 @@ WRONG = [
     "bench router --targets zz", "bench router --out /nowhere/x", "bench router --vllm-router /nowhere",
     "up --store bogus://x --port 0", "up --model x", "up --engine vllm --model x --vllm-python /nowhere",
     "up --host 256.1.1.1 --port 0", "up --prefill many", "completion", "completion tcsh",
+    "config", "config --check nowhere", "config --check empty", "router --config nowhere", "up --config file",
 ]  # fmt: skip
 
 
@@ -163,7 +165,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     [
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "/x/y"), 2, "/x/y: No such file or directory; "),
         (PermissionError(errno.EACCES, "Permission denied", "/x/y"), 2, "/x/y: Permission denied; "),
-        (OSError(errno.ENOSPC, "No space left on device"), 2, "cannot be written: No space left on device; make room"),
+        (OSError(errno.ENOSPC, "No space left on device"), 2, "No space left on device; free some space"),
         (ConnectionResetError(errno.ECONNRESET, "Connection reset"), 1, "this is a bug, run again with --debug"),
         (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, "this is a bug, run again with --debug"),
         (ValueError("two\nlines"), 1, "ValueError: two lines; this is a bug"),

@@ -16,7 +16,9 @@ from typing import TextIO
 import pytest
 
 from kvbaton.cli import main as cli
+from kvbaton.cli import progress
 from kvbaton.cli import screen as screens
+from kvbaton.cli.progress import StatusLine
 from kvbaton.cli.screen import Color, Screen, is_terminal, wants_color
 
 
@@ -187,3 +189,39 @@ def test_the_flag_colours_help_and_complaints_and_nothing_else_does(capsys: pyte
                 cli.main(around)
             assert ("\x1b[1mrotate\x1b[0m:" in capsys.readouterr().out) is colored
     assert screens._ASKED == ["auto"]
+
+
+def test_a_line_of_progress_has_a_bar_the_time_and_the_last_word() -> None:
+    now = [0.0]
+    screen = live({"COLUMNS": "70"})
+    line = StatusLine(screen, "sim", lambda: now[0])
+    assert line.line() == "sim 0 s"
+    now[0] = 12.4
+    line.tell("50 of 200 seeds, 3 broken")
+    assert line.line() == f"sim {'█' * 6}{'░' * 18} 50/200 12 s seeds, 3 broken"
+    line.tell("warming\nup")
+    assert line.line().endswith("50/200 12 s warming up")
+    line.tell("7/7 the last one, which has a name that is longer than the line has room for")
+    line.draw()
+    assert isinstance(screen.stream, io.StringIO)
+    drawn = screen.stream.getvalue()
+    assert drawn.startswith("\r\x1b[Ksim █") and len(drawn) == len("\r\x1b[K") + 69
+
+
+def test_other_words_clear_the_line_first_and_it_is_gone_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = live()
+    assert isinstance(screen.stream, io.StringIO)
+    with progress.shown("check", screen) as tell:
+        tell("1 of 2 rows")
+        screens.note("up", "a note")
+        assert screen.stream.getvalue().endswith("\r\x1b[K"), "cleared before the note was written"
+    assert screen.stream.getvalue().endswith("\r\x1b[K")
+    assert capsys.readouterr().err == "kvbaton up: a note\n"
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_no_line_of_progress_in_a_pipe_nor_with_json(quiet: bool) -> None:
+    screen = live() if quiet else Screen(io.StringIO(), {"FORCE_COLOR": "1"})
+    with progress.shown("sim", screen, quiet=quiet) as tell:
+        tell("1 of 2")
+    assert isinstance(screen.stream, io.StringIO) and screen.stream.getvalue() == ""

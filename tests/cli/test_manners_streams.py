@@ -88,7 +88,7 @@ def test_no_socket_takes_the_number_of_a_closed_stream() -> None:
 def test_a_full_disk_is_told_in_one_line() -> None:
     done = shell('"$@" > /dev/full', *KVBATON, "chaos", "--list")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "kvbaton chaos: the results cannot be written: No space left on device; make room" in done.stderr
+    assert "kvbaton chaos: the results cannot be written: No space left on device; free some space" in done.stderr
 
 
 def test_an_interrupt_ends_a_command_at_once_and_without_a_word(tmp_path: Path) -> None:

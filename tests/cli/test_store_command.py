@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import pytest
 
 from kvbaton.cli import main as cli
 from kvbaton.control import keyring
+from kvbaton.observe.metrics import metric_names
+from kvbaton.observe.metrics.metric_names import Where
 from kvbaton.ranks.store_address import bytes_of, opener, store_place
 from kvbaton.store.interface import Backend
 from kvbaton.store.store_client import ServerSilent
@@ -24,10 +27,13 @@ WORDS = [sys.executable, "-m", "kvbaton.cli.main", "store", "--port", "0", "--js
 
 class Served:
     def __init__(self, directory: Path, *flags: str) -> None:
-        self.child = subprocess.Popen(
-            [*WORDS, "--keys", str(directory), *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        self.url = str(self.line()["endpoint"])
+        self.said = directory.parent / "stderr"
+        with self.said.open("w") as said:
+            self.child = subprocess.Popen(
+                [*WORDS, "--keys", str(directory), *flags], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said
+            )
+        first = self.line()
+        self.url, self.health = str(first["endpoint"]), str(first["health"])
 
     def line(self) -> Any:
         assert self.child.stdout is not None
@@ -54,7 +60,7 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def served(directory: Path) -> Iterator[Served]:
-    found = Served(directory)
+    found = Served(directory, "--health", "127.0.0.1:0", "--log-format", "json")
     yield found
     found.close()
 
@@ -72,10 +78,30 @@ def test_it_keeps_values_tells_figures_and_ends_on_sigterm(directory: Path, serv
     assert backend.get(["b", "c"], into) == [3, 0]
     figures = served.figures()
     assert (figures["values"], figures["hits"], figures["misses"]) == (2, 1, 1)
+    with urllib.request.urlopen(served.health, timeout=20) as answer:
+        assert json.load(answer) == {"status": "ok", **figures}
+    with urllib.request.urlopen(served.health.replace("/health", "/metrics"), timeout=20) as answer:
+        page = answer.read().decode().splitlines()
+    for line in (
+        'kvbaton_store_server_values{tier="memory"} 2',
+        "kvbaton_store_server_hits_total 1",
+        "kvbaton_store_server_misses_total 1",
+        'kvbaton_store_server_moved_bytes_total{direction="in"} 5',
+        'kvbaton_store_server_moved_bytes_total{direction="out"} 3',
+        'kvbaton_store_server_refused_total{reason="forbidden"} 0',
+        "kvbaton_connections_refused_total 0",
+    ):
+        assert line in page
+    shown = {line.partition("{")[0].partition(" ")[0] for line in page if not line.startswith("#")}
+    assert shown == {metric.name for metric in metric_names.of(Where.STORE)}
     backend.close()
     served.child.send_signal(signal.SIGTERM)
     assert served.line()["values"] == 2
     assert served.child.wait(60) == 0
+    lines = [json.loads(line) for line in served.said.read_text().splitlines()]
+    assert [(line["level"], line["message"]) for line in lines] == [
+        ("INFO", "[stopping] SIGTERM"), ("INFO", "[stopping] stopped"),
+    ]  # fmt: skip
 
 
 def test_a_worker_of_another_cluster_gets_no_answer(tmp_path: Path, directory: Path, served: Served) -> None:
@@ -120,7 +146,7 @@ def test_the_least_recently_used_go_to_disk_and_come_back(tmp_path: Path, direct
     [
         (["store"], "required: --keys"),
         (["store", "--keys", "/nowhere", "--bytes", "much"], "'much' is not a size"),
-        (["store", "--keys", "/nowhere", "--bytes", "0"], "more than nothing"),
+        (["store", "--keys", "/nowhere", "--bytes", "0"], "a size above 0"),
         (["store", "--keys", "/nowhere"], "/nowhere: no key directory"),
         (["up", "--store", "cupboard"], "'cupboard' is not tcp://host:port of a kvbaton store"),
         (["up", "--store", "memory", "--engine", "vllm"], "argument --store"),

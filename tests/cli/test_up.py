@@ -73,17 +73,30 @@ def up(tmp_path: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], dic
         process.wait(60)
 
 
+def lines(log: Path) -> list[dict[str, Any]]:
+    """A log in JSON; the line that says that a worker serves is a result, for who started it."""
+    return [json.loads(line) for line in log.read_text().splitlines() if " serves http" not in line or "{" in line]
+
+
 def test_it_serves_until_it_is_told_to_stop_and_leaves_nothing(tmp_path: Path) -> None:
-    with up(tmp_path, "--decode", "2") as (process, facts, _):
+    (tmp_path / "cluster.yaml").write_text("up:\n  decode: 2\n")
+    config = ("--config", str(tmp_path / "cluster.yaml"))
+    with up(tmp_path, *config, "--log-format", "json") as (process, facts, said):
         pids = [worker["pid"] for worker in facts["workers"]]
         assert [worker["name"] for worker in facts["workers"]] == ["p0", "d0", "d1"]
         assert len(ask(facts["url"])) > 0
         assert get(f"{facts['url']}/health")["pairs"]["push"] == 2
         assert all(map(is_alive, pids))
+        at_p0 = lines(Path(facts["dir"]) / "p0.log")  # as the command that started it
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
         assert not any(map(is_alive, pids))
         assert not Path(facts["dir"]).exists()
+    told = lines(said)
+    (request,) = {line["request"] for line in told if line.get("path") == "/v1/completions"}
+    assert request in {line["request"] for line in at_p0 if line.get("path") == "/v1/completions" and line["ms"] > 0}
+    assert [line["message"] for line in told if line.get("code") == "stopping"] == ["[stopping] SIGINT: stopping"]
+    assert {line["level"] for line in (*told, *at_p0)} == {"INFO"}
 
 
 def test_a_death_is_told_with_the_command_that_starts_the_worker_again(tmp_path: Path) -> None:
@@ -91,11 +104,11 @@ def test_a_death_is_told_with_the_command_that_starts_the_worker_again(tmp_path:
         first = ask(facts["url"])
         victim = facts["workers"][1]
         os.kill(victim["pid"], signal.SIGKILL)
-        until(lambda: f"worker d0 (pid {victim['pid']}) was ended by SIGKILL" in said.read_text())
+        until(lambda: f"worker d0 (pid {victim['pid']}) was killed by SIGKILL" in said.read_text())
         assert victim["command"] in said.read_text()
         again = subprocess.Popen(shlex.split(victim["command"]), stdout=subprocess.DEVNULL)
         try:
-            until(lambda: "worker d0 has joined" in said.read_text())
+            until(lambda: said.read_text().count("[worker-joined] decode worker d0") == 2)
             assert ask(facts["url"]) == first
         finally:
             again.terminate()
@@ -115,16 +128,20 @@ def test_workers_end_and_keys_are_gone_when_their_parent_is_killed(tmp_path: Pat
 def test_a_router_of_its_own_serves_workers_that_register(tmp_path: Path) -> None:
     keys = str(tmp_path / "keys")
     assert cli.main(["keys", "new", keys, "p0", "d0"]) == 0
+    settings = tmp_path / "cluster.yaml"
+    settings.write_text(f"router:\n  keys: {keys}\n  port: 0\n  registry_port: 1\nworker:\n  keys: {keys}\n")
     program = [sys.executable, "-m", "kvbaton.cli.main"]
-    ports = ["--port", "0", "--registry-port", "0"]
-    router = subprocess.Popen([*program, "router", "--keys", keys, *ports], stdout=subprocess.PIPE, text=True)
+    words = [*program, "router", "--config", str(settings)]
+    ports = {"KVBATON_ROUTER__REGISTRY_PORT": "0"}
+    router = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env={**os.environ, **ports})
     started = [router]
     try:
         assert router.stdout is not None
         url, registry = re.findall(r"\S+://[^/,\s]+", router.stdout.readline())
         for name, role in (("p0", "prefill"), ("d0", "decode")):
-            words = ["worker", "--keys", keys, "--registry", registry, "--name", name, "--role", role]
-            started.append(subprocess.Popen([*program, *words], stdout=subprocess.DEVNULL, text=True))
+            words = ["worker", "--config", str(settings), "--registry", registry, "--role", role]
+            named = {**os.environ, "KVBATON_WORKER__NAME": name}
+            started.append(subprocess.Popen([*program, *words], stdout=subprocess.DEVNULL, text=True, env=named))
         until(lambda: get(f"{url}/health")["status"] == "ok")
         assert len(ask(url)) > 0
     finally:
@@ -161,5 +178,5 @@ def test_the_check_fails_when_one_answer_differs(
 def test_a_worker_that_cannot_start_ends_the_command_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["up", "--port", "0", "--block-tokens", "7"]) == 2
     _, err = capsys.readouterr()
-    assert "ended with status" in err
+    assert "exited with status" in err
     assert "block_tokens" in err.splitlines()[-1]

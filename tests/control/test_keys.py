@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvbaton.control import key_files, key_rotation, keyring
+from kvbaton.control import key_files, key_modes, key_rotation, keyring
 from kvbaton.control.addressing import ControlError
+from kvbaton.control.joining.join_token import JoinToken, token_from
 from kvbaton.protocol.ids import WorkerId
 
 
@@ -163,6 +164,47 @@ def test_a_secret_that_others_can_read_is_refused(minted: Path, file: str, mode:
         keyring.load(minted, "p0")
 
 
+def as_kubernetes_mounts(minted: Path, mount: Path, mode: int) -> Path:
+    """A key directory of projected volumes: each file a link through `..data` into a folder of its version, root's."""
+    for part, names in {
+        "public": sorted(path.name for path in (minted / "public").iterdir()),
+        "secret": ["p0.json"],
+        ".": ["tickets.json"],
+    }.items():
+        version = mount / part / "..2026_11_17_12_00_00.123"
+        version.mkdir(parents=True)
+        (mount / part / "..data").symlink_to(version.name)
+        for name in names:
+            (version / name).write_bytes((minted / part / name).read_bytes())
+            (version / name).chmod(0o644 if part == "public" else mode)
+            (mount / part / name).symlink_to(f"..data/{name}")
+    return mount
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files that are root's")
+@pytest.mark.parametrize(
+    ("mode", "user", "good"),
+    [(0o440, 10001, True), (0o400, 0, True), (0o440, 0, False), (0o444, 10001, False), (0o460, 10001, False)],
+)
+def test_a_secret_that_root_gave_to_the_group_of_another_user_is_taken(
+    minted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int, user: int, good: bool
+) -> None:
+    mount = as_kubernetes_mounts(minted, tmp_path / "mount", mode)
+    token = tmp_path / "token"
+    token.write_text(JoinToken.new(zmq.curve_keypair()[0].decode()).text)
+    token.chmod(mode)
+    monkeypatch.setattr(os, "geteuid", lambda: user)
+    found = [opening.found for opening in key_modes.openings(mount) if "others could read" in opening.found]
+    if good:
+        assert keyring.load(mount, "p0").name == "p0" and not found
+        assert token_from(str(token)) is not None
+    else:
+        for read in (lambda: keyring.load(mount, "p0"), lambda: token_from(str(token))):
+            with pytest.raises(ControlError, match=f"mode {mode:04o}: others could read it"):
+                read()
+        assert len(found) == 2, "its own secret, and the ticket keys"
+
+
 @pytest.mark.parametrize(
     ("file", "fields", "part"),
     [
@@ -225,9 +267,15 @@ def test_no_secret_shows_in_a_repr_or_an_error(minted: Path) -> None:
 
 def test_a_key_is_for_what_its_file_says_or_its_name(tmp_path: Path) -> None:
     keyring.mint(tmp_path / "cluster", ["p0:prefill", "p0.1", "d0:decode", "router", "operator-a", "w", "w.1"])
+    for rank in ("p0.dp0", "p0.dp0.1", "d0.dp1:both"):
+        keyring.add(tmp_path / "cluster", rank)
     keyring.add(tmp_path / "cluster", "s:store")
     found = keyring.load(tmp_path / "cluster", "p0")
     names = ("p0", "p0.1", "d0", "router", "operator-a", "w", "w.1", "s", "unknown")
+    ranks = ("p0.dp0", "p0.dp0.1", "d0.dp1", "d0.dp1.2", "p0.dpx", "router.dp0")
+    assert [found.role_of(WorkerId(name)).value for name in ranks] == [
+        "prefill", "prefill", "both", "both", "both", "both",
+    ], "a rank's key is for what its engine's is, unless its own file says more"  # fmt: skip
     assert [found.role_of(WorkerId(name)).value for name in names] == [
         "prefill", "prefill", "decode", "router", "operator", "both", "both", "store", "both",
     ]  # fmt: skip

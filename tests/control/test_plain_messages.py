@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import msgspec
 import pytest
 
 from kvbaton.control.moriio import p2p_nccl_registration, registration
 from kvbaton.control.plain import Announcement, Fleet, PlainFault
-from kvbaton.control.plain.announcements import MESSAGE_BYTES_MAX, decode, payload_of
+from kvbaton.control.plain.announcements import MESSAGE_BYTES_MAX, NESTING_MAX, decode, payload_of
+from kvbaton.control.plain.nesting import is_nested_within
 
 HTTP = "127.0.0.1:8100"
 ZMQ = "host:127.0.0.1,handshake:6301,notify:61005"
@@ -179,6 +182,30 @@ def test_mori_ios_address_needs_a_mode() -> None:
 )
 def test_what_is_no_map_of_moderate_size_is_refused(payload: object) -> None:
     assert fault(payload).field == "message"
+
+
+def wrapped(value: object, depth: int) -> object:
+    for level in range(depth):
+        value = {"k": value} if level % 2 else [value]
+    return value
+
+
+@pytest.mark.parametrize("kind", [1, -1, 300, 1 << 40, 0.5, None, True, "x" * 40, "x" * 300, b"b" * 300, b"b", []])
+def test_depth_is_counted_alike_whatever_lies_beside(kind: object) -> None:
+    """The message itself is one map. Beside values of every size on the wire, none of which is taken for a list."""
+    for depth, well in ((NESTING_MAX - 1, True), (NESTING_MAX, False)):
+        payload = msgspec.msgpack.encode({**MORIIO, "more": kind, "all": [kind] * 20, "deep": wrapped(kind, depth)})
+        inner = 1 if kind == [] else 0  # a list itself
+        assert is_nested_within(payload, NESTING_MAX + inner) is well
+    shallow = {**MORIIO, "more": wrapped(kind, NESTING_MAX - 2)}
+    assert decode(msgspec.msgpack.encode(shallow)) == decode(msgspec.msgpack.encode(MORIIO))
+
+
+def test_no_bytes_make_counting_raise_or_take_long() -> None:
+    draw = random.Random(7)
+    for _ in range(2000):
+        is_nested_within(draw.randbytes(draw.randrange(64)), 4)
+    assert is_nested_within(b"\xdf\xff\xff\xff\xff" * 4, 16) and not is_nested_within(b"\x91" * 17, 16)
 
 
 def test_text_that_is_not_utf_8_is_refused_by_its_field() -> None:

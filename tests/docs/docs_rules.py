@@ -179,6 +179,9 @@ def _python(words: list[str]) -> None:
         module = words[words.index("-m") + 1]
         if module == "vllm.entrypoints.openai.api_server":
             return _vllm_server(words)
+        if module == "dynamo.vllm":
+            check_transfer_config(words[words.index("--kv-transfer-config") + 1])
+            return None
         if module in {"venv", "http.server", "pip"}:
             return None
         if module.startswith("tests."):
@@ -241,5 +244,8 @@ RULES: Mapping[str, Callable[[list[str]], None]] = {
     "docker": _container,
     "podman": _container,
     "mooncake_master": _shell,
-    **dict.fromkeys(("curl", "kill", "git", "tar", "cp", "scp", "rsync", "echo", "head", "grep", "mkdir"), _shell),
+    **dict.fromkeys(
+        ("curl", "kill", "git", "tar", "cp", "scp", "rsync", "echo", "head", "grep", "mkdir", "export", "printf"),
+        _shell,
+    ),
 }

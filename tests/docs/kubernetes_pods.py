@@ -1,7 +1,8 @@
 """Plays kubelet for the rendered manifests, on loopback addresses instead of pods' own.
 
-Law: what runs is what the manifests say, word for word; replaced are only what Kubernetes would replace ($(POD_IP),
-$(POD_NAME), names of Services) and the places of mounts.
+Law: what runs is what the manifests say, word for word, in the container's environment; replaced are only what
+Kubernetes would replace ($(POD_IP), $(POD_NAME), names of Services), the places of mounts, and the wildcard address,
+since pods share the network of this machine.
 """
 
 from __future__ import annotations
@@ -28,7 +29,16 @@ def pod_spec(one: Object) -> Object:
 
 def container(one: Object, name: str) -> Object:
     pod = pod_spec(one)
-    return next(each for each in [*pod["initContainers"], *pod["containers"]] if each["name"] == name)
+    return next(each for each in containers(pod) if each["name"] == name)
+
+
+def containers(pod: Object) -> list[Object]:
+    return [*pod.get("initContainers", ()), *pod["containers"]]
+
+
+def has_keys(one: Object) -> bool:
+    """Whether its pods have identities that were minted; the others join by a token."""
+    return any(each["name"] == "keys" for each in containers(pod_spec(one)))
 
 
 def main_container(one: Object) -> Object:
@@ -67,6 +77,7 @@ class Pod:
         self.one, self.name, self.ip = one, name, loopback()
         self.folder = folder / name
         self.keys = self.folder / "keys"
+        self.token = self.folder / "join" / "token"
         self._process: subprocess.Popen[bytes] | None = None
 
     def mount(self, keys: Path, script: Path) -> None:
@@ -84,8 +95,19 @@ class Pod:
                 place = given / Path(mount["mountPath"]).relative_to("/in")
                 place.write_bytes((keys / "secret" / path).read_bytes())
                 place.chmod(0o440)
+            if mount["name"] == "admission":
+                (given / "admission").mkdir()
+                for path in (keys / "admission.json", keys / "public-admission.json", *(keys / "tokens").iterdir()):
+                    (given / "admission" / path.name).write_bytes(path.read_bytes())
+                    (given / "admission" / path.name).chmod(0o440)
         places = {"KEYS_IN": str(given), "KEYS_OUT": str(self.keys)}
         subprocess.run(["sh", script, "once"], check=True, timeout=30, env={**os.environ, **environment, **places})
+
+    def give_token(self, text: str) -> None:
+        """The only secret of a pod that joins; as its own user would have it, since this one is root perhaps."""
+        self.token.parent.mkdir(parents=True)
+        self.token.write_text(text)
+        self.token.chmod(0o400)
 
     def command(self, names: dict[str, str]) -> list[str]:
         """The main process's words, as kubelet and DNS would have them."""
@@ -94,7 +116,10 @@ class Pod:
         words = [expanded(word, environment) for word in [*main["command"], *main["args"]]]
         for name, address in names.items():
             words = [word.replace(f"tcp://{name}:", f"tcp://{address}:") for word in words]
-        return [word.replace("/keys", str(self.keys)) for word in words]
+        places = {"/keys": str(self.keys), "/join/token": str(self.token), "--host=0.0.0.0": f"--host={self.ip}"}
+        for place, here in places.items():
+            words = [word.replace(place, here) for word in words]
+        return words
 
     def url(self, path: str) -> str:
         return f"http://{self.ip}:8000{path}"
@@ -104,8 +129,10 @@ class Pod:
         words = self.command(names)
         with open(self.folder / "log", "wb") as log:
             process = subprocess.Popen(
-                [BIN / words[0], *words[1:]], stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder
-            )
+                [BIN / words[0], *words[1:]],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=self.folder,
+                env={**os.environ, **environment_of(main_container(self.one), self.name, self.ip)},
+            )  # fmt: skip
         try:
             yield process
         finally:

@@ -17,16 +17,19 @@ import pytest
 from docs_commands import ROOT
 from docs_rules import check_transfer_config, parsed
 from docs_running import answered, until
-from kubernetes_pods import Object, Pod, container, main_container, pod_spec
+from kubernetes_pods import Object, Pod, container, containers, has_keys, main_container, pod_spec
 
 from kvbaton.control import keyring as key_files
+from kvbaton.control.joining.admission_files import new_token
 from kvbaton.engines.embedded.http_worker import worker_app
 from kvbaton.engines.vllm.connector_settings import ConnectorSettings
+from kvbaton.protocol.privileges import Role
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 PYTHON = ROOT / ".venv-docs" / "bin" / "python"
 OVERLAYS = sorted(path.name for path in (FOLDER / "overlays").iterdir())
-GIVEN_SECRETS = {f"kvbaton-{name}" for name in ("tickets", "router", "store", "prefill", "decode", "drain")}
+SECRETS = ("tickets", "router", "store", "prefill", "decode", "drain", "routers", "admission", "join")
+GIVEN_SECRETS = {f"kvbaton-{name}" for name in SECRETS}
 GIVEN_CONFIG_MAPS = {"kvbaton-public"}
 VLLM_PATHS = {"/health", "/metrics"}
 SLACK_S = 10
@@ -35,7 +38,7 @@ SLACK_S = 10
 def rendered(*arguments: str) -> subprocess.CompletedProcess[str]:
     assert PYTHON.exists(), "the checker is not here: make docs-env"
     command = [PYTHON, ROOT / "tools" / "docs_kubernetes.py", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +150,7 @@ def test_every_volume_is_mounted_and_comes_from_something_that_is_there_or_docum
     page = (ROOT / "docs" / "kubernetes.md").read_text()
     for one in workloads(objects):
         pod = pod_spec(one)
-        mounts = [mount for each in [*pod["initContainers"], *pod["containers"]] for mount in each["volumeMounts"]]
+        mounts = [mount for each in containers(pod) for mount in each["volumeMounts"]]
         mounted = {mount["name"] for mount in mounts}
         assert mounted == {volume["name"] for volume in pod["volumes"]}
         for volume in pod["volumes"]:
@@ -164,6 +167,10 @@ def test_every_volume_is_mounted_and_comes_from_something_that_is_there_or_docum
 
 def test_a_pod_gets_no_identity_but_its_own(objects: list[Object]) -> None:
     for one in workloads(objects):
+        if not has_keys(one):
+            secrets = {volume["secret"]["secretName"] for volume in pod_spec(one)["volumes"] if "secret" in volume}
+            assert secrets == {"kvbaton-join"}, "one token for all of them, and nothing else"
+            continue
         (mount,) = [each for each in container(one, "keys")["volumeMounts"] if each["name"] == "identity"]
         assert (mount.get("subPath") or mount.get("subPathExpr")).endswith(".json"), "one file, not the whole Secret"
         assert not any(each["name"] in ("identity", "operator") for each in main_container(one)["volumeMounts"])
@@ -186,7 +193,7 @@ def test_every_command_line_is_one_that_the_product_takes(objects: list[Object])
         else:
             assert words[:2] == ["vllm", "serve"]
             check_transfer_config(words[words.index("--kv-transfer-config") + 1])
-        for name in re.findall(r"tcp://([a-z-]+):(\d+)", " ".join(words)):
+        for name in re.findall(r"tcp://(?:[a-z]+-[0-9]\.)?([a-z-]+):(\d+)", " ".join(words)):
             service = next(each for each in of(objects, "Service") if each["metadata"]["name"] == name[0])
             assert int(name[1]) in {port["port"] for port in service["spec"]["ports"]}
 
@@ -225,8 +232,8 @@ def test_whoever_is_told_to_stop_has_the_time_that_its_drain_may_take(objects: l
         before_s = 0.0
         if "lifecycle" in main:
             before = main["lifecycle"]["preStop"]["exec"]["command"]
-            if before[0] == "sleep":
-                before_s = float(before[1])
+            if before[-1].split()[-2:-1] == ["sleep"] or before[0] == "sleep":
+                before_s = float(before[-1].split()[-1])
             else:
                 order = before[2].removeprefix("exec ").replace('"$POD_NAME"', "prefill-0").split()
                 before_s = parsed(order).timeout_s
@@ -236,7 +243,12 @@ def test_whoever_is_told_to_stop_has_the_time_that_its_drain_may_take(objects: l
         if main["command"][0] == "vllm":
             text = words_of(one)[words_of(one).index("--kv-transfer-config") + 1]
             settings = ConnectorSettings.parse(json.loads(text)["kv_connector_extra_config"])
-            assert before_s > settings.max_hold_s, "no lease outlives the drain"
+            waits = [float(word.partition("=")[2]) for word in words_of(one) if word.startswith("--shutdown-timeout=")]
+            drain_s = before_s + sum(waits)
+            assert drain_s > settings.max_hold_s, "no lease outlives the drain"
+            assert grace_s >= drain_s + SLACK_S
+            assert bool(waits) == bool(settings.drain_file), "a file orders the drain, SIGTERM waits for its end"
+            assert settings.drain_file in " ".join(before)
 
 
 def test_every_container_is_locked_down_and_asks_for_what_it_needs(objects: list[Object]) -> None:
@@ -244,7 +256,7 @@ def test_every_container_is_locked_down_and_asks_for_what_it_needs(objects: list
         pod = pod_spec(one)
         assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] > 0
         assert pod["automountServiceAccountToken"] is False
-        for each in [*pod["initContainers"], *pod["containers"]]:
+        for each in containers(pod):
             assert each["securityContext"]["allowPrivilegeEscalation"] is False
             assert each["securityContext"]["capabilities"] == {"drop": ["ALL"]}
             assert {"cpu", "memory"} <= set(each["resources"]["requests"]) and "memory" in each["resources"]["limits"]
@@ -263,7 +275,7 @@ def test_pods_that_move_kv_have_shared_memory_of_their_own(objects: list[Object]
 
 
 def test_keys_reach_a_pod_in_the_form_that_kvbaton_asks_for(tmp_path: Path, overlays: dict[str, list[Object]]) -> None:
-    minted, script = tmp_path / "minted", FOLDER / "base" / "sync-keys.sh"
+    minted, script = tmp_path / "minted", FOLDER / "common" / "sync-keys.sh"
     key_files.mint(minted, ["router", "operator", "operator-drain", "prefill-0", "decode-0"])
     one = next(each for each in workloads(overlays["vllm"]) if each["metadata"]["name"] == "prefill")
     pod = Pod(one, "prefill-0", tmp_path)
@@ -281,7 +293,65 @@ def test_keys_reach_a_pod_in_the_form_that_kvbaton_asks_for(tmp_path: Path, over
     ]  # fmt: skip
 
 
-# --- the demo, as processes
+def test_tokens_reach_a_router_and_uses_that_it_counts_are_kept(
+    tmp_path: Path, overlays: dict[str, list[Object]]
+) -> None:
+    minted, script = tmp_path / "minted", FOLDER / "common" / "sync-keys.sh"
+    key_files.mint(minted, ["router-0", "router-1"])
+    token = new_token(minted, Role.BOTH, 3600.0, 5)
+    pod = Pod(named(overlays["scaled"])["router"], "router-0", tmp_path)
+    pod.mount(minted, script)
+    copied, mounted = pod.keys / "tokens" / f"{token.id}.json", minted / "tokens" / f"{token.id}.json"
+    assert copied.read_bytes() == mounted.read_bytes() and stat.S_IMODE(copied.stat().st_mode) == 0o600
+    used = copied.read_bytes().replace(b'"uses":0', b'"uses":2')
+    copied.write_bytes(used)
+    for text, expected in ((mounted.read_bytes(), used), (b'{"revoked": true}', b'{"revoked": true}')):
+        shutil.rmtree(pod.folder / "in")
+        mounted.write_bytes(text)
+        pod.mount(minted, script)
+        assert copied.read_bytes() == expected, "what is mounted counts when it changes"
+
+
+# --- autoscaling
+
+
+def test_autoscalers_have_their_deployments_and_these_no_number_of_their_own(objects: list[Object]) -> None:
+    scaled = {one["spec"]["scaleTargetRef"]["name"] for one in of(objects, "HorizontalPodAutoscaler")}
+    deployments = {one["metadata"]["name"]: one for one in of(objects, "Deployment")}
+    assert scaled <= set(deployments)
+    assert all("replicas" not in deployments[name]["spec"] for name in scaled), "an apply would undo the autoscaler"
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    for one in of(objects, "HorizontalPodAutoscaler"):
+        for metric in one["spec"]["metrics"]:
+            assert f"as: {metric['pods']['metric']['name']}" in page, "the adapter's rule is there"
+
+
+def test_a_router_behind_a_service_listens_where_port_forward_connects(objects: list[Object]) -> None:
+    hosts = {one["metadata"]["name"]: parsed(words_of(one)).host for one in workloads(objects) if is_router(one)}
+    assert hosts == {"router": "0.0.0.0"}
+
+
+def test_the_pod_monitor_finds_every_pod_that_has_metrics(objects: list[Object]) -> None:
+    (monitor,) = json.loads(rendered("--plain", str(ROOT / "deploy" / "prometheus" / "podmonitor.yaml")).stdout)
+    spec = monitor["spec"]
+    assert (monitor["apiVersion"], monitor["kind"]) == ("monitoring.coreos.com/v1", "PodMonitor")
+    assert set(spec) == {"namespaceSelector", "selector", "podMetricsEndpoints"}
+    (endpoint,) = spec["podMetricsEndpoints"]
+    assert endpoint["path"] == "/metrics" and spec["namespaceSelector"] == {"matchNames": ["kvbaton"]}
+    for one in workloads(objects):
+        found = selects(spec["selector"], labels(one))
+        assert found == (endpoint["port"] in ports(one)), one["metadata"]["name"]
+
+
+def is_router(one: Object) -> bool:
+    return main_container(one)["name"] == "router"
+
+
+def named(objects: list[Object]) -> dict[str, Object]:
+    return {one["metadata"]["name"]: one for one in workloads(objects)}
+
+
+# --- the demos, as processes
 
 
 @pytest.mark.timeout(300)
@@ -297,7 +367,7 @@ def test_the_demo_overlay_serves_with_the_very_command_lines_of_its_pods(
     }
     names = {"registry": pods["router"].ip, "store": pods["store"].ip}
     for pod in pods.values():
-        pod.mount(minted, FOLDER / "base" / "sync-keys.sh")
+        pod.mount(minted, FOLDER / "common" / "sync-keys.sh")
     with contextlib.ExitStack() as stack:
         processes: dict[str, Any] = {}
         try:
@@ -326,3 +396,51 @@ def test_the_demo_overlay_serves_with_the_very_command_lines_of_its_pods(
 def _figure(pod: Pod, name: str) -> int:
     found: int = json.loads(answered(pod.url("/stats")) or "{}").get(name, 0)
     return found
+
+
+@pytest.mark.timeout(300)
+def test_the_scaled_overlay_serves_scales_and_loses_a_router(tmp_path: Path, overlays: dict[str, list[Object]]) -> None:
+    """Workers of one configuration and one token, behind two routers, of which one goes."""
+    found, minted = named(overlays["scaled"]), tmp_path / "minted"
+    key_files.mint(minted, ["router-0", "router-1"])
+    token = new_token(minted, Role.BOTH, 3600.0, 0).text
+    routers = [Pod(found["router"], f"router-{number}", tmp_path) for number in range(2)]
+    workers = [
+        Pod(found[name.partition("-")[0]], name, tmp_path) for name in ("prefill-a1-x", "decode-b2-y", "decode-b2-z")
+    ]
+    names = {f"{pod.name}.registry": pod.ip for pod in routers}
+    for pod in routers:
+        pod.mount(minted, FOLDER / "common" / "sync-keys.sh")
+    for pod in workers:
+        pod.give_token(token)
+
+    def listed(pod: Pod) -> set[str]:
+        told = json.loads(answered(pod.url("/workers")) or '{"workers": []}')["workers"]
+        return {each["name"].rpartition("-")[0] for each in told if each["state"] == "serving"}
+
+    def ask(pod: Pod) -> None:
+        body = {"prompt": "Once upon a time " * 8, "max_tokens": 8, "temperature": 0}
+        asked = urllib.request.Request(
+            pod.url("/v1/completions"), json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            assert answer.status == 200
+
+    with contextlib.ExitStack() as stack:
+        try:
+            running = [stack.enter_context(pod.running(names)) for pod in [*routers, *workers[:2]]]
+            for pod in routers:
+                until("two workers", lambda pod=pod: listed(pod) == {"prefill-a1-x", "decode-b2-y"})
+            stack.enter_context(workers[2].running(names))  # the autoscaler wants one more
+            for pod in routers:
+                until("the third", lambda pod=pod: "decode-b2-z" in listed(pod))
+                ask(pod)
+            running[0].kill()
+            running[3].send_signal(signal.SIGTERM)  # and one less
+            until("one less", lambda: listed(routers[1]) == {"prefill-a1-x", "decode-b2-z"})
+            assert running[3].wait(pod_spec(found["decode"])["terminationGracePeriodSeconds"]) == 0
+            ask(routers[1])
+            assert sum(_figure(pod, "delivered_total") for pod in workers[2:]) >= 1
+        except AssertionError as error:
+            logs = {path.parent.name: path.read_text()[-1500:] for path in tmp_path.glob("*/log")}
+            raise AssertionError(f"{error}\n{json.dumps(logs, indent=1)}") from error

@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import socket
+from collections import Counter
 
 import openai
 import pytest
@@ -86,7 +87,8 @@ def test_killed_workers_cost_no_wrong_answer_and_leave_no_pin(tmp_path):
             wrong = [n for n, answer in enumerate(answers) if answer.status == 200 and answer.text != right[n]]
             assert not wrong
             assert {answer.status for answer in answers} <= {200, 500, 502, 503, 504}
-            assert sum(answer.status == 200 for answer in answers) > len(prompts) // 2
+            failed = Counter((answer.status, answer.text[:200]) for answer in answers if answer.status != 200)
+            assert failed.total() < len(prompts) // 2, failed.most_common(3)
             await all_at_rest(cluster, survivors)
 
         asyncio.run(under_load("p0", "push", {"p1", "d0", "d1"}))

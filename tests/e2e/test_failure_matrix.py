@@ -198,7 +198,7 @@ def test_a_fault_that_only_the_engine_finds_is_passed_on(crew: Crew, mode: str, 
         async with row(crew, mode, "p0", "p1", "d0", "d1", settings=QUICK) as town:
             got = await town.ask(mode, prompt, stream=stream, presence_penalty=1.5)
             assert got.fault == (400, "invalid_value")
-            assert got.body["error"]["message"].startswith("presence_penalty: the embedded engine cannot do this")
+            assert got.body["error"]["message"].startswith("presence_penalty: the embedded engine does not")
             got = await town.ask(mode, prompt, stream=stream, model="another")
             assert got.fault == (404, "model_not_found")
             asked = [len(town[name].seen) for name in ("p0", "p1", "d0", "d1")]
@@ -1036,7 +1036,7 @@ def test_a_p_that_comes_to_itself_serves_after_a_probe(crew: Crew, mode: str) ->
                 assert (await town.states())["p0"] == "broken"
                 got = await town.ask(mode, prompt)
                 assert (*got.fault, got.headers["Retry-After"]) == (503, "no_pair", "1")
-                assert "no prefill worker answers" in got.body["error"]["message"]
+                assert "no prefill worker responds" in got.body["error"]["message"]
             await eventually(_is(town, "p0", "serving"), 20.0)
             assert (await town.router_stats())["probes_total"]["answered"] == 1
 

@@ -64,7 +64,9 @@ STORIES = {
 }
 
 
-@pytest.mark.parametrize("story", STORIES.values(), ids=STORIES)
+@pytest.mark.parametrize(
+    "story", [pytest.param(story, id=name, marks=pytest.mark.library(story.plane)) for name, story in STORIES.items()]
+)
 def test_nothing_lands_in_reused_blocks(story: Story, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in story.env:
         monkeypatch.setenv(name, value)

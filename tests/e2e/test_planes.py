@@ -141,6 +141,7 @@ def _all_delivered(told: Mapping[str, Mapping[str, Any]], count: int) -> None:
     assert all(each.keys() == {"delivered"} for each in ends) and sum(each["delivered"] for each in ends) == count, told
 
 
+@pytest.mark.library("nixl", "mooncake")
 def test_every_plane_hands_over_in_every_mode(tmp_path: Path) -> None:
     """Promises 1 and 3: one P that has them all, and a D for each."""
     plane_of = {f"d-{plane}": plane for plane in PLANES}

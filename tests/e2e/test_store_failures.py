@@ -150,6 +150,7 @@ def backend(master: Master) -> MooncakeBackend:
     return MooncakeBackend(MooncakeSettings(master=master.address))
 
 
+@pytest.mark.library("mooncake")
 def test_a_master_killed_before_the_put(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: list[str], master: Master, owner: Owner
 ) -> None:
@@ -165,6 +166,7 @@ def test_a_master_killed_before_the_put(
     run(tmp_path, monkeypatch, backend(master), test)
 
 
+@pytest.mark.library("mooncake")
 def test_a_master_killed_during_the_put(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: list[str], master: Master, owner: Owner
 ) -> None:
@@ -181,6 +183,7 @@ def test_a_master_killed_during_the_put(
     run(tmp_path, monkeypatch, backend(master), test)
 
 
+@pytest.mark.library("mooncake")
 @pytest.mark.parametrize("master", [2], indirect=True, ids=["quick"])
 def test_an_owner_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: list[str], master: Master, owner: Owner

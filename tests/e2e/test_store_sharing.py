@@ -25,7 +25,8 @@ from tests.e2e.pair import Pair
 from tests.e2e.storehouse import StoreProcess, house, key_directory, some_store
 from tests.mooncake_store.mooncake_processes import free_port
 
-KINDS = ["kvbaton", "mooncake"]
+MOONCAKE = pytest.mark.library("mooncake")
+KINDS = ["kvbaton", pytest.param("mooncake", marks=MOONCAKE)]
 SHARED = "A long system prompt that every request of this service begins with, word for word, again and again. " * 3
 PROMPTS = [f"{SHARED}Question {number}: what is {number} and {number}?" for number in range(6)]
 SHORT_PROMPT = "short"
@@ -133,7 +134,9 @@ async def prefilled(session: aiohttp.ClientSession, url: str, prompt: str) -> Tr
     return parsed
 
 
-@pytest.mark.parametrize(("policy", "kind"), [("recompute", "kvbaton"), ("fail", "mooncake")])
+@pytest.mark.parametrize(
+    ("policy", "kind"), [("recompute", "kvbaton"), pytest.param("fail", "mooncake", marks=MOONCAKE)]
+)
 def test_a_prefiller_killed_after_its_prompt_was_put_costs_nothing(tmp_path: Path, policy: str, kind: str) -> None:
     """kill -9 between P's answer and D's claim: the ticket leads nowhere, the store has the prompt."""
     directory = key_directory(tmp_path)

@@ -12,20 +12,27 @@ from mutators import Shape
 
 from kvbaton.api import foreign, request_ids, sse
 from kvbaton.api.api_errors import ApiError, read_error
-from kvbaton.api.bodies import PARTS_MAX, Body, BodyKind, parse
+from kvbaton.api.bodies import PARTS_MAX, Body, BodyKind, json_object, parse
 from kvbaton.api.merge import split
 from kvbaton.api.params import FIELD, LEASE_FOR_PULL, Mode, TransferParams, source_params, target_params
 from kvbaton.api.responses import Asked, ResponseShape
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX, unseal
-from kvbaton.router import kv_params, openai_api
+from kvbaton.router import kv_params, openai_api, request_admission
 from kvbaton.router.workers.prefixes import pieces
 from kvbaton.router.workers.worker_load import ANSWER_TOKENS_MAX, answer_tokens, prompt_tokens
 
 KEY = b"the key of the fuzzed cluster..."
 JSON = msgspec.json.encode
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+
+
+MESSAGES: list[dict[str, Any]] = [
+    {"model": "m", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}], "stop_sequences": ["x"]},
+    {"max_tokens": 4, "system": [{"type": "text", "text": "s"}], "messages": [{"role": "user", "content": []}],
+     "stream": True, "tools": [{"name": "t"}], "thinking": {"type": "enabled"}, "cache_salt": "s", "top_k": 3},
+]  # fmt: skip
 
 
 def refused(error: ApiError) -> None:
@@ -39,7 +46,7 @@ def body_of(kind: BodyKind, data: bytes) -> None:
     """A refusal that names a field, or a body of bounded parts whose two legs say what the client said."""
     try:
         body = parse(kind, data)
-        openai_api._check_steering(body.fields)
+        request_admission.check_steering(body.fields)
     except ApiError as error:
         refused(error)
         return
@@ -63,6 +70,29 @@ def _legs(kind: BodyKind, fields: Any, data: bytes | None) -> None:
     first = msgspec.json.decode(kv_params.prefill_body(kind, fields, JSON(LEASE_FOR_PULL)))
     assert first["stream"] is False and first[FIELD] == LEASE_FOR_PULL
     assert first["max_output_tokens" if kind is BodyKind.RESPONSES else "max_tokens"] == 1
+
+
+def passed_body(data: bytes) -> None:
+    """A body that goes to one worker as it came steers nothing: no object within has a field of the router's."""
+    try:
+        fields = json_object(data)
+        request_admission.check_steering_anywhere(data, fields)
+    except ApiError as error:
+        refused(error)
+        return
+    assert not _steers(fields)
+
+
+def _steers(value: Any) -> bool:
+    if isinstance(value, dict):
+        own = any(value.get(name) is not None for name in (FIELD, request_admission.ENCODER_FIELD))
+        return own or any(map(_steers, value.values()))
+    return isinstance(value, list) and any(map(_steers, value))
+
+
+def passed_seeds() -> list[bytes]:
+    inner = {"sampling_params": {"extra_args": {FIELD: {"ticket": "t"}}}, "token_ids": [1, 2]}
+    return [JSON({"input": ["a", "b"], "model": "m"}), JSON(inner), b'{"a": [{"\\u006bv_transfer_params": 1}]}']
 
 
 def _response(body: Body) -> None:
@@ -118,8 +148,9 @@ LOOKUPS = tuple(
     foreign.ForeignLookup(
         mode, tuple(Mode), WorkerId(me), KEY, 60.0,
         lambda host, port: WorkerId("p0") if host == "10.0.0.1" else WorkerId("d0") if host == "10.0.0.2" else None,
+        named,
     )
-    for mode in (Mode.PULL, Mode.PUSH)
+    for mode, named in ((Mode.PULL, False), (Mode.PUSH, False), (Mode.PULL, True))
     for me in ("p0", "d0")
 )  # fmt: skip
 REQUEST_ID = request_ids.build(
@@ -142,7 +173,9 @@ def foreign_params(data: bytes) -> None:
         with contextlib.suppress(ProtocolError):
             found = foreign.translated(name, foreign.one_of(raw, min(index, 3), 4), lookup, index)
             if found is not None:
-                assert unseal(found.ticket or "", (KEY,), 0.0).source == "p0"
+                ticket = unseal(found.ticket or "", (KEY,), 0.0)
+                assert lookup.me in (ticket.source, ticket.target)
+                assert ticket.source == "p0" or lookup.named_pairs
     foreign.together([raw, said, None][: 1 + index % 3])
 
 
@@ -205,6 +238,8 @@ TARGETS = (
     _bodies(BodyKind.COMPLETION, "body_completion", COMPLETIONS),
     _bodies(BodyKind.CHAT, "body_chat", CHATS),
     _bodies(BodyKind.RESPONSES, "body_responses", RESPONSES),
+    _bodies(BodyKind.MESSAGES, "body_messages", MESSAGES),
+    Target("body_passed", passed_body, passed_seeds, Shape.JSON, 2500),
     Target("params", params, param_seeds, Shape.JSON, 2500),
     Target("foreign", foreign_params, foreign_seeds, Shape.JSON, 2500),
     Target("request_id", request_id, id_seeds, Shape.TEXT, 2500),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import os
 import shutil
 import tempfile
@@ -101,6 +102,10 @@ def _plainest(kind: typing.Any, name: str = "") -> typing.Any:
     if origin is typing.Literal:
         return inner[0]
     kind = getattr(kind, "__supertype__", kind)
+    if type(None) in typing.get_args(kind):
+        return None
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return next(iter(kind))
     return {int: 1, str: "x", bool: True, bytes: b"x", float: 1.0}[kind]
 
 

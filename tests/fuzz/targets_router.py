@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -40,27 +40,44 @@ def loop() -> asyncio.AbstractEventLoop:
 # --- answers that are joined
 
 
+class _Pair:
+    class decode:
+        name = "d0"
+
+    def __str__(self) -> str:
+        return "p0/d0"
+
+
 class Spoken:
-    """A worker's answer, as the flow would give it."""
+    """A worker's answer, as the flow would give it; of a stream also its events."""
 
     headers: Sequence[http_types.Header] = ((b"content-type", b"application/json"), (b"x-worker", b"d\xff\r\n0"))
-    route = "p0/d0"
+    route = _Pair()
     mode = "pull"
     handoff = ""
+    prompt_tokens = 1
+    chunks = 0
 
     def __init__(self, body: bytes) -> None:
         self.body = body
+        self.events = self
+        self._relay: sse.Relay | None = None
 
     def prefill_since(self, begun: float) -> tuple[float, float] | None:
         return None
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        relay = sse.Relay()
-        whole = relay.feed(self.body)
-        if whole:
-            yield whole
-        if not relay.ended:
+    def tell_tokens(self, count: int) -> None:
+        assert count >= 0
+
+    async def more(self) -> bytes:
+        if self._relay is None:
+            self._relay = sse.Relay()
+            whole = self._relay.feed(self.body)
+            if whole:
+                return whole
+        if not self._relay.ended:
             raise ApiError(502, "went away", type="worker_error", code="worker_died")
+        return b""
 
     async def aclose(self) -> None: ...
 

@@ -32,13 +32,15 @@ from hypothesis import strategies as st
 from laws import DECODERS, heard, told, understood
 
 from kvbaton.api.request_ids import RequestIdError, parse_address
+from kvbaton.control.joining.join_messages import ClusterCard, MemberCard
 from kvbaton.control.moriio import p2p_nccl_registration, registration
 from kvbaton.control.plain import AnnouncedWorker, Announcement, Fleet, PlainFault, PlainSettings
 from kvbaton.control.plain.announced_roster import PlainRoster
 from kvbaton.control.plain.announcements import RANKS_MAX, decode, payload_of
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.protocol.ids import Incarnation, PeerId
-from kvbaton.router.workers.announced import AnnouncedDirectory
+from kvbaton.protocol.privileges import Role
+from kvbaton.router.workers.announced import RANKS_LISTED_MAX, AnnouncedDirectory
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 plain, registry = Family(), Family(examples=500)
@@ -207,8 +209,11 @@ class Listening:
 @plain.fuzz(st.lists(announcements, min_size=1, max_size=6, unique_by=lambda said: said.key))
 def test_every_list_is_one_of_workers_with_distinct_names(said: list[Announcement]) -> None:
     found = AnnouncedDirectory(Listening(said)).snapshot()
-    assert len({worker.name for worker in found}) == len(said)
-    assert [worker.address for worker in found] == [one.zmq_address for one in said]
+    most = RANKS_LISTED_MAX // len(said)
+    ranks = [min(one.dp_size, most) if one.fleet is Fleet.MORIIO_WRITE else 1 for one in said]  # both legs name theirs
+    assert len({worker.name for worker in found}) == len(found) == sum(ranks)
+    told = zip(said, ranks, strict=True)
+    assert [worker.address for worker in found] == [one.zmq_address for one, count in told for _ in range(count)]
 
 
 # --- the authenticated registry
@@ -225,7 +230,7 @@ generated: dict[type, st.SearchStrategy[typing.Any]] = {
         worker_ids,
         lives,
         st.sampled_from(["prefill", "decode", "both"]),
-        st.builds(host_port, names, ports),
+        st.just("") | st.builds(host_port, names, ports),
         endpoints,
         short,
         short,
@@ -238,6 +243,15 @@ generated: dict[type, st.SearchStrategy[typing.Any]] = {
     m.SeenWorkers: st.builds(m.SeenWorkers, counts, counts),
     PeerId: st.builds(PeerId, worker_ids, lives),
 }
+generated[m.RosterEntry] = st.builds(
+    m.RosterEntry, generated[m.Registration], keys, st.sampled_from(m.WorkerState), st.booleans()
+)
+cards = st.builds(MemberCard, worker_ids, keys, st.sampled_from(Role), st.lists(keys, max_size=1).map(tuple))
+generated[ClusterCard | None] = st.none() | st.builds(  # type: ignore[index]
+    ClusterCard,
+    st.lists(st.binary(min_size=32, max_size=32), max_size=3).map(tuple),
+    st.lists(cards, max_size=3).map(tuple),
+)
 
 
 def field(name: str, annotation: object) -> st.SearchStrategy[typing.Any]:

@@ -22,6 +22,8 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.store.interface import Backend
 from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
 
+pytestmark = pytest.mark.library("mooncake")
+
 DEADLINE_S = 40.0
 
 

@@ -24,9 +24,10 @@ EXPECTED = {
     Role.PREFILL: {"register", "grant", "write", "keep", "report"},
     Role.DECODE: {"register", "hello", "claim", "offer", "read", "keep", "report"},
     Role.BOTH: {"register", "hello", "claim", "offer", "read", "grant", "write", "keep", "report"},
-    Role.ROUTER: set(),
+    Role.ROUTER: {"watch"},
     Role.OPERATOR: {"drain"},
     Role.STORE: set(),
+    Role.REGISTRY: set(),
 }
 
 

@@ -15,8 +15,10 @@ from aiohttp import web
 from kvbaton.api.http import serving
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.router.app import Router, router_app
+from kvbaton.router.app import router_app
+from kvbaton.router.dashboard_page import live_page
 from kvbaton.router.http import http_server
+from kvbaton.router.processes.router_parent import router_processes
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import ALL_MODES, ListedEngine, StaticDirectory, WorkerListState
 
@@ -50,6 +52,7 @@ class FakeWorker:
         self.aborted = 0
         self.healthy = True
         self.probes = 0
+        self.pages: dict[str, Any] = {}  # by path, what it answers to GET
         self.url = ""
 
     @property
@@ -58,14 +61,15 @@ class FakeWorker:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 26)
-        app.router.add_post("/v1/{rest:.*}", self._handle)
+        app.router.add_post("/{rest:.*}", self._handle)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/health", self._health)
+        app.router.add_get("/{rest:.*}", self._page)
         return app
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.raw.append(await request.read())
-        body = json.loads(self.raw[-1])
+        body = {} if request.content_type.startswith("multipart/") else json.loads(self.raw[-1])
         self.bodies.append(body)
         self.headers.append(request.headers.copy())
         self.paths.append(request.path)
@@ -78,6 +82,13 @@ class FakeWorker:
     async def _health(self, _: web.Request) -> web.Response:
         self.probes += 1
         return web.Response(status=200 if self.healthy else 503)
+
+    async def _page(self, request: web.Request) -> web.Response:
+        self.paths.append(request.path)
+        self.headers.append(request.headers.copy())
+        if request.path not in self.pages:
+            return web.json_response({"detail": "Not Found"}, status=404)
+        return web.json_response(self.pages[request.path])
 
     async def _models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
@@ -226,7 +237,7 @@ class Cluster:
         session: aiohttp.ClientSession,
         p: list[FakeWorker],
         d: list[FakeWorker],
-        app: Router,
+        app: Any,
         directory: ChangingDirectory,
         discarded: list[tuple[str, str]],
     ) -> None:
@@ -275,9 +286,12 @@ async def cluster(
     settings: RouterSettings = QUICK,
     key: bytes | None = KEY,
     modes: tuple[Mode, ...] = ALL_MODES,
+    processes: int = 1,
+    access: dict[str, Any] | None = None,
     **more: Any,
 ) -> AsyncIterator[Cluster]:
-    """`prefills` and `decodes`: how many good workers, or the script of each; `more`: of each worker's entry."""
+    """`prefills` and `decodes`: how many good workers, or the script of each; `more`: of each worker's entry;
+    `access`: who may ask, as `router_app` takes it."""
     p_scripts = [lease] * prefills if isinstance(prefills, int) else prefills
     d_scripts = [speak] * decodes if isinstance(decodes, int) else decodes
     p = [FakeWorker(f"p{number}", script) for number, script in enumerate(p_scripts)]
@@ -291,8 +305,14 @@ async def cluster(
             listed.append(msgspec.structs.replace(entry, address=entry.address.format(port=6300 + len(listed))))
         directory = ChangingDirectory(listed)
         discarded: list[tuple[str, str]] = []
-        router = router_app(directory, settings, key, lambda who, ticket: discarded.append((who.name, ticket)))
-        app = await stack.enter_async_context(router)
-        url = await stack.enter_async_context(http_server.serving(app, "127.0.0.1", 0))
+        given = (directory, settings, key, lambda who, ticket: discarded.append((who.name, ticket)))
+        app: Any
+        if processes > 1:
+            parent = router_processes(processes, "127.0.0.1", 0, *given, pages=live_page, **(access or {}))
+            app = await stack.enter_async_context(parent)
+            url = app.url
+        else:
+            app = await stack.enter_async_context(router_app(*given, **(access or {})))
+            url = await stack.enter_async_context(http_server.serving(app, "127.0.0.1", 0))
         session = await stack.enter_async_context(aiohttp.ClientSession())
         yield Cluster(url, session, p, d, app, directory, discarded)

@@ -206,7 +206,7 @@ def test_a_worker_that_keeps_failing_is_probed_instead_of_asked_and_comes_back()
                 assert (await c.post(BODY))[0] == 502
             status, answer, headers = await c.post(BODY)
             assert (status, answer["error"]["code"], headers["Retry-After"]) == (503, "no_pair", "1")
-            assert "no prefill worker answers" in answer["error"]["message"]
+            assert "no prefill worker responds" in answer["error"]["message"]
             assert len(c.p[0].bodies) == 2
             assert (await c.get("/health"))[0] == 503
             await until(lambda: c.p[0].probes >= 2)

@@ -20,6 +20,7 @@ import pytest
 from fake_workers import until
 from raw_server import LOOPS, run_on
 
+from kvbaton.api import request_ids
 from kvbaton.api.api_errors import ApiError, PortInUseError, bad_field, full
 from kvbaton.router.client_quotas import ClientQuotas
 from kvbaton.router.http import http_server
@@ -38,10 +39,18 @@ from kvbaton.router.http.request_reader import AHEAD_MAX
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 Source = AsyncGenerator[bytes, None]
-OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
-STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\n"
+NAMED = b"X-Request-Id: drawn\r\n"
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n" + NAMED
+PLAIN_STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\n"
+STREAM = PLAIN_STREAM + NAMED
 GET = b"GET /echo HTTP/1.1\r\n\r\n"
 BODY_BYTES_MAX = 1000
+
+
+@pytest.fixture(autouse=True)
+def same_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers are compared byte by byte."""
+    monkeypatch.setattr(request_ids.secrets, "token_hex", lambda _: "drawn")
 
 
 @pytest.fixture(params=LOOPS)
@@ -65,6 +74,15 @@ class Stage:
         if path not in ("/echo", "/", *self._handlers):
             raise ApiError(404, f"{method} {path}: no such path", code="not_found")
         return self._noted(self._handlers.get(path, self._echo))
+
+    def admit(self, request: Request) -> None:
+        """Everybody."""
+
+    def answer_headers(self, request: Request) -> Mapping[str, str]:
+        return {}
+
+    def refresh(self) -> None:
+        """Nothing changes."""
 
     def _noted(self, handler: Handler) -> Handler:
         def noting(request: Request) -> Awaitable[Answer | Events]:
@@ -111,7 +129,9 @@ class Client:
         status, headers, body = await self.answer()
         assert headers["connection"] == "close"
         await self.end()
-        return status, json.loads(body)["error"]["code"]
+        error = json.loads(body)["error"]
+        assert error["request_id"] == headers["x-request-id"] != ""
+        return status, error["code"]
 
     async def rest(self) -> bytes:
         """All until the connection is closed."""
@@ -260,7 +280,7 @@ def test_a_stream_is_chunked_and_ends_explicitly(run: Run) -> None:
     async def story(town: Town, _: Stage) -> None:
         client = await town.client()
         await client.say(post(b"", path=b"/stream") + GET)
-        head = STREAM + b"X-A: b\r\nTransfer-Encoding: chunked\r\n\r\n"
+        head = PLAIN_STREAM + b"X-A: b\r\n" + NAMED + b"Transfer-Encoding: chunked\r\n\r\n"
         await client.expect(head + b"9\r\ndata: 1\n\n\r\ne\r\ndata: twelve\n\n\r\n0\r\n\r\n" + whole(b"GET"))
 
     run(told(story, Stage(stream=streaming(events, {"X-A": "b"}))))
@@ -383,8 +403,9 @@ def test_what_fails_in_mid_stream_is_told_in_it(run: Run, fault: Exception, vers
             assert body.startswith(b"9\r\ndata: 1\n\n\r\n") and body.endswith(b"\n\n\r\n0\r\n\r\n")
         else:
             assert body.startswith(b"data: 1\n\ndata: {") and body.endswith(b"}\n\n")
-        code = json.loads(body[body.rindex(b"data: ") + 6 :].partition(b"\n\n")[0])["error"]["code"]
-        assert code == ("invalid_value" if isinstance(fault, ApiError) else "internal")
+        error = json.loads(body[body.rindex(b"data: ") + 6 :].partition(b"\n\n")[0])["error"]
+        assert error["code"] == ("invalid_value" if isinstance(fault, ApiError) else "internal")
+        assert error["request_id"] == "drawn"
 
     run(told(story, Stage(stream=streaming(events))))
 
@@ -1563,7 +1584,7 @@ def test_a_handler_that_will_not_end_does_not_hold_the_door(
         await tasks[0]
 
     run(scene())
-    assert "1 handlers have not ended" in caplog.text
+    assert "1 handlers have not finished" in caplog.text
 
 
 class Paper(asyncio.Transport):

@@ -23,6 +23,7 @@ from kvbaton.router.policy import (
     Weights,
     alone,
     explain,
+    home,
     mismatch,
     pairs,
 )
@@ -138,7 +139,7 @@ def test_workers_that_speak_otherwise_are_not_paired() -> None:
 def test_a_broken_worker_is_never_chosen_and_that_is_said() -> None:
     workers = [worker("p0", state=WorkerListState.BROKEN), worker("d0")]
     assert choose(workers, Mode.PULL, 0) is None
-    assert "no prefill worker answers" in explain(workers, Mode.PULL)
+    assert "no prefill worker responds" in explain(workers, Mode.PULL)
 
 
 # --- by load
@@ -227,6 +228,16 @@ def test_who_has_seen_the_prompt_goes_first_until_it_is_too_busy() -> None:
 
 
 # --- alone
+
+
+def test_where_nothing_is_known_every_router_finds_the_same_home_and_most_keep_theirs() -> None:
+    peers = [PeerId(WorkerId(f"p{number}"), Incarnation(1)) for number in range(8)]
+    beginnings = [number.to_bytes(16, "big") for number in range(400)]
+    homes = [home(peers, each) for each in beginnings]
+    assert homes == [home(peers[::-1], each) for each in beginnings]
+    assert min(homes.count(peer) for peer in peers) > 20
+    moved = [home(peers[1:], each) != before for each, before in zip(beginnings, homes, strict=True)]
+    assert sum(moved) == homes.count(peers[0])
 
 
 def test_d_alone_is_chosen_by_turn_load_and_doubt() -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
+from kvbaton.api.params import Mode
 from kvbaton.control.registry import Registration, RosterEntry, WorkerState
 from kvbaton.protocol.ids import Incarnation, WorkerId
+from kvbaton.router import policy
 from kvbaton.router.workers.directory import ListedEngine, WorkerListState
 from kvbaton.router.workers.registered import RegistryDirectory
 
@@ -40,6 +43,19 @@ def seen(state: WorkerState = WorkerState.READY, draining: bool = False) -> List
 @pytest.mark.parametrize("state", WorkerState)
 def test_a_draining_worker_is_never_asked_silent_or_not(state: WorkerState) -> None:
     assert seen(state, draining=True).state is WorkerListState.DRAINING
+
+
+@pytest.mark.parametrize("state", WorkerState)
+def test_a_worker_without_http_is_listed_and_never_asked(state: WorkerState) -> None:
+    inside = registry(state)
+    (entry,) = inside.workers()
+    told = msgspec.structs.replace(entry.registration, http_address="")
+    (worker,) = RegistryDirectory(Registry(msgspec.structs.replace(entry, registration=told))).snapshot()
+    assert (worker.url, worker.state) == ("", WorkerListState.NO_HTTP)
+    other = ListedEngine(WorkerId("d0"), "decode", "http://d0:1")
+    both = msgspec.structs.replace(worker, role="both")
+    assert policy.pairs([worker, other], Mode.PULL) == [] and policy.alone([both], 0) is None
+    assert "no prefill worker has an HTTP address" in policy.explain([worker, other], Mode.PULL)
 
 
 def test_its_host_and_size_are_known() -> None:

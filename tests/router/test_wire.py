@@ -8,6 +8,7 @@ import socket
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 from fake_workers import until
 from raw_server import LOOPS, OK, Conn, Script, Server, answers, listening, run_on
@@ -16,7 +17,15 @@ from kvbaton.router.http import http_client
 from kvbaton.router.http.answer_reader import UNREAD_BYTES_MAX
 from kvbaton.router.http.http_client import Exchange, Origin, Pool, header, origin, request_bytes
 from kvbaton.router.http.http_types import HEADERS_BYTES_MAX
-from kvbaton.router.http.wire_errors import BrokenError, GarbageError, StaleError, UnreachableError, WireError
+from kvbaton.router.http.wire_errors import (
+    BrokenError,
+    GarbageError,
+    LateError,
+    NoRoomError,
+    StaleError,
+    UnreachableError,
+    WireError,
+)
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 Story = Callable[[Pool, Server], Awaitable[None]]
@@ -1051,3 +1060,46 @@ def test_a_closed_pool_keeps_nothing_and_lets_what_is_under_way_end(run: Run) ->
         pool.close()
 
     run(told(script, story))
+
+
+def test_a_connection_that_is_used_again_is_late_by_the_time_of_each_exchange(run: Run) -> None:
+    async def story() -> None:
+        pool = Pool(5.0)
+        exchange, _ = unplugged(pool)
+        for timeout_s in (60.0, 0.01, 60.0):
+            exchange.send(b"GET / HTTP/1.1\r\n\r\n")
+            exchange.expire_in(timeout_s)
+            exchange.data_received(OK)
+            assert await exchange.whole(1 << 10)
+            exchange.close()
+        exchange.send(b"GET / HTTP/1.1\r\n\r\n")
+        exchange.expire_in(60.0)
+        await asyncio.sleep(0.05)  # the timer of an exchange before has run out
+        for timeout_s in (60.0, 0.0, 0.0002, 0.0):
+            exchange.expire_in(timeout_s)
+        with pytest.raises(LateError):
+            await exchange.head()
+        exchange.close()
+        exchange.connection_lost(None)
+        pool.close()
+
+    run(story())
+
+
+def test_a_pool_at_its_bound_takes_an_idle_connection_for_a_new_one_or_says_that_there_is_none(run: Run) -> None:
+    async def story(pool: Pool, server: Server) -> None:
+        pool._connections_max = 1
+        place, data = get(server)
+        other = msgspec.structs.replace(place, prefix="/other")
+        assert (await fetch(pool, server))[0] == 200
+        exchange = await pool.exchange(place, data)  # the idle one
+        with pytest.raises(NoRoomError):
+            await pool.exchange(other, data)
+        assert await exchange.whole(1 << 10)
+        exchange.close()
+        await until(lambda: pool.idle == 1)
+        exchange = await pool.exchange(other, data)
+        assert await exchange.whole(1 << 10)
+        exchange.close()
+
+    run(told(answers(OK), story))

@@ -216,7 +216,7 @@ def test_a_plain_peer_is_refused_and_logged_where_this_side_insists(
     server = side(Service.STORE, is_server=True, version=PLAIN)
     assert server.is_proof(side(Service.STORE, is_server=False, version=PLAIN).proof())
     assert server.seals("a client") is None
-    with pytest.raises(PlainPeer, match="a client would not encrypt"):
+    with pytest.raises(PlainPeer, match="a client does not encrypt"):
         server.seals("a client", must_seal=True)
     assert "[plain-peer-refused]" in caplog.text
     monkeypatch.setattr(handshake, "can_seal", lambda: False)

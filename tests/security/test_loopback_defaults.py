@@ -22,7 +22,7 @@ from kvbaton.transports.tcp.tcp_transport import TcpConfig
 CONFIGS = (
     WorkerOptions, ConnectorSettings, MooncakeConfig, MoriConfig, PlaneSettings, StagedConfig, SumConfig, TcpConfig
 )  # fmt: skip
-COMMANDS = ("up", "router", "worker", "store")
+COMMANDS = ("up", "router", "registry", "worker", "store")
 
 
 def is_loopback(host: str) -> bool:

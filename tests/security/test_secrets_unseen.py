@@ -26,13 +26,16 @@ from zmq.utils import z85
 
 from kvbaton.cli.main import main
 from kvbaton.control import keyring
+from kvbaton.control.joining import admission_files
+from kvbaton.protocol.privileges import Role
 from kvbaton.transports.net import connection_handshake
 from tests.e2e.cluster import wait_for
 from tests.e2e.pair import pair
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-NAMES = ("router", "operator", "store", "p0", "d0")
+NAMES = ("router", "operator", "store", "p0")
+"""Who is minted; d0 joins with a token."""
 MAIN = [sys.executable, "-m", "kvbaton.cli.main", "--debug"]
 
 
@@ -53,6 +56,11 @@ def secrets_in(directory: Path) -> dict[str, bytes]:
         found[path.stem] = z85.decode(json.loads(path.read_text())["secret"])
     for number, key in enumerate(json.loads((directory / "tickets.json").read_text())["keys"]):
         found[f"ticket key {number}"] = bytes.fromhex(key)
+    for path in directory.glob("admission.json"):
+        told = json.loads(path.read_text())
+        found |= {"admission key": bytes.fromhex(told["seed"]), "door": z85.decode(told["door"])}
+    for path in directory.glob("tokens/*.json"):
+        found["token's check key"] = bytes.fromhex(json.loads(path.read_text())["key"])
     return found
 
 
@@ -72,6 +80,10 @@ class Talkative:
         self.directory = directory
         self.keys = directory / "keys"
         keyring.mint(self.keys, NAMES)
+        self.token = admission_files.new_token(self.keys, Role.DECODE, 600.0, 1)
+        self.token_file = directory / "join.token"
+        self.token_file.write_text(self.token.text)
+        self.token_file.chmod(0o600)
         self.children: dict[str, subprocess.Popen[bytes]] = {}
         where = ("--keys", str(self.keys))
         self._start("router", "router", *where, "--port", "0", "--registry-port", "0", "--show-pair")
@@ -80,8 +92,11 @@ class Talkative:
         self._start("store", "store", *where, "--port", "0", "--json")
         store = self._said("store", r'"endpoint":\s*"(tcp://[^"]+)"')
         more = ("--registry", self.registry, "--transport", "tcp", "--store", store)
-        for name, role in (("p0", "prefill"), ("d0", "decode")):
-            self._start(name, "worker", "--name", name, "--role", role, *where, *more)
+        door = self._said("router", r"join (tcp://[0-9.:]+)")
+        joins = ("--join-token-file", str(self.token_file), "--join-at", door)
+        self.joins = (*joins, "--registry", self.registry)
+        self._start("p0", "worker", "--name", "p0", "--role", "prefill", *where, *more)
+        self._start("d0", "worker", "--name", "d0", "--role", "decode", *joins, *more)
         self.urls = {name: self._said(name, r" serves (http://\S+)") for name in ("p0", "d0")}
 
     def _start(self, name: str, *words: str) -> None:
@@ -167,10 +182,17 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[
         said["doctor --json"] = town.command("doctor", "--router", town.url, "--json")
         said["drain"] = town.command("drain", "d0", "--keys", str(town.keys), "--registry", town.registry, "--json")
         said["drain nobody"] = town.command("drain", "no-one", "--keys", str(town.keys), "--registry", town.registry)
+        said["keys list"] = town.command("keys", "list", str(town.keys), "--json")
+        said["token list"] = town.command("keys", "token", "list", str(town.keys))
+        said["join again"] = town.command("worker", "--name", "d1", "--role", "decode", *town.joins)
         said["keys"] = town.command("keys", "new", str(town.directory / "more"), "p1")
     for log in town.directory.glob("*.log"):
         said[log.name] = log.read_bytes()
-    hidden = {**secrets_in(town.keys), **{f"new {n}": s for n, s in secrets_in(town.directory / "more").items()}}
+    hidden = {
+        **secrets_in(town.keys),
+        "token": town.token.secret,
+        **{f"new {n}": s for n, s in secrets_in(town.directory / "more").items()},
+    }
     yield said, hidden, ticket
 
 
@@ -178,7 +200,9 @@ def test_no_secret_is_in_anything_that_a_cluster_says(
     everything: tuple[dict[str, bytes], dict[str, bytes], str],
 ) -> None:
     said, hidden, _ = everything
-    assert len(hidden) == 6 + 4 and len(said) > 30
+    assert len(hidden) == 5 + 4 + 4 and len(said) > 30
+    assert b'"role":"decode"' in said["keys list"] and b"1 of 1 uses" in said["token list"]
+    assert b"as often as it may be" in said["join again"]
     assert all(said[f"{name}.log"] and said[f"cmdline of {name}"] for name in ("router", "store", "p0", "d0"))
     assert b'"planes"' in said["doctor --json"] and b"no-one" in said["drain nobody"]
     assert leaks(said, hidden) == []

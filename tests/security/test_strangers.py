@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 IDLE_PER_PORT = 1000
 THREADS_MAX = 160
-"""More than at rest: a store has a thread for each that greets, at most 128; not for each of a thousand strangers."""
+"""More than at rest: a store has a thread for each that greets, at most 128, and for a moment for those it refused; not
+for each of a thousand strangers."""
 ROWS = Path(__file__).parents[2] / "docs" / "security.md"
 
 
@@ -91,6 +92,7 @@ def test_a_thousand_silent_connections_at_every_port_take_nobodys_place(town: Si
     before = town.uses()
     with Intruders(places, 0.0, each=IDLE_PER_PORT) as strangers:
         assert strangers.line()["idle"] == IDLE_PER_PORT * len(places)
+        until(lambda: all(use.threads <= before[name].threads + THREADS_MAX for name, use in town.uses().items()))
         during = town.uses()
         figures = town.honest(3.0)
         strangers.go()

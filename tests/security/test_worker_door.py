@@ -20,7 +20,7 @@ from kvbaton.router.app import router_app
 from kvbaton.router.http.http_server import serving as router_serving
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import ListedEngine, StaticDirectory
-from tests.engine.test_server import FakeBackend
+from tests.engines.embedded.test_server import FakeBackend
 
 OLD, NEW = b"o" * 32, b"n" * 32
 BASE = {"name": "p0", "role": "prefill", "keys": "keys", "registry": "tcp://127.0.0.1:7700"}
@@ -40,7 +40,7 @@ def test_elsewhere_than_on_loopback_a_workers_door_is_guarded_unless_told_otherw
 
 
 def test_a_router_that_cannot_show_a_token_needs_an_open_door() -> None:
-    with pytest.raises(ValueError, match="http_access: got 'auto', expected open: a router of another system"):
+    with pytest.raises(ValueError, match="http_access: got 'auto', expected open: another system's router"):
         WorkerOptions(**BASE, http_host="10.1.2.3", announce_to="10.1.2.4:1")  # type: ignore[arg-type]
     WorkerOptions(**BASE, http_host="10.1.2.3", announce_to="10.1.2.4:1", http_access="open")  # type: ignore[arg-type]
 
@@ -58,7 +58,7 @@ def test_a_guarded_door_answers_its_router_and_tells_others_what_to_do() -> None
                 async with session.get(f"{url}{path}", headers=headers) as response:
                     if response.status == 401:
                         said = (await response.json())["error"]
-                        assert said["code"] == "not_the_router" and "ask the cluster's router" in said["message"]
+                        assert said["code"] == "not_the_router" and "to the cluster's router" in said["message"]
                     return response.status
 
             for path in ("/v1/models", "/nowhere"):

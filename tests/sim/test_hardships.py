@@ -10,6 +10,8 @@ from kvbaton.proof.sim.hardship import hardships
 from kvbaton.proof.sim.hardship.world_plan import Plan, draw
 from kvbaton.proof.sim.mutants.hunting import hunt
 from kvbaton.proof.sim.mutants.mutants_worlds import WORLD_MUTANTS
+from kvbaton.proof.sim.promises import Broken
+from kvbaton.proof.sim.world.sim_device import Device
 from kvbaton.proof.sim.world.sim_memory import Shape, page_stamp, same_tokens
 from kvbaton.proof.sim.world.sim_pool import Pool
 from kvbaton.proof.sim.world.sim_store import SimStore
@@ -62,6 +64,7 @@ def test_worlds_of_every_shape_are_drawn(plans: list[Plan]) -> None:
         GroupKind.LATENT,
         GroupKind.SLIDING,
         GroupKind.CHUNKED,
+        GroupKind.STATE,
     }
     assert {shape.per for shape in shapes} == set(Per)
     assert {shape.stages for shape in shapes} == {1, 2} == {shape.regions for shape in shapes}
@@ -148,8 +151,20 @@ def test_a_window_is_listed_from_where_the_next_token_reads() -> None:
     assert shape.groups[0].needed(8)[0] == 2 and shape.groups[0].needed(5)[0] == 1
 
 
+def test_a_state_is_one_block_and_other_bytes_after_each_token() -> None:
+    shape = Shape(kinds=(GroupKind.FULL, GroupKind.STATE), group_layers=(1, 1), blocks=4)
+    device = Device(World(1), "d", shape, [bytearray(shape.region_bytes)])
+    blocks = ([1, 2], [3])
+    assert shape.listed(1, blocks[1], 4) == [3] and shape.groups[1].needed(4) == (0, 1)
+    device.write(7, blocks, 0, 4, 0, 1)
+    device.check(7, blocks, 4, [0], [1], "r")
+    for content, tokens in ((7, 3), (8, 4)):
+        with pytest.raises(Broken, match="the state is not that after"):
+            device.check(content, blocks, tokens, [0], [1], "r")
+
+
 QUICK = ["written_without_a_fence", "put_unpinned_when_given_up", "sleeps_with_blocks_held", "asked_to_stop_once",
-         "windows_pinned_whole", "early_blocks_forgotten"]  # fmt: skip
+         "windows_pinned_whole", "early_blocks_forgotten", "state_left_out_behind_a_hit"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", QUICK)

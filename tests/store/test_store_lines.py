@@ -409,7 +409,7 @@ def test_a_client_that_speaks_plainly_is_refused_by_a_store_that_insists(
     with pytest.raises(LineError, match="encrypt"):
         greet(plain, *encrypted.lines.invite())
     plain.close()
-    assert poll(lambda: "would not encrypt" in caplog.text, 10)
+    assert poll(lambda: "does not encrypt" in caplog.text, 10)
     backend = encrypted.backend()
     assert backend.put(["a"], [memoryview(b"good")]) == [""]
     backend.close()

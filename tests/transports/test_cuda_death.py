@@ -158,7 +158,8 @@ def test_what_the_device_reads_is_not_let_go_of_before_it_is_done(rig: Rig) -> N
     assert rig.gpu.opened and "close" not in rig.gpu.calls, "a launch is still at it"
     rig.gpu.go_on.set()
     ended = end(d)
-    assert (ended.job, ended.reason, ended.at_rest) == (2, Reason.TRANSFER_FAILED, True) and "has ended" in ended.detail
+    assert (ended.job, ended.reason, ended.at_rest) == (2, Reason.TRANSFER_FAILED, True)
+    assert "has exited" in ended.detail
     assert poll(lambda: not rig.gpu.opened, 10)
 
 
@@ -236,7 +237,7 @@ def test_memory_is_as_large_as_the_driver_says(rig: Rig) -> None:
     """A launch beyond it would cost the reader its device, and its engine."""
     handle, mapped = rig.gpu.export(rig.gpu.allocate(SIZE)), cuda_client.Mapped()
     remote = cuda_client.CudaRemote(told(handle, SIZE + 1), mapped)
-    with pytest.raises(CudaError, match=f"it has {SIZE} bytes, and the peer said {SIZE + 1}") as raised:
+    with pytest.raises(CudaError, match=f"it has {SIZE} bytes, and the peer announced {SIZE + 1}") as raised:
         remote.address_of(0, rig.gpu)
     assert not raised.value.sticky and not rig.gpu.opened and not mapped.nbytes
 
@@ -249,7 +250,7 @@ def test_our_own_memory_is_known_by_our_own_books() -> None:
     transport.register(0, DeviceMemory(address, SIZE))
     handle = gpu.export(address)
     assert cuda_client.CudaRemote(told(handle, SIZE, base=4096)).address_of(0, gpu) == address
-    with pytest.raises(CudaError, match="and the peer said"):
+    with pytest.raises(CudaError, match="and the peer announced"):
         cuda_client.CudaRemote(told(handle, SIZE + 1, base=4096)).address_of(0, gpu)
     assert "open" not in gpu.calls and EXPORTED.find(handle) == (address, SIZE)
     other = CudaTransport(D, CudaConfig(), gpu)

@@ -90,7 +90,7 @@ def test_the_bound_counts_ends_that_nobody_has_drained() -> None:
 def test_a_job_number_in_use_is_the_callers_mistake() -> None:
     jobs = Jobs(4)
     accepted(jobs, parts=1)
-    with pytest.raises(ValueError, match="already under way"):
+    with pytest.raises(ValueError, match="already in flight"):
         accepted(jobs)
 
 

@@ -30,6 +30,8 @@ from kvbaton.transports.mooncake.mooncake_transport import CAPABILITIES, Mooncak
 
 from .mooncake_harness import MooncakeHarness
 
+pytestmark = pytest.mark.library("mooncake")
+
 OFFERED = offered(MooncakeHarness())
 HERE = [case for case in check_transport.cases if case.needs <= OFFERED - {"kill", "pause"}]
 APART = [case for case in check_transport.cases if case.needs & {"kill", "pause"} and case.needs <= OFFERED]
@@ -281,7 +283,7 @@ def test_a_process_with_another_mark_is_not_read_from(regions: list[Region]) -> 
     pair.near.transport.connect(pair.far.peer, msgspec.msgpack.encode(other))
     assert pair.near.transport.submit(copy(1, pair.far, READ, [(0, 0, 64)]))
     end = Log(harness, pair.near).end(1)
-    assert (end.reason, end.at_rest) == (Reason.UNREACHABLE, True) and "another process" in end.detail
+    assert (end.reason, end.at_rest) == (Reason.UNREACHABLE, True) and "is not far@" in end.detail
     assert bytes(pair.near.memory) == marks
     harness.reset()
 

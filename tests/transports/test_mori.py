@@ -455,7 +455,7 @@ def test_a_session_that_mori_does_not_give_is_unreachable(
     start(pair, 1)
     end = log.end(1)
     assert (end.reason, end.at_rest) == (Reason.UNREACHABLE, True)
-    assert "no back end reaches" in end.detail
+    assert "no backend reaches" in end.detail
 
 
 def test_a_session_that_is_no_longer_alive_is_replaced(harness: FakeHarness, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,8 @@ from kvbaton.transports.nixl.nixl_transport import CAPABILITIES, NixlConfig, Nix
 from .nixl_harness import WAYS, NixlHarness
 from .peer_process import Kind
 
+pytestmark = pytest.mark.library("nixl")
+
 HALF = LARGE_BYTES // 2
 STAYS_S = 0.2  # how long something that must not happen is waited for
 CASES = check_transport.cases

@@ -23,6 +23,8 @@ from kvbaton.transports.nixl.nixl_transport import CAPABILITIES, NixlTransport
 
 from .sums_harness import SummedHarness
 
+pytestmark = pytest.mark.library("nixl")
+
 TOGETHER = [case for case in check_transport.cases if case.needs <= frozenset({"idle", "write"})]
 APART = [
     case

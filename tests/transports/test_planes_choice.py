@@ -56,7 +56,7 @@ def test_device_memory_is_offered_what_reaches_it(machine: Path) -> None:
 
 @pytest.mark.parametrize(("name", "device"), [("tcp", "cuda"), ("mooncake", "cuda"), ("cuda", "cpu")])
 def test_a_named_plane_of_other_memory_is_an_error_at_start(machine: Path, name: str, device: str) -> None:
-    with pytest.raises(OSError, match=f"transport {name} does not move .* memory, which goes over .*nixl"):
+    with pytest.raises(OSError, match=f"transport {name} does not move .* memory; use .*nixl"):
         catalogue.offered(name, device)
 
 
@@ -84,7 +84,7 @@ def test_a_named_plane_that_cannot_be_used_is_an_error_with_its_reason(
         ("pigeon", "got 'pigeon', expected auto, or some of cuda, shm"),
         ("", "got '', expected auto"),
         ("shm,shm", "names one twice"),
-        ("auto,shm", "beside auto"),
+        ("auto,shm", "besides auto"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(text: str, said: str) -> None:
@@ -121,7 +121,7 @@ def test_what_a_library_raises_when_it_is_made_is_told(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", ["shm", "mooncake"])
 def test_device_memory_does_not_go_over_a_host_plane(name: str) -> None:
-    with pytest.raises(OSError, match="device memory, which goes over cuda, staged-shm, mori, nixl, staged-tcp"):
+    with pytest.raises(OSError, match="device memory; use cuda, staged-shm, mori, nixl, staged-tcp"):
         catalogue.make_device(name, ME, PlaneSettings(), [DeviceMemory(4096, 64)])
 
 
@@ -129,19 +129,19 @@ def test_device_memory_does_not_go_over_a_host_plane(name: str) -> None:
 def test_without_a_gpu_a_device_plane_says_what_it_needs(name: str) -> None:
     assert catalogue.capabilities(name).name == name and "cuda" in catalogue.capabilities(name).device_kinds
     if catalogue.PLANES["cuda"].usable():
-        with pytest.raises(OSError, match=f"transport {name} cannot be used here: .*need an NVIDIA driver"):
+        with pytest.raises(OSError, match=f"transport {name} cannot be used here: .*require an NVIDIA driver"):
             catalogue.make_device(name, ME, PlaneSettings(), [DeviceMemory(4096, 64)])
 
 
 def test_host_memory_does_not_go_over_a_device_plane() -> None:
-    with pytest.raises(OSError, match="host memory, which goes over shm, mori, nixl, mooncake, tcp"):
+    with pytest.raises(OSError, match="host memory; use shm, mori, nixl, mooncake, tcp"):
         catalogue.make("cuda", ME, PlaneSettings(), [])
 
 
 def test_a_name_that_is_no_address_is_told_for_mooncake() -> None:
     catalogue.check_host("mooncake", "10.1.2.3")
     catalogue.check_host("tcp", "somewhere")
-    with pytest.raises(ValueError, match="host: 'somewhere'; mooncake needs"):
+    with pytest.raises(ValueError, match="host: 'somewhere'; mooncake requires"):
         catalogue.check_host("mooncake", "somewhere")
 
 
@@ -149,7 +149,7 @@ def test_who_insists_on_enforcement_is_offered_only_planes_that_lend() -> None:
     assert catalogue.offered("auto", require_enforcement=True) == ("tcp",)
     assert catalogue.offered("tcp", checksum="full", require_enforcement=True) == ("tcp+sums",)
     with pytest.raises(
-        OSError, match=r"transport shm cannot keep a peer to what is lent to it.*staged-shm, tcp, staged-tcp"
+        OSError, match=r"transport shm cannot confine a peer to the memory lent to it.*staged-shm, tcp, staged-tcp"
     ):
         catalogue.offered("shm,tcp", require_enforcement=True)
 

@@ -43,7 +43,7 @@ from kvbaton.transports.tcp import tcp_transport
 from kvbaton.transports.tcp.tcp_server import STREAMS_PER_PEER_MAX
 from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpConfig, TcpEndpoint, TcpTransport
 
-from ..runtime.rank_rig import Rig, until
+from ..ranks.rank_rig import Rig, until
 from .blocking import DEADLINE_S, D, P, exactly, is_closed, play, request
 from .fake_gpu import FakeGpu
 

@@ -266,7 +266,7 @@ class TestWhileItIsCompared:
         held = comparing(rig, near, far)
         end = log.end(1)
         assert (end.reason, end.at_rest) == (Reason.TRANSFER_FAILED, True)
-        assert f"the sum service of {P}: no answer for 0.2 s" in end.detail
+        assert f"the checksum service of {P}: no answer for 0.2 s" in end.detail
         held.go_on()
         rig.transports[0]._links[P]._answer_s = WAIT_S
         assert near.transport.submit(copy(2, far, READ, SPANS))
@@ -290,7 +290,7 @@ class TestWithoutASumService:
         plain = TcpTransport(P)
         plain.register(0, memoryview(bytearray(64)))
         near.transport.disconnect(P)
-        with pytest.raises(ValueError, match=r"checksum: p#0.* offers no sums.*off on both"):
+        with pytest.raises(ValueError, match=r"checksum: p#0.* offers no checksums.*off on both"):
             near.transport.connect(P, plain.endpoint(D))
         assert near.transport.submit(copy(1, far, READ, [(0, 0, 8)]))
         assert log.end(1).reason is Reason.PEER_UNKNOWN
@@ -450,7 +450,7 @@ class TestAroundAnyPlane:
     def test_a_number_that_is_under_way_is_refused(self, manual: tuple[Manual, Side, Side, Log]) -> None:
         _, near, far, _ = manual
         assert near.transport.submit(copy(1, far, READ, SPANS))
-        with pytest.raises(ValueError, match="job 1 is already under way"):
+        with pytest.raises(ValueError, match="job 1 is already in flight"):
             near.transport.submit(copy(1, far, READ, SPANS))
 
     def test_close_ends_what_the_plane_never_ended_and_claims_no_rest_for_it(

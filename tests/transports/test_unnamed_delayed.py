@@ -79,7 +79,7 @@ class TestUnnamed:
     def test_before_it_has_a_name_it_does_nothing_and_says_so(self) -> None:
         late = UnnamedTransport(TcpTransport.capabilities, TcpTransport)
         for use in (lambda: late.endpoint(P), lambda: late.connect(P, b""), lambda: late.submit(read_of(1))):
-            with pytest.raises(RuntimeError, match="whose it is"):
+            with pytest.raises(RuntimeError, match="no owner yet"):
                 use()
         late.close()
 

@@ -11,12 +11,14 @@ import random
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from kvbaton.control import keyring
+from kvbaton.control.rank_names import data_parallel_name
 from kvbaton.local_cluster.router_front import Sources, fronted
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
@@ -102,13 +104,29 @@ class Duo:
 
 
 def ends(engine: Engine) -> dict[str, float]:
-    """How handoffs ended in a D, by reason."""
-    prefix = "kvbaton_ends_total{"
-    return {
-        name.partition('end="')[2].partition('"')[0]: value
-        for name, value in engine.metrics().items()
-        if name.startswith(prefix) and value
-    }
+    """How handoffs ended in a D, by reason, over all its data-parallel ranks."""
+    found: Counter[str] = Counter()
+    for name, value in engine.metrics().items():
+        if name.startswith("kvbaton_ends_total{") and value:
+            found[label(name, "end")] += value  # type: ignore[assignment]
+    return dict(found)
+
+
+def by_rank(engine: Engine, name: str) -> dict[str, float]:
+    """A counter's value for each data-parallel rank of an engine, summed over its other labels."""
+    found: Counter[str] = Counter()
+    for full, value in engine.metrics().items():
+        if full.startswith(f"{name}{{"):
+            found[label(full, "engine")] += value  # type: ignore[assignment]
+    return dict(found)
+
+
+def label(name: str, which: str) -> str:
+    return name.partition(f'{which}="')[2].partition('"')[0]
+
+
+def members(name: str, ranks: int) -> list[str]:
+    return [data_parallel_name(name, rank) for rank in range(ranks)] if ranks > 1 else [name]
 
 
 @contextlib.contextmanager
@@ -123,10 +141,16 @@ def running_duo(
     d_extra: dict[str, Any] | None = None,
     p_args: Sequence[str] = (),
     d_args: Sequence[str] = (),
+    ranks: tuple[int, int] = (1, 1),
     before_waiting: Callable[[], None] = lambda: None,
 ) -> Iterator[Duo]:
-    """Everything up, and gone afterwards."""
-    key_directory = make_cluster_keys(directory / "keys", ["p0", "d0"])
+    """Everything up, and gone afterwards. `ranks`: data-parallel ones of P and of D."""
+    named = [*members("p0", ranks[0]), *members("d0", ranks[1])]
+    key_directory = make_cluster_keys(directory / "keys", named)
+    p_args, d_args = (
+        [*args, "--data-parallel-size", str(size)] if size > 1 else args
+        for args, size in zip((p_args, d_args), ranks, strict=True)
+    )
     engines: list[Engine] = []
     with kvbaton_router(key_directory) as (url, registry, listed):
         try:
@@ -143,7 +167,7 @@ def running_duo(
             before_waiting()
             for engine in engines:
                 engine.wait_ready()
-            until(lambda: listed() == {"p0", "d0"}, 60, "both engines are registered")
+            until(lambda: listed() == set(named), 60, "both engines are registered")
             duo = Duo(engines[0], engines[1], url, key_directory)
             try:
                 yield duo

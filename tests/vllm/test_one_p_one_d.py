@@ -22,6 +22,7 @@ from kvbaton.observe.flight.flight_records import STAGES
 from kvbaton.observe.metrics import metric_names
 from kvbaton.protocol.wire.ticket import seal, unseal
 from tests.journeys import inspect_whole
+from tests.vllm import behind_sidecar
 from tests.vllm.cache_memory import overwrite_cache
 from tests.vllm.duo import (
     MODES,
@@ -73,7 +74,11 @@ def setup(
 
     extra = {"moriio": {"router": discovery, "transfer_mode": "READ"}}
     directory = tmp_path_factory.mktemp("duo")
-    with running_duo(vllm_python, tiny("llama"), directory, p_extra=extra, d_extra=extra, before_waiting=learn) as duo:
+    p_extra = {**extra, "drain_file": str(directory / "drain")}
+    (directory / "drain").touch()  # of an earlier life
+    with running_duo(
+        vllm_python, tiny("llama"), directory, p_extra=p_extra, d_extra=extra, before_waiting=learn
+    ) as duo:
         yield duo, lambda prompt: answers[tuple(prompt)]
 
 
@@ -218,6 +223,55 @@ def test_an_end_of_text_as_first_token_is_handed_over_too(duo: Duo, oracle: Orac
     assert duo.delivered() - before == 1
 
 
+MESSAGES: dict[str, Any] = {
+    "model": "tiny", "max_tokens": TOKENS, "temperature": 0, "system": "Count.",
+    "messages": [{"role": "user", "content": "one two three " * 60}],
+}  # fmt: skip
+
+
+def told_by_events(url: str, mode: str) -> str:
+    """The text of Anthropic's stream, which must come to its end."""
+    head = {"Content-Type": "application/json", "x-kvbaton-mode": mode}
+    asked = urllib.request.Request(url, json.dumps({**MESSAGES, "stream": True}).encode(), head)
+    with urllib.request.urlopen(asked, timeout=120) as response:
+        events = [json.loads(line[6:]) for line in response.read().decode().splitlines() if line.startswith("data: ")]
+    assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop"), events
+    return "".join(each["delta"].get("text", "") for each in events if each["type"] == "content_block_delta")
+
+
+def test_messages_and_paths_of_one_worker_are_answered_as_one_engine_answers_them(duo: Duo, plain: Engine) -> None:
+    """Anthropic's API by a handoff in each mode; tokens, counts and refusals by a worker alone."""
+    right = post(f"{plain.url}/v1/messages", MESSAGES)
+    before = duo.delivered()
+    for mode in MODES:
+        found = post(f"{duo.url}/v1/messages", MESSAGES, {"x-kvbaton-mode": mode})
+        assert (found["content"], found["stop_reason"]) == (right["content"], right["stop_reason"]), mode
+        assert found["usage"]["output_tokens"] == right["usage"]["output_tokens"] and "kv_transfer_params" not in found
+        assert told_by_events(f"{duo.url}/v1/messages", mode) == right["content"][0]["text"], mode
+    duo.come_to_rest()
+    assert duo.delivered() - before == 2 * len(MODES), ends(duo.d)
+    chat = {"model": "tiny", "messages": MESSAGES["messages"]}
+    for path, body in (
+        ("/tokenize", {"model": "tiny", "prompt": "one two three"}),
+        ("/tokenize", chat),
+        ("/detokenize", {"model": "tiny", "tokens": [11, 12, 13, 14]}),
+        ("/v1/messages/count_tokens", chat),
+    ):
+        assert post(duo.url + path, body) == post(plain.url + path, body), path
+    for path in ("/v1/embeddings", "/classify", "/rerank"):
+        for url in (duo.url, plain.url):
+            with pytest.raises(EngineError, match="status 404"):
+                post(url + path, {"model": "tiny", "input": "x", "query": "x", "documents": ["y"]})
+    with pytest.raises(EngineError, match="status 403"):
+        post(f"{duo.url}/collective_rpc", {})
+    with urllib.request.urlopen(f"{duo.url}/version", timeout=20) as response:
+        assert json.loads(response.read())["version"].startswith("0.")
+    with urllib.request.urlopen(f"{duo.url}/openapi.json", timeout=20) as response:
+        described = json.loads(response.read())
+    assert "ChatCompletionRequest" in described["components"]["schemas"] and "/sleep" not in described["paths"]
+    assert "requestBody" in described["paths"]["/v1/messages"]["post"]
+
+
 BAD_PARAMS: dict[str, Any] = {
     "null": None,
     "empty": {},
@@ -314,6 +368,10 @@ def test_pull_behind_a_toy_proxy_and_the_real_router_by_urls_and_by_discovery(du
     asyncio.run(behind_each())
 
 
+def test_pull_behind_the_twin_of_llm_ds_sidecar(duo: Duo) -> None:
+    behind_sidecar.every_case(duo)
+
+
 def test_streams_that_are_cut_mid_answer_free_both_sides(duo: Duo) -> None:
     stop = threading.Event()
     timer = threading.Timer(2.0, stop.set)
@@ -335,3 +393,16 @@ def test_zz_a_damaged_block_changes_the_answer(duo: Duo, oracle: Oracle) -> None
     duo.come_to_rest()
     assert duo.delivered() - before == 1, "by a handoff"
     assert not same(answer, oracle(prompt))
+
+
+def test_zzz_a_file_orders_p_to_drain(duo: Duo) -> None:
+    """After all others: it is not undone. The same name lay there when P began, and P serves."""
+    file = duo.p.log.parent / "drain"
+    assert not file.exists() and not draining(duo)
+    file.touch()
+    until(lambda: draining(duo) == {"p0"}, 30, "P drains")
+
+
+def draining(duo: Duo) -> set[str]:
+    with urllib.request.urlopen(f"{duo.url}/workers", timeout=10) as answer:
+        return {worker["name"] for worker in json.loads(answer.read())["workers"] if worker["state"] == "draining"}

@@ -54,13 +54,13 @@ class ToyProxy:
             next(self._prefill) + request.path, json=prefill_body(body), headers=headers
         ) as answer:
             if answer.status != 200:
-                return await _passed_on(request, answer)
+                return await passed_on(request, answer)
             params = (await answer.json(content_type=None)).get("kv_transfer_params")
         self.handed.append(params)
         if params:
             body["kv_transfer_params"] = params
         async with self._session.post(next(self._decode) + request.path, json=body, headers=headers) as answer:
-            return await _passed_on(request, answer)
+            return await passed_on(request, answer)
 
 
 def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
     return asked
 
 
-async def _passed_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+async def passed_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
     """The worker's status, type and bytes, as they come."""
     response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]})
     await response.prepare(request)

@@ -164,7 +164,7 @@ class ProcfsTransport(PlaneShell[Files]):
 
 PLANE = CatalogueEntry(
     name="procfs",
-    what="host memory of another process of this host, by pread",
+    what="host memory of another process on this host, by pread",
     needs="Linux",
     usable=lambda: "" if os.path.isdir("/proc/self/fd") else "there is no /proc",
     capabilities=lambda: CAPABILITIES,

@@ -1,6 +1,7 @@
 """Errors for clients: OpenAI's error object, with a status that says who must act.
 
-Law: every refusal names the field or the worker at fault and the reason; nothing else invents an error body.
+Law: every refusal names the field or the worker at fault, the reason, and the request, by the id that the answer's
+`x-request-id` has; nothing else invents an error body.
 """
 
 from __future__ import annotations
@@ -10,6 +11,10 @@ from typing import Any
 import msgspec
 
 RETRY_AFTER_S = 1
+ANTHROPIC = "/v1/messages"
+"""This path and those below speak Anthropic's API."""
+SHOWN_CHARS = 2000
+"""Of a worker's own words."""
 
 
 class ApiError(Exception):
@@ -34,14 +39,34 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.request_id = ""  # known to the server that sends it
+        self._is_typed = False
+
+    @property
+    def is_clients(self) -> bool:
+        """Whether the same request would be refused again: neither the cluster's load nor a handoff is to blame."""
+        return 400 <= self.status < 500 and self.status not in (408, 429)
 
     @property
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        fault = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        name = {"request_id": self.request_id} if self.request_id else {}
+        return {"type": "error", "error": fault, **name} if self._is_typed else {"error": {**fault, **name}}
+
+    def typed(self) -> ApiError:
+        """The same as Anthropic's clients read it: OpenAI's object with a type of its own."""
+        self._is_typed = True
+        return self
+
+    def told_to(self, path: str, request_id: str) -> ApiError:
+        """The same for one request: named, and in the form of the API that it asked."""
+        self.request_id = self.request_id or request_id
+        return self.typed() if path.startswith(ANTHROPIC) else self
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        found = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        return {**found, "WWW-Authenticate": "Bearer"} if self.status == 401 else found
 
 
 class PortInUseError(Exception):
@@ -54,7 +79,8 @@ def bad_field(param: str, message: str) -> ApiError:
 
 
 def too_large(bytes_max: int) -> ApiError:
-    return ApiError(413, f"body: larger than {bytes_max} bytes", param="body", code="body_too_large")
+    said = f"body: larger than {bytes_max} bytes; send less (the router's bound is --body-limit)"
+    return ApiError(413, said, param="body", code="body_too_large")
 
 
 def unknown_model(model: str, known: list[str]) -> ApiError:
@@ -86,7 +112,7 @@ def bare(error: BaseException) -> None:
     error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
-def internal(message: str = "internal error; the log of this process has the trace") -> ApiError:
+def internal(message: str = "internal error; the log of this process has the traceback") -> ApiError:
     return ApiError(500, message, type="internal_error", code="internal")
 
 
@@ -100,6 +126,7 @@ class _Fault(msgspec.Struct, frozen=True):
 class _FaultBody(msgspec.Struct, frozen=True):
     error: _Fault | str | None = None
     message: str = ""  # vLLM's older shape puts the fault at top level
+    detail: msgspec.Raw = msgspec.Raw(b"")  # FastAPI's own refusals, such as of a path that is not there
 
 
 def read_error(status: int, data: bytes) -> ApiError:
@@ -112,7 +139,12 @@ def read_error(status: int, data: bytes) -> ApiError:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         said = data[:200].decode(errors="replace")
         return ApiError(status, said, type="unknown_error", recorded=f"answered {status}")
-    fault = body.error if isinstance(body.error, _Fault) else _Fault(message=body.error or body.message)
+    told = body.error if isinstance(body.error, str) else body.message
+    fault = body.error if isinstance(body.error, _Fault) else _Fault(message=told or _plain(bytes(body.detail)))
     code = None if fault.code is None else str(fault.code)
-    said, kind = fault.message[:2000], fault.type or "unknown_error"
+    said, kind = fault.message[:SHOWN_CHARS], fault.type or "unknown_error"
     return ApiError(status, said, type=kind, code=code, param=fault.param, recorded=f"answered {status}")
+
+
+def _plain(detail: bytes) -> str:
+    return detail[:SHOWN_CHARS].decode(errors="replace").strip('"')

@@ -21,7 +21,7 @@ PARTS_MAX = 256
 """Prompts times choices of one body; more is refused, since each is a request of its own to the engines."""
 STOPS_MAX = 1024
 MESSAGES_MAX = 4096
-"""Turns of a chat, or items of a response's input."""
+"""Turns of a chat or of Anthropic's messages, or items of a response's input."""
 SHOWN_CHARS = 200
 """Of what a decoder says about a body."""
 SMALL_VALUES = 100
@@ -39,6 +39,7 @@ class BodyKind(enum.Enum):
     COMPLETION = "/v1/completions"
     CHAT = "/v1/chat/completions"
     RESPONSES = "/v1/responses"
+    MESSAGES = "/v1/messages"
 
 
 class Body(msgspec.Struct, frozen=True):
@@ -46,10 +47,10 @@ class Body(msgspec.Struct, frozen=True):
 
     kind: BodyKind
     fields: Mapping[str, Any]
-    prompts: tuple[Prompt, ...]  # of a completion; a chat has its messages, a response its input in `fields`
+    prompts: tuple[Prompt, ...]  # of a completion; chats have their messages, a response its input in `fields`
     n: int
     stream: bool
-    include_usage: bool  # whether a stream tells the usage; a response's always does
+    include_usage: bool  # whether a stream tells the usage; those of responses and messages always do
 
     @property
     def parts(self) -> int:
@@ -136,12 +137,23 @@ _CHECKS: Mapping[BodyKind, Mapping[str, _Check]] = {
         "truncation": (_of(str), "a string"),
         "metadata": (_is_metadata, "an object of texts"),
     },
+    BodyKind.MESSAGES: {
+        **_COMMON,
+        "max_tokens": (_whole(1), "a whole number of at least 1"),
+        "system": (lambda value: isinstance(value, str | list), "a text or a list of parts"),
+        "stop_sequences": (_is_list_of_texts, "a list of texts"),
+        "top_k": (_whole(-1), "a whole number"),
+        "tools": (_of(list), "a list"),
+        "tool_choice": (_of(dict), "an object"),
+        "thinking": (_of(dict), "an object"),
+        "metadata": (_of(dict), "an object"),
+    },
 }
 
 
 def parse(kind: BodyKind, data: bytes) -> Body:
     """The body as a type; `ApiError` (400) that names the first field that is wrong."""
-    fields = _object(data)
+    fields = json_object(data)
     checks = _CHECKS[kind]
     for name, value in fields.items():
         check = checks.get(name)
@@ -150,6 +162,9 @@ def parse(kind: BodyKind, data: bytes) -> Body:
     stream = bool(fields.get("stream"))
     if kind is BodyKind.RESPONSES:
         _check_response(fields)
+        return Body(kind, fields, (), 1, stream, True)
+    if kind is BodyKind.MESSAGES:
+        _check_anthropic(fields)
         return Body(kind, fields, (), 1, stream, True)
     if kind is BodyKind.CHAT:
         _check_messages(fields.get("messages"))
@@ -160,12 +175,13 @@ def parse(kind: BodyKind, data: bytes) -> Body:
         prompts = _prompts(fields.get("prompt"))
     options = fields.get("stream_options") or {}
     body = Body(kind, fields, prompts, fields.get("n") or 1, stream, bool(options.get("include_usage")))
-    if body.parts > PARTS_MAX:
+    if (body.n > 1 or len(prompts) > 1) and body.parts > PARTS_MAX:
         raise bad_field("n", f"{len(prompts)} prompts times {body.n} choices, at most {PARTS_MAX} together")
     return body
 
 
-def _object(data: bytes) -> dict[str, Any]:
+def json_object(data: bytes) -> dict[str, Any]:
+    """A body's fields, unchecked; `ApiError` (400) for what is no JSON object or costs too much."""
     shapes.check(data)
     try:
         fields = msgspec.json.decode(data)
@@ -199,6 +215,14 @@ def _are_tokens(values: list[Any]) -> bool:
     return _are(int, values) and min(values) >= 0
 
 
+def _check_anthropic(fields: Mapping[str, Any]) -> None:
+    _check_messages(fields.get("messages"))
+    if fields.get("max_tokens") is None:
+        raise bad_field("max_tokens", "missing; expected a whole number of at least 1")
+    if len(fields.get("stop_sequences") or ()) > STOPS_MAX:
+        raise bad_field("stop_sequences", f"{len(fields['stop_sequences'])} texts, at most {STOPS_MAX}")
+
+
 def _check_messages(value: Any) -> None:
     if not isinstance(value, list) or not value:
         raise bad_field("messages", f"got {_brief(value)}, expected a list with at least one message")
@@ -221,7 +245,7 @@ def _check_message(where: str, message: Any) -> None:
 
 def _check_response(fields: Mapping[str, Any]) -> None:
     if fields.get("background"):
-        raise bad_field("background", "a response in the background would outlive its handoff; leave it out")
+        raise bad_field("background", "a background response would outlive its handoff; remove it")
     items = fields.get("input")
     if isinstance(items, str):
         return

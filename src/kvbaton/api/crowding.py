@@ -52,12 +52,12 @@ class Crowd:
         finally:
             self._asking.discard(handler)
 
-    def connection(self, server: web.Server) -> web.RequestHandler:
-        """The protocol of one more connection."""
+    def connection(self, server: web.Server, make: Callable[[], web.RequestHandler]) -> web.RequestHandler:
+        """The protocol of one more connection of that server."""
         loop = asyncio.get_running_loop()
         if self._trimming is None:
             self._trimming = loop.call_later(TRIM_S, self._trim, server)
-        made = server()
+        made = make()
         self._made[made] = loop.time()
         return made
 

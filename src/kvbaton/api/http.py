@@ -1,7 +1,7 @@
 """The aiohttp side of an OpenAI-compatible server: errors as JSON, streams that end explicitly, a port to listen on.
 
 Laws: a client that goes away cancels its handler (aiohttp does so only when told): nothing is computed for nobody. No
-body is inflated, and nothing that a client sent is in the log.
+body is inflated, and nothing that a client sent is in the log but its path and its id of the request.
 """
 
 from __future__ import annotations
@@ -11,20 +11,19 @@ import contextlib
 import errno
 import functools
 import logging
-import re
-import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
 import uvloop
 from aiohttp import web
 
-from kvbaton.api import screening, sse
+from kvbaton.api import access_log, screening, sse
 from kvbaton.api.api_errors import ApiError, PortInUseError, internal, too_large
 from kvbaton.api.crowding import Crowd, connections_max, counted
 from kvbaton.api.mishearing import CLIENTS_FAULT, Misheard
-from kvbaton.api.request_ids import REQUEST_ID_CHARS_MAX
+from kvbaton.api.request_ids import checked_request_id
+from kvbaton.processes.process_logs import serving_request
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +40,8 @@ LINGER_S = 2.0
 BACKLOG = 1024
 REQUEST_ID = "X-Request-Id"
 
-_REQUEST_ID_FORM = re.compile(rf"[\x21-\x7e]{{1,{REQUEST_ID_CHARS_MAX}}}")
 _encode = msgspec.json.Encoder().encode
+_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 T = TypeVar("T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -63,27 +62,43 @@ def error_response(error: ApiError) -> web.Response:
 
 
 @web.middleware
+async def _logged(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """An access log, and the request's id on every line of its task."""
+    loop = asyncio.get_running_loop()
+    begun, name, status = loop.time(), request_id(request), access_log.CLIENT_GONE
+    with serving_request(name):
+        try:
+            response = await handler(request)
+            status = response.status
+            return response
+        finally:
+            took_s = loop.time() - begun
+            access_log.answered(request.method, request.path, status, took_s, request=name, client=request.remote or "")
+
+
+@web.middleware
 async def errors_as_json(request: web.Request, handler: _Handler) -> web.StreamResponse:
     """Whatever goes wrong before the first byte becomes OpenAI's error object."""
     try:
         return await handler(request)
     except ApiError as error:
-        return error_response(error)
+        fault = error
     except web.HTTPRequestEntityTooLarge:
-        return error_response(too_large(request.app[BODY_BYTES_MAX]))
+        fault = too_large(request.app[BODY_BYTES_MAX])
     except web.HTTPException as error:
         if error.status < 400:
             raise
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status)
-        return error_response(ApiError(error.status, f"{request.method} {request.path}: {error.reason}", code=code))
+        fault = ApiError(error.status, f"{request.method} {request.path}: {error.reason}", code=code)
     except ConnectionError:
         raise
     except CLIENTS_FAULT as error:
         _misheard(request.app).note(error)
-        return error_response(ApiError(400, "body: not what its headers said", param="body", code="bad_request"))
+        fault = ApiError(400, "body: does not match its headers", param="body", code="bad_request")
     except Exception:
         log.exception("[request-crashed] %s %.200s", request.method, request.path)
-        return error_response(internal())
+        fault = internal()
+    return error_response(fault.told_to(request.path, request_id(request)))
 
 
 BODY_BYTES_MAX: web.AppKey[int] = web.AppKey("body_bytes_max", int)
@@ -91,9 +106,10 @@ MISHEARD: web.AppKey[Misheard] = web.AppKey("misheard", Misheard)
 
 
 def new_app(body_bytes_max: int) -> web.Application:
-    app = web.Application(middlewares=[errors_as_json], client_max_size=body_bytes_max)
+    app = web.Application(middlewares=[_logged, errors_as_json], client_max_size=body_bytes_max)
     app[BODY_BYTES_MAX] = body_bytes_max
     app[MISHEARD] = Misheard()
+    app.on_response_prepare.append(_name_answer)
     return app
 
 
@@ -101,29 +117,50 @@ def _misheard(app: web.Application) -> Misheard:
     return app.get(MISHEARD) or Misheard()
 
 
-def request_id(request: web.Request) -> str:
-    return checked_request_id(request.headers.get(REQUEST_ID, ""))
+def request_id(request: web.BaseRequest) -> str:
+    """The same at each call: of the request's own answer, and of what is computed for it."""
+    if _ID not in request:
+        request[_ID] = checked_request_id(request.headers.get(REQUEST_ID, ""))
+    return request[_ID]
 
 
-def checked_request_id(given: str) -> str:
-    """The client's id for the request where it is printable and short, else a new one."""
-    return given if _REQUEST_ID_FORM.fullmatch(given) else secrets.token_hex(16)
+async def _name_answer(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.setdefault(REQUEST_ID, request_id(request))
+
+
+class ToldHandler(web.RequestHandler):
+    """One connection. What cannot be read as a request is answered in JSON like the rest."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        super().handle_error(request, status, exc, message)  # counts it, and raises where an answer has begun
+        fault = internal() if status >= 500 else ApiError(status, "request: not HTTP/1.1", code="bad_request")
+        response = error_response(fault.told_to("", request_id(request)))
+        response.headers[REQUEST_ID] = fault.request_id
+        response.force_close()
+        return response
 
 
 async def send_events(
     request: web.Request,
     events: AsyncGenerator[bytes, None],
-    headers: Mapping[str, str],
     deadline: float | None = None,
     tell: Callable[[ApiError], bytes] = sse.error_event,
 ) -> web.StreamResponse:
     """Send `events` as they come. What fails before the first one is raised, what fails later is told in the stream.
 
-    `headers` may be filled until the first event has come. A client that has not read by the deadline is cut off.
+    A client that has not read by the deadline is cut off.
     """
     async with contextlib.aclosing(events):
         first = await anext(events, b"")
-        response = web.StreamResponse(headers={**headers, "Cache-Control": "no-cache"})
+        response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
         response.content_type = sse.CONTENT_TYPE
         try:
             await response.prepare(request)
@@ -149,10 +186,10 @@ async def _send_rest(
     except ConnectionError:
         raise
     except ApiError as error:
-        await _write(response, tell(error), deadline)
+        await _write(response, tell(error.told_to("", request_id(request))), deadline)
     except Exception:
         log.exception("[stream-crashed] %s %s: in mid-stream", request.method, request.path)
-        await _write(response, tell(internal()), deadline)
+        await _write(response, tell(internal().told_to("", request_id(request))), deadline)
 
 
 async def read_body(request: web.Request, seconds: float = BODY_S) -> bytes:
@@ -183,22 +220,22 @@ async def serving(app: web.Application, host: str, port: int, *, crowd_max: int 
     """Listen while the context lasts; gives the URL (port 0 takes a free one). `PortInUseError` if it is taken."""
     crowd = Crowd(connections_max() if crowd_max is None else crowd_max)
     app.middlewares.append(counted(crowd))
-    runner = web.AppRunner(
-        app,
-        access_log=None,
-        handler_cancellation=True,
-        keepalive_timeout=KEEPALIVE_S,
-        shutdown_timeout=SHUTDOWN_S,
-        logger=_misheard(app),
-        auto_decompress=False,  # it would inflate before anybody has looked who asks
-        lingering_time=LINGER_S,
-    )
+    how: dict[str, Any] = {
+        "access_log": None,
+        "keepalive_timeout": KEEPALIVE_S,
+        "logger": _misheard(app),
+        "auto_decompress": False,  # it would inflate before anybody has looked who asks
+        "lingering_time": LINGER_S,
+    }
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S, **how)
     await runner.setup()
     assert runner.server is not None
-    connection = functools.partial(crowd.connection, runner.server)
+    loop = asyncio.get_running_loop()
+    handler = functools.partial(ToldHandler, runner.server, loop=loop, **how)
+    connection = functools.partial(crowd.connection, runner.server, handler)
     try:
         try:
-            listener = await asyncio.get_running_loop().create_server(connection, host, port, backlog=BACKLOG)
+            listener = await loop.create_server(connection, host, port, backlog=BACKLOG)
         except OSError as error:
             raise port_error(host, port, error) from None
         try:

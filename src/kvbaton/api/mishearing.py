@@ -48,5 +48,5 @@ class Misheard(logging.Logger):
         if worth_saying(self.count):
             name = type(error).__name__
             log.warning(
-                "[http-malformed] a request was not HTTP/1.1 or broke a bound: %s (%d so far)", name, self.count
+                "[http-malformed] a request was not HTTP/1.1 or exceeded a limit: %s (%d so far)", name, self.count
             )

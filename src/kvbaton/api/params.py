@@ -33,8 +33,8 @@ class TransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
     do_remote_prefill: bool = False  # P has, or will have, the prompt's KV
     mode: Mode = Mode.PULL
     ticket: str | None = None
-    remote_engine_id: str | None = None
     traceparent: str | None = None  # W3C: whose trace this belongs to; the router sets it
+    empty: bool = False  # P had nothing to hand over: D computes the prompt
 
     @classmethod
     def parse(cls, value: Any) -> TransferParams | None:
@@ -47,7 +47,7 @@ class TransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
             raise bad_field(FIELD, str(error)[:SHOWN_CHARS]) from None
         if params.do_remote_decode and params.do_remote_prefill:
             raise bad_field(FIELD, "do_remote_decode and do_remote_prefill exclude each other")
-        if not (params.do_remote_decode or params.do_remote_prefill):
+        if params.empty or not (params.do_remote_decode or params.do_remote_prefill):
             return None
         params._check_ticket()
         return params
@@ -61,7 +61,7 @@ class TransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
     def _check_ticket(self) -> None:
         needs_ticket = self.do_remote_prefill or self.mode is not Mode.PULL
         if needs_ticket and not self.ticket:
-            raise bad_field(f"{FIELD}.ticket", "missing; the router or the prefill worker gives one")
+            raise bad_field(f"{FIELD}.ticket", "missing; the router or the prefill worker supplies it")
         if self.ticket is not None and len(self.ticket) > TICKET_CHARS_MAX:
             raise bad_field(f"{FIELD}.ticket", f"{len(self.ticket)} characters, at most {TICKET_CHARS_MAX}")
 
@@ -73,6 +73,12 @@ LEASE_FOR_PULL: dict[str, Any] = {"do_remote_decode": True, "do_remote_prefill":
 def source_params(mode: Mode, ticket: str) -> dict[str, Any]:
     """Asks P to let the holder of `ticket` have the KV while it is computed."""
     return {"do_remote_decode": True, "do_remote_prefill": False, "mode": str(mode), "ticket": ticket}
+
+
+NOTHING_FOR_D: dict[str, Any] = {
+    "do_remote_prefill": True, "do_remote_decode": False, "mode": "pull", "ticket": None, "empty": True
+}  # fmt: skip
+"""Tells D that P has computed the prompt and can hand nothing of it over. Routers pass it on like a ticket."""
 
 
 def target_params(mode: Mode, ticket: str | None) -> dict[str, Any]:

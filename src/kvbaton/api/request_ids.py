@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import secrets
 from typing import TypeAlias
 
 import msgspec
@@ -35,7 +36,26 @@ _MORIIO = re.compile(r"host:(?P<host>[^,]*),handshake:(?P<handshake>[^,]*),notif
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{HOST_CHARS_MAX - 1}}}")
 _NUMERIC_LABEL = re.compile(r"[0-9]+|0[xX][0-9A-Fa-f]*")
 _PORT = re.compile(r"[1-9][0-9]{0,4}")
-_TRANSFER = re.compile(r"tx-(?:([0-9a-f]{32})|([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}))")
+_PLAIN_ID = re.compile(rf"[\x21-\x7e]{{1,{REQUEST_ID_CHARS_MAX}}}")
+_TRANSFER = re.compile(r"tx-?(?:([0-9a-f]{32})|([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}))")
+
+
+def checked_request_id(given: str) -> str:
+    """The caller's id for the request where it is printable and short, else a new one."""
+    return given if given and _PLAIN_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def clients_request_id(given: str) -> str:
+    """The same at a router, whose clients name no workers."""
+    return checked_request_id("" if given and holds_addresses(given) else given)
+
+
+def holds_addresses(name: str) -> bool:
+    """Whether a worker might read addresses from this id; those of D alone keep the client's."""
+    try:
+        return parse(name) is not None
+    except RequestIdError:
+        return True
 
 
 class RequestIdError(ValueError):
@@ -136,7 +156,10 @@ def parse_address(text: str, field: str = "zmq_address") -> PeerAddress:
 
 
 def transfer_hex(transfer_id: str) -> str | None:
-    """The 32 hex digits of `tx-<32 hex>` (vllm-router) or `tx-<dashed uuid>` (vLLM's toy proxy); None for others."""
+    """The 32 hex digits of `tx-<32 hex>` (vllm-router), `tx-<uuid>` (vLLM's toy proxy) or `tx<uuid>` (llm-d's sidecar).
+
+    None for any other text.
+    """
     match = _TRANSFER.fullmatch(transfer_id)
     return None if match is None else (match[1] or match[2].replace("-", ""))
 

@@ -25,20 +25,20 @@ def check(values: GetAll, origins: Collection[str] = ()) -> None:
     for name, taken in (("Content-Encoding", _PLAIN), ("Transfer-Encoding", _WHOLE)):
         for coding in _words(values(name.lower())):
             if coding not in taken:
-                said = f"{name}: got {coding[:40]!r}; send the body as it is, without one"
+                said = f"{name}: got {coding[:40]!r}; send the body unencoded, without it"
                 raise ApiError(415, said, param=name, code="encoded_body")
     _check_origin(values, origins)
 
 
 def _check_origin(values: GetAll, origins: Collection[str]) -> None:
     found = [value.strip().lower() for value in values("origin")]
-    if found and all(origin in origins for origin in found):
+    if found and ("*" in origins or all(origin in origins for origin in found)):
         return
     hosts = [value.strip().lower() for value in values("host")]
     foreign = next((origin for origin in found if not is_same(origin, hosts)), "")
     if not foreign and not any(word not in _OWN_SITES for word in _words(values("sec-fetch-site"))):
         return
-    said = f"Origin: got {(foreign or 'another site')[:80]!r}; web pages of other sites may not ask here"
+    said = f"Origin: got {(foreign or 'another site')[:80]!r}; requests from other sites' web pages are refused"
     raise ApiError(403, said, type="permission_error", code="foreign_origin", param="Origin")
 
 

@@ -5,6 +5,7 @@ Law: what leaves `Relay` ends where an event ends; a peer that dies in mid-event
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,15 +18,19 @@ EVENT_BYTES_MAX = 8 << 20
 DONE = b"data: [DONE]\n\n"
 CONTENT_TYPE = "text/event-stream"
 
-LAST_TYPES = frozenset({"response.completed", "response.incomplete", "response.failed", "error"})
-"""The events that end a stream of `/v1/responses`, which says no `[DONE]`."""
-OPENING_TYPES = frozenset({"response.created", "response.queued", "response.in_progress"})
+LAST_TYPES = frozenset({"response.completed", "response.incomplete", "response.failed", "message_stop", "error"})
+"""The events that end a stream of `/v1/responses` or `/v1/messages`, which say no `[DONE]`."""
+OPENING_TYPES = frozenset({"response.created", "response.queued", "response.in_progress", "message_start", "ping"})
+_OPENING_MARKS = (b'"response.', b'"message_start"', b'"ping"')
 
 
 class _SseEvent(msgspec.Struct, frozen=True):
     type: str = ""
 
 
+_TYPED_TOKENS = (b"event: response.output_text.delta", b"event: content_block_delta")
+_NO_TOKEN = re.compile(rb'\[DONE\]|"(?:text|content)": ?""|"delta": ?\{\}|"choices": ?\[\]')
+"""What events have that only begin or end a choice, or tell the usage."""
 _encode = msgspec.json.Encoder().encode
 _told = msgspec.json.Decoder(_SseEvent).decode
 
@@ -36,7 +41,7 @@ def event(value: Any) -> bytes:
 
 
 def typed_event(value: Mapping[str, Any]) -> bytes:
-    """One event that bears its type as its name too, as those of `/v1/responses` do."""
+    """One event that bears its type as its name too, as those of `/v1/responses` and `/v1/messages` do."""
     name: str = value["type"]
     return b"event: " + name.encode() + b"\n" + event(value)
 
@@ -46,6 +51,11 @@ def error_event(error: ApiError) -> bytes:
     return event(error.body)
 
 
+def typed_error_event(error: ApiError) -> bytes:
+    """The same for a stream of `/v1/messages`."""
+    return typed_event(error.typed().body)
+
+
 def payloads(events: bytes) -> Iterator[bytes]:
     """The data of each event in `events`, without comments and other fields."""
     for line in events.splitlines():
@@ -53,12 +63,41 @@ def payloads(events: bytes) -> Iterator[bytes]:
             yield line[5:].strip()
 
 
+def token_chunks(events: bytes) -> int:
+    """How many of whole events bear a token of an answer, in any of the APIs; cheaply, without reading them."""
+    if events.startswith(b"event:"):  # typed
+        return sum(events.count(mark) for mark in _TYPED_TOKENS)
+    count = events.count(b"\ndata:") + events.startswith(b"data:")
+    return max(count - len(_NO_TOKEN.findall(events)), 0)
+
+
 def only_opens(events: bytes) -> bool:
-    """Whether a stream of `/v1/responses` has only said that it began, which vLLM says before it has a token."""
+    """Whether a stream has only said that it began, which those of typed events may before they have a token."""
+    if events.startswith(b"data:") and not _may_open(events):
+        return False
     try:
-        return all(b'"response.' in each and _told(each).type in OPENING_TYPES for each in payloads(events))
+        return all(_may_open(each) and _told(each).type in OPENING_TYPES for each in payloads(events))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
+
+
+def first_error(events: bytes) -> bytes:
+    """The error with which a stream begins, perhaps behind events that only open it; b"" if it begins otherwise."""
+    for payload in payloads(events):
+        if payload.startswith(b'{"error"'):
+            return payload
+        try:
+            kind = _told(payload).type if b'"type"' in payload else ""
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            kind = ""
+        if kind not in OPENING_TYPES:
+            return payload if kind == "error" else b""
+    return b""
+
+
+def _may_open(payload: bytes) -> bool:
+    """Cheaply, for the first chunk of every stream."""
+    return any(mark in payload for mark in _OPENING_MARKS)
 
 
 class TooLongError(Exception):
@@ -67,6 +106,8 @@ class TooLongError(Exception):
 
 class Relay:
     """Cuts a byte stream after whole events, and knows whether the stream came to its end."""
+
+    __slots__ = ("_last", "_rest")
 
     def __init__(self) -> None:
         self._rest = bytearray()
@@ -80,6 +121,9 @@ class Relay:
     def feed(self, data: bytes) -> bytes:
         """All events that are complete now; the beginning of the next one stays here. Each byte is looked at once."""
         rest = self._rest
+        if not rest and data.endswith((b"\n\n", b"\r\n\r\n")):  # as mostly
+            self._last = data[-EVENT_BYTES_MAX:]
+            return data
         searched = max(len(rest) - 3, 0)  # a mark may lie across what came before and what comes now
         rest += data
         end = 0
@@ -97,7 +141,7 @@ class Relay:
 
     @property
     def ended(self) -> bool:
-        """Whether the sender said `[DONE]` or a response's last event, or itself sent the error that ended it."""
+        """Whether the sender said `[DONE]` or another API's last event, or itself sent the error that ended it."""
         last = next(payloads(self._last[self._last.rfind(b"\ndata:") + 1 :]), b"")
         if last == b"[DONE]" or last.startswith(b'{"error"'):
             return True

@@ -51,7 +51,7 @@ def guard(worker: str, keys: Keys) -> Middleware:
     @web.middleware
     async def guarded(request: web.Request, handler: _Handler) -> web.StreamResponse:
         if request.path not in OPEN_PATHS and not is_good(request.headers.get(HEADER, ""), keys(), worker):
-            said = f"{HEADER}: missing or not this worker's; ask the cluster's router instead of the worker"
+            said = f"{HEADER}: missing or not this worker's; send the request to the cluster's router"
             raise ApiError(401, said, type="authentication_error", code=NOT_THE_ROUTER)
         return await handler(request)
 

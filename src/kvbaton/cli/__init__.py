@@ -1,1 +1,1 @@
-"""The command line: one file a command, which parses and prints; what it does lives elsewhere."""
+"""The command line: one module per command, which only parses and prints; the work is done elsewhere."""

@@ -1,6 +1,6 @@
-"""Command lines: what may be said, and what an operator is told when it cannot be done: one line with the next step.
+"""Argument parsing, and errors as one line with the next step.
 
-Law: nothing here imports a command or a data plane, so that `--help` and a typing mistake are answered at once.
+Law: nothing here imports a command or a transport, so that `--help` and typing mistakes are answered at once.
 """
 
 from __future__ import annotations
@@ -10,19 +10,22 @@ import difflib
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvbaton.cli import screen
 
+if TYPE_CHECKING:
+    from kvbaton.control.registry.allowed_networks import Networks
+
 BAD_USAGE = 2
-CLOSE_WORD, CLOSE_FLAG = 0.6, 0.75  # of difflib: `benhc` is bench, `fly` is nothing; flags have much in common
+CLOSE_WORD, CLOSE_FLAG = 0.6, 0.75  # for difflib: `benhc` is bench, `fly` is nothing; flags resemble each other
 _CHOICES_SHOWN_MAX = 12
 _OPTIONS_IN_USAGE_MAX = 4
 _HELP_WIDTH_MAX = 100
 
 
 class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with the command line, and exits with 2."""
+    """Reports a usage error in one line, and exits with 2."""
 
     _given: Sequence[str] = ()
 
@@ -30,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         self._given = () if args is None else list(args)
         parsed, unknown = super().parse_known_args(args, namespace)
         is_leaf = not any(isinstance(action, argparse._SubParsersAction) for action in self._actions)
-        if unknown and is_leaf:  # argparse would let the topmost parser complain, which knows no close match
+        if unknown and is_leaf:  # argparse would report it from the top parser, which knows no close match
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
 
@@ -46,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         raise argparse.ArgumentError(action, _of(said, choices))
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        (sys.stdout if file is None else file).write(message)  # argparse would keep a full disk to itself
+        (sys.stdout if file is None else file).write(message)  # argparse would hide a full disk
 
     def error(self, message: str) -> NoReturn:
         unknown = self._unknown(message)
@@ -59,7 +62,7 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(BAD_USAGE)
 
     def _unknown(self, message: str) -> str | None:
-        """The flag that is the reason, also where argparse complains first of what is missing because of it."""
+        """The flag at fault, also where argparse first reports an argument that is missing because of it."""
         known = {option for action in self._actions for option in action.option_strings}
         if message.startswith("unrecognized arguments: "):
             words = message.split(": ", 1)[1].split()
@@ -71,7 +74,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """As wide as the terminal up to a bound, defaults in place, and a usage that does not list every flag again."""
+    """As wide as the terminal up to a limit, defaults shown, and a usage line that does not list every flag again."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=30, width=min(screen.stdout().width(), _HELP_WIDTH_MAX))
@@ -94,7 +97,7 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        """Paragraphs are filled; a line that begins with two spaces is a command to copy, and stays as it is."""
+        """Paragraphs are filled; a line that starts with two spaces is a command to copy and is kept as it is."""
         lines = []
         for line in text.splitlines():
             whole_line = line.startswith("  ")
@@ -108,14 +111,14 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    """What every command takes, also behind its name; `kvbaton --help` tells of it."""
+    """Options that every command takes, also after its name; documented in `kvbaton --help`."""
     add = parser.add_argument
     add("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     add("--color", choices=screen.COLORS, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def complain(who: str, message: str) -> None:
-    """One line on stderr, whatever the message holds; nobody may be listening."""
+    """One line on stderr, whatever the message contains; stderr may be closed."""
     try:
         print(f"{screen.stderr().style(f'{who}:', 'bad')} {' '.join(message.split())}", file=sys.stderr, flush=True)
     except (OSError, ValueError):
@@ -149,7 +152,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def seconds(text: str) -> float:
-    """An argument type: a duration above 0."""
+    """An argument type: a duration above 0, in seconds."""
     try:
         value = float(text)
     except ValueError:
@@ -160,7 +163,7 @@ def seconds(text: str) -> float:
 
 
 def minutes(text: str) -> float:
-    """An argument type: a duration above 0, told in minutes."""
+    """An argument type: a duration above 0, given in minutes."""
     try:
         return seconds(text)
     except argparse.ArgumentTypeError:
@@ -182,7 +185,7 @@ def host_port(text: str) -> str:
 
 
 def endpoint(text: str) -> str:
-    """An argument type: where a registry listens."""
+    """An argument type: the address of a registry."""
     from kvbaton.control.addressing import check_endpoint
 
     try:
@@ -191,8 +194,30 @@ def endpoint(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{error}; give an endpoint such as tcp://127.0.0.1:7700") from None
 
 
+def registries(text: str) -> str:
+    """An argument type: where registries listen, with commas."""
+    from kvbaton.control.registry.registry_places import registry_places
+
+    try:
+        registry_places(text)
+    except ValueError as error:
+        said = f"{error}; give endpoints such as tcp://127.0.0.1:7700, or NAME@tcp://127.0.0.1:7700"
+        raise argparse.ArgumentTypeError(said) from None
+    return text
+
+
+def networks(text: str) -> Networks:
+    """An argument type: where workers may be."""
+    from kvbaton.control.registry.allowed_networks import Networks
+
+    try:
+        return Networks.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def url(text: str) -> str:
-    """An argument type: where HTTP is spoken, without a slash at the end."""
+    """An argument type: an HTTP base URL, without a trailing slash."""
     from urllib.parse import urlsplit
 
     try:
@@ -206,8 +231,8 @@ def url(text: str) -> str:
 
 
 def planes_choice(text: str) -> str:
-    """An argument type: `auto`, or data planes with commas."""
-    from kvbaton.transports import catalogue  # brings arrays and sockets with it, a quarter of a second
+    """An argument type: `auto`, or transports separated by commas."""
+    from kvbaton.transports import catalogue  # imports arrays and sockets, a quarter of a second
 
     try:
         catalogue.parse(text)

@@ -15,20 +15,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="what", metavar="WHAT", parser_class=Parser, required=True)
     for name, text, add in (
         ("transfer", "segments of 4 to 256 KiB, then whole handoffs", bench_transfer.add),
-        ("store", "values into shared stores and out again, and what a hit saves a request", bench_store.add),
+        ("store", "puts and gets of shared stores, and what a hit saves a request", bench_store.add),
         (
             "serve",
-            "what clients see under load: modes and aggregated engines in turns, or servers that run already",
+            "client-side latency under load: modes and aggregated engines in turn, or running servers",
             bench_serve_arguments.add,
         ),
         (
             "vllm",
-            "one vLLM, pairs with kvbaton and a pair with NIXL, under vLLM's own load generator",
+            "aggregated vLLM, pairs with kvbaton and a pair with NIXL, under vLLM's own load generator",
             bench_arguments.add,
         ),
         (
             "router",
-            "what a request costs in the router, beside vllm-router and a toy proxy",
+            "the router's cost per request, compared with vllm-router and a toy proxy",
             bench_router_arguments.add,
         ),
     ):

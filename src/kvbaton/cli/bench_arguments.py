@@ -1,6 +1,6 @@
 """The options of `kvbaton bench vllm`.
 
-Law: a level or a target that cannot be meant is refused by its name, before anything is started.
+Law: an invalid level or target is refused by its name, before anything is started.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvbaton.processes.operator_errors import CommandError
 from kvbaton.proof.bench.vllm.vllm_rows import Level
 
 TARGETS = ("aggregated", "kvbaton-pull", "kvbaton-push", "kvbaton-stream", "nixl")
-"""In the order in which they are measured: the others' answers are compared with the first's."""
+"""In measuring order: the others' answers are compared with the first's."""
 DEFAULT_TARGETS = ("aggregated", "kvbaton-pull", "kvbaton-push", "nixl")
 DEFAULT_REQUESTS: Mapping[int, int] = {1: 30, 32: 192, 128: 384, 256: 512, 512: 1024}
 CONCURRENCY_MAX, REQUESTS_MAX, REQUESTS_MIN = 2048, 1 << 20, 30
@@ -27,29 +27,29 @@ def add(parser: argparse.ArgumentParser) -> None:
     option("--concurrency", type=_numbers(CONCURRENCY_MAX), default=",".join(map(str, DEFAULT_REQUESTS)),
            metavar="N,N", help="concurrency levels")  # fmt: skip
     wanted = ",".join(map(str, DEFAULT_REQUESTS.values()))
-    option("--requests", type=_numbers(REQUESTS_MAX), metavar="N,N", help=f"per level, or one for all (else {wanted})")
+    option("--requests", type=_numbers(REQUESTS_MAX), metavar="N,N", help=f"per level or for all (default: {wanted})")
     option("--input-len", type=whole(8, 1 << 20), default=256, metavar="TOKENS", help="length of each random prompt")
     option("--output-len", type=whole(2, 1 << 20), default=16, metavar="TOKENS", help="length of each answer")
     option("--rounds", type=whole(1, 100), default=1, metavar="N", help="repeat the whole set, alternating the order")
     option(
-        "--prefix-caching", action="store_true", help="enable prefix caching; else every request moves its whole prompt"
+        "--prefix-caching", action="store_true", help="enable prefix caching; off: each request moves its whole prompt"
     )
     option("--transport", type=planes_choice, default="auto", metavar="NAMES", help="transports of kvbaton's targets")
     option("--kv-gib", type=whole(1, 1024), default=1, metavar="N", help="KV cache of each engine")
-    option("--level-s", type=seconds, metavar="SECONDS", help="deadline of a level (else 120 and 0.5 a request)")
-    option("--rest-s", type=seconds, default=60.0, metavar="SECONDS", help="for engines to come to rest after a level")
-    option("--vllm-python", metavar="PATH", help="the Python interpreter with vLLM (else searched for)")
-    option("--out", metavar="FILE", help="write a Markdown page as well; docs/lab is for these")
+    option("--level-s", type=seconds, metavar="SECONDS", help="deadline of a level (default: 120 + 0.5 per request)")
+    option("--rest-s", type=seconds, default=60.0, metavar="SECONDS", help="time for engines to settle after a level")
+    option("--vllm-python", metavar="PATH", help="the Python interpreter with vLLM (default: searched for)")
+    option("--out", metavar="FILE", help="also write a Markdown page, as in docs/lab")
     option("--json", action="store_true", help="print one object with the figures")
 
 
 def check(args: argparse.Namespace) -> None:
-    """Put `levels` in place of two lists."""
+    """Replace two lists by `levels`."""
     args.levels = levels(args.concurrency, args.requests)
 
 
 def levels(concurrency: Sequence[int], requests: Sequence[int] | None) -> tuple[Level, ...]:
-    """What to ask at each level: as given, else the defaults, else two requests for each at once."""
+    """The requests of each level: as given, or the defaults, or two per concurrent request."""
     if requests is None:
         wanted = [DEFAULT_REQUESTS.get(each, max(REQUESTS_MIN, 2 * each)) for each in concurrency]
     else:
@@ -60,7 +60,7 @@ def levels(concurrency: Sequence[int], requests: Sequence[int] | None) -> tuple[
         )
     for at_once, count in zip(concurrency, wanted, strict=True):
         if count < at_once:
-            raise CommandError(f"argument --requests: {count} requests cannot be {at_once} at once; ask for more")
+            raise CommandError(f"argument --requests: {count} requests cannot reach concurrency {at_once}; give more")
     return tuple(Level(at_once, count) for at_once, count in zip(concurrency, wanted, strict=True))
 
 
@@ -78,7 +78,7 @@ def _numbers(high: int) -> Callable[[str], tuple[int, ...]]:
     def parse(text: str) -> tuple[int, ...]:
         found = tuple(one(part) for part in text.split(","))
         if high == CONCURRENCY_MAX and len(set(found)) != len(found):
-            raise argparse.ArgumentTypeError(f"got {text!r}, in which a level is twice; --rounds repeats all")
+            raise argparse.ArgumentTypeError(f"got {text!r}, which has a level twice; --rounds repeats all")
         return found
 
     return parse

@@ -1,4 +1,4 @@
-"""`kvbaton bench transfer --device cuda`: device memory between two processes on one GPU, every way in one run."""
+"""`kvbaton bench transfer --device cuda`: device memory between two processes on one GPU, all methods in one run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvbaton.transports.cuda.cuda_driver import CudaError
 
 
 def run(args: argparse.Namespace) -> int:
-    """The status is the verdict: 0 when every byte was right and every bound holds."""
+    """The exit status is the verdict: 0 when every byte was right and every bound holds."""
     try:
         report = device_ways.measure(args.repetitions)
     except (ImportError, CudaError, ChildFailed) as error:

@@ -1,8 +1,8 @@
 """`kvbaton bench router`: the router's overhead, compared with vLLM's router and a toy proxy in one run.
 
-Laws: targets run one after the other and each is started fresh in each round, so that no two share the machine. A
-target that fails costs its own rows and no other's. The exit status is 0 only if everything that was to be measured was
-(a missing vllm-router must be left out by name), no request failed anywhere, and kvbaton's router met its bounds.
+Laws: targets run one at a time and each is started anew in each round, so that no two share the machine. A target that
+fails loses its own rows and no others. The exit status is 0 only if everything planned was measured (a missing
+vllm-router must be excluded by name), no request failed anywhere, and kvbaton's router met its bounds.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from pathlib import Path
 import msgspec
 
 import kvbaton.proof.bench.router.router_page as bench_page
+from kvbaton.cli import progress
 from kvbaton.cli.screen import note
 from kvbaton.processes.child_process import ChildError
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_control import told_to_stop, unless_stopped
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.proof.bench.kit import run_facts
-from kvbaton.proof.bench.router import router_meters, router_verdict
+from kvbaton.proof.bench.router import router_meters, router_verdict, several_routers
 from kvbaton.proof.bench.router.router_backends import Counts
 from kvbaton.proof.bench.router.router_client import get
 from kvbaton.proof.bench.router.router_load import Order
@@ -55,7 +56,7 @@ _note = functools.partial(note, "bench")
 
 @dataclass(slots=True)
 class RouterFindings:
-    """What has been measured so far."""
+    """Results so far."""
 
     rows: list[Row] = field(default_factory=list)
     streams: list[Streams] = field(default_factory=list)
@@ -64,7 +65,7 @@ class RouterFindings:
 
 
 class RouterBenchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure."""
+    """The measurements to take."""
 
     targets: tuple[str, ...]
     levels: tuple[Level, ...]
@@ -74,10 +75,10 @@ class RouterBenchPlan(msgspec.Struct, frozen=True, kw_only=True):
     warmup_s: float
     laps_min: int
     vllm_router: str | None
-    seed: int  # of the ports
+    seed: int  # for the ports
 
     def order(self, number: int) -> tuple[str, ...]:
-        """Every second round goes backwards, so that a drift of the machine does not always hit the same target."""
+        """Every second round runs in reverse, so that drift of the machine does not always hit the same target."""
         return self.targets if number % 2 else self.targets[::-1]
 
 
@@ -91,7 +92,7 @@ class Bench:
     backends: Helper
 
     def watched(self, target: Standing) -> Watched:
-        """Whoever is there now: a router may have started more processes since it was healthy."""
+        """The processes that exist now: a router may have started more since it was healthy."""
         router = () if target.pid is None else router_meters.family(target.pid)
         return Watched(router, (self.backends.pid,), (self.client.pid,), (os.getpid(),))
 
@@ -99,7 +100,7 @@ class Bench:
         try:
             _, body = await get(self.site.backends.decode, "/counts", COUNTS_S)
         except OSError as error:
-            raise TargetError(f"the benchmark's own backends do not tell what they were asked: {error}") from None
+            raise TargetError(f"the benchmark's own backends do not report their requests: {error}") from None
         return msgspec.json.decode(body, type=Counts)
 
 
@@ -109,12 +110,13 @@ def run(args: argparse.Namespace) -> int:
             raise CommandError(f"this command serves HTTP and needs {name}: pip install 'kvbaton[serve]'")
     out = None if args.out is None else Path(args.out)
     if out is not None and (out.exists() or not out.parent.is_dir()):
-        raise CommandError(f"argument --out: {out} is there already, or its directory is not; name a new file")
+        raise CommandError(f"argument --out: {out} exists already, or its directory does not; name a new file")
     raise_file_limit()
     plan, missing = _plan(args)
     load, begun = os.getloadavg(), time.monotonic()
     try:
-        findings = asyncio.run(_run(plan))
+        with progress.shown("bench router", quiet=args.json):
+            findings = asyncio.run(_run(plan))
     except TargetError as error:
         raise CommandError(f"{error}; is this machine very busy?") from None
     facts = RouterFacts(
@@ -125,7 +127,11 @@ def run(args: argparse.Namespace) -> int:
         cores=os.cpu_count() or 1,
     )  # fmt: skip
     report = router_verdict.Report(facts, findings.rows, findings.streams, judged=not args.no_verdict)
-    print(json.dumps(report.as_object()) if args.json else report.as_text())
+    several = several_routers.several_routers()
+    if args.json:
+        print(json.dumps({**report.as_object(), "several_routers": msgspec.to_builtins(several)}))
+    else:
+        print("\n".join([report.as_text(), *several_routers.as_lines(several)]))
     if out is not None:
         out.write_text(bench_page.page(facts, findings.rows, findings.streams))
         _note(f"wrote {out}")
@@ -133,11 +139,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> tuple[RouterBenchPlan, dict[str, str]]:
-    """What can be measured, and how to get what cannot."""
+    """The targets that can be measured, and how to get the others."""
     wanted = [name for name in args.targets if name in THEIRS]
     found = find_vllm_router(args.vllm_router, Path.cwd(), os.environ.get("PATH")) if wanted else None
     if wanted and found is None and args.vllm_router is not None:
-        raise CommandError(f"argument --vllm-router: {args.vllm_router} is no program; {HOW_TO_GET_VLLM_ROUTER}")
+        raise CommandError(f"argument --vllm-router: {args.vllm_router} is not a program; {HOW_TO_GET_VLLM_ROUTER}")
     missing = dict.fromkeys(wanted, HOW_TO_GET_VLLM_ROUTER) if found is None else {}
     if missing:
         _note(f"vllm-router is not installed and will not be measured: {HOW_TO_GET_VLLM_ROUTER}")
@@ -220,4 +226,4 @@ async def _one_level(bench: Bench, number: int, target: Standing, level: Level) 
 def _short(row: Row) -> str:
     cpu = "" if row.cpu_us is None else f", CPU {row.cpu_us:.0f} µs/req"
     figures = f"{row.req_per_s or 0:.0f} req/s, p50 {row.p50_ms or 0:.2f} ms, p99 {row.p99_ms or 0:.2f} ms"
-    return f"  {row.target}, {row.level} at once: {figures}{cpu}, errors {row.error_count}"
+    return f"  {row.target}, concurrency {row.level}: {figures}{cpu}, errors {row.error_count}"

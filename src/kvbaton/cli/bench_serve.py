@@ -1,8 +1,8 @@
-"""`kvbaton bench serve`: what clients of a cluster see under load, target by target, in rounds.
+"""`kvbaton bench serve`: client-side latency and throughput of a cluster under load, target by target, in rounds.
 
-Laws: all targets get the same plan and take turns (A B C A B C), so that a busy machine hits all alike. The status is
-the verdict on answers, never on speed: 0 if every request was answered in full, 1 with counts if not. Whoever stops it
-(Ctrl-C) is told what was measured until then. Every wait has a deadline.
+Laws: all targets get the same plan and take turns (A B C A B C), so that a busy machine affects all alike. The exit
+status is the verdict on answers, never on speed: 0 if every request was answered in full, 1 with counts if not. Ctrl-C
+prints what was measured until then. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kvbaton.proof.bench.vllm.vllm_targets import versions as vllm_versions
 from kvbaton.router.openai_api import MODE_HEADER
 
 INTERRUPTED = 130
-HURRIED_S = 0.5  # for engines to come to rest when somebody waits for this to end
+HURRIED_S = 0.5  # for engines to become idle after Ctrl-C
 SUFFIXES = (".md", ".svg", ".json")
 
 note = functools.partial(screen.note, "bench")
@@ -50,12 +50,12 @@ note = functools.partial(screen.note, "bench")
 
 @dataclass(slots=True)
 class ServeTarget:
-    """Whom to ask, and how."""
+    """A server to measure, and how."""
 
     name: str
     url: str
     mode: str | None = None
-    site: Site | None = None  # where it was started here
+    site: Site | None = None  # if it was started here
     model: str | None = None
 
     @property
@@ -102,17 +102,17 @@ def _files(args: argparse.Namespace) -> tuple[Path, ...]:
     """Where results go; nothing is overwritten."""
     if args.record is not None and (Path(args.record).exists() or not Path(args.record).resolve().parent.is_dir()):
         raise CommandError(
-            f"argument --record: {args.record} is there already, or its directory is not; name a new file"
+            f"argument --record: {args.record} exists already, or its directory does not; name a new file"
         )
     if args.out is None:
         return ()
     name = args.name or f"{run_facts.today()}-serve"
     found = tuple(Path(args.out) / f"{name}{suffix}" for suffix in SUFFIXES)
     if not Path(args.out).is_dir():
-        raise CommandError(f"argument --out: {args.out} is not a directory; make it first")
+        raise CommandError(f"argument --out: {args.out} is not a directory; create it first")
     for path in found:
         if path.exists():
-            raise CommandError(f"argument --out: {path} is there already; give another --name")
+            raise CommandError(f"argument --out: {path} exists already; give another --name")
     return found
 
 
@@ -130,7 +130,7 @@ async def _measure(args: argparse.Namespace, work: Work, server: ServerOptions |
                 target = next(each for each in targets if each.name == name)
                 await _part(number, target, work, findings, stop, rounds=args.rounds)
                 if stop.is_set():
-                    note("stopped; this is what was measured until now")
+                    note("stopped; these are the measurements so far")
                     findings.stopped = True
                     break
             for site in {id(each.site): each.site for each in targets if each.site is not None}.values():
@@ -142,7 +142,7 @@ async def _measure(args: argparse.Namespace, work: Work, server: ServerOptions |
 async def _started(
     args: argparse.Namespace, server: ServerOptions | None, stack: contextlib.AsyncExitStack, stop: asyncio.Event
 ) -> list[ServeTarget]:
-    """Every cluster that a target needs, once."""
+    """Every cluster that the targets need, once."""
     sites: dict[str, Site] = {}
     for name in dict.fromkeys(map(site_of, args.compare)):
         plan = serve_sites.plan_of(name, args, server)
@@ -160,8 +160,8 @@ async def _probe(target: ServeTarget, work: Work) -> None:
     target.model = target.model or served.model
     if served.tokens_max is not None and work.longest > served.tokens_max:
         raise CommandError(
-            f"argument --input-len: prompt and answer have up to {work.longest} tokens together, {target.name} takes "
-            f"{served.tokens_max}; ask for shorter ones (of a trace: --length-scale)"
+            f"argument --input-len: prompt and answer have up to {work.longest} tokens together, {target.name} accepts "
+            f"{served.tokens_max}; use shorter ones (with a trace: --length-scale)"
         )
 
 
@@ -211,7 +211,7 @@ async def _part(
 
 
 async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
-    """Whether it came to its end."""
+    """Whether it ran to its end."""
     try:
         await unless_stopped(work, stop)
     except StoppedError:

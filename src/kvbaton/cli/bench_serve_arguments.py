@@ -1,6 +1,6 @@
 """The options of `kvbaton bench serve`.
 
-Law: what cannot be meant is refused by its name, before anything is started.
+Law: an invalid value is refused by its name, before anything is started.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Given(msgspec.Struct, frozen=True):
-    """A target that runs already. `mode` goes along as a header, for a kvbaton router."""
+    """A running server. `mode` is sent as a header, for a kvbaton router."""
 
     name: str
     url: str
@@ -49,14 +49,14 @@ def add(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="rounds; each measures every target once",
     )
-    option("--warmup", type=whole(0, WARMUPS_MAX), metavar="N", help="uncounted requests before each part (else 4, or "
-           "two for each pair)")  # fmt: skip
+    option("--warmup", type=whole(0, WARMUPS_MAX), metavar="N", help="uncounted requests before a part (default: 4, or "
+           "two per pair)")  # fmt: skip
     option("--slo", type=_slo, metavar="A=S,B=S", help="objectives for goodput, in seconds: ttft, tpot, itl, e2e")
-    option("--timeout-s", type=seconds, default=120.0, metavar="SECONDS", help="time-out of one request")
+    option("--timeout-s", type=seconds, default=120.0, metavar="SECONDS", help="timeout of one request")
     option("--part-s", type=seconds, default=600.0, metavar="SECONDS", help="deadline of a part")
-    option("--record", metavar="FILE", help="write what was sent as a trace, for --trace")
-    option("--out", metavar="DIR", help="write a page, a picture and the figures there; docs/lab is for these")
-    option("--name", metavar="NAME", help="base name of these files (else the date and -serve)")
+    option("--record", metavar="FILE", help="write the requests as a trace, for --trace")
+    option("--out", metavar="DIR", help="write a page, a plot and the figures there, as in docs/lab")
+    option("--name", metavar="NAME", help="base name of these files (default: DATE-serve)")
     option("--json", action="store_true", help="print one object with the figures")
 
 
@@ -65,17 +65,17 @@ def _where(group: argparse._ArgumentGroup) -> None:
     option("--url", type=url, action="append", default=[], metavar="URL", help="a server; several are compared")
     option("--target", type=_target, action="append", default=[], metavar="NAME=URL[#MODE]",
            help="the same, with a name and optionally a mode to request")  # fmt: skip
-    option("--model", metavar="NAME", help="the model's name (else the first that the servers list)")
+    option("--model", metavar="NAME", help="the model's name (default: the first that the servers list)")
     option("--no-salt", action="store_true", help="for servers without cache_salt: make prompts unique instead")
-    option("--engine", choices=ENGINES, help="what to start, without --url and --target (else embedded)")
-    option("--compare", type=_compared, metavar="A,B", help=f"of {', '.join(COMPARED)} (else the first four)")
-    option("--prefill", type=whole(1, 16), metavar="N", help="prefill engines (else 1)")
-    option("--decode", type=whole(1, 16), metavar="N", help="decode engines (else 1); aggregated has as many together")
-    option("--transport", type=planes_choice, metavar="NAMES", help="transports (else auto)")
-    option("--blocks", type=whole(2, 1 << 20), metavar="N", help="embedded: KV cache blocks of each engine (else 1024)")
-    option("--vllm-python", metavar="PATH", help="vllm: the Python interpreter with vLLM (else searched for)")
-    option("--kv-gib", type=whole(1, 1024), metavar="N", help="vllm: KV cache of each engine (else 1)")
-    option("--max-model-len", type=whole(16, 1 << 20), metavar="N", help="vllm: tokens of a request (else 2048)")
+    option("--engine", choices=ENGINES, help="what to start, without --url and --target (default: embedded)")
+    option("--compare", type=_compared, metavar="A,B", help=f"of {', '.join(COMPARED)} (default: the first four)")
+    option("--prefill", type=whole(1, 16), metavar="N", help="prefill engines (default: 1)")
+    option("--decode", type=whole(1, 16), metavar="N", help="decode engines; aggregated: as many in total (default: 1)")
+    option("--transport", type=planes_choice, metavar="NAMES", help="transports (default: auto)")
+    option("--blocks", type=whole(2, 1 << 20), metavar="N", help="embedded: KV cache blocks per engine (default: 1024)")
+    option("--vllm-python", metavar="PATH", help="vllm: the Python interpreter with vLLM (default: searched for)")
+    option("--kv-gib", type=whole(1, 1024), metavar="N", help="vllm: KV cache of each engine (default: 1)")
+    option("--max-model-len", type=whole(16, 1 << 20), metavar="N", help="vllm: tokens of a request (default: 2048)")
 
 
 def _load(group: argparse._ArgumentGroup) -> None:
@@ -83,28 +83,28 @@ def _load(group: argparse._ArgumentGroup) -> None:
     option("--rate", type=_rate, metavar="R", help="requests/s, Poisson arrivals; inf: all at once")
     option("--concurrency", type=whole(1, CONCURRENCY_MAX), metavar="C", help=f"at most C requests in flight (without "
            f"--rate and --trace {CONCURRENCY})")  # fmt: skip
-    option("--requests", type=whole(1, 100_000), metavar="N", help=f"of each part (else {REQUESTS}, all of a trace, or "
+    option("--requests", type=whole(1, 100_000), metavar="N", help=f"per part (default: {REQUESTS}, all of a trace, or "
            "what --seconds allows)")  # fmt: skip
     option("--seconds", type=seconds, metavar="S", help="duration of each part")
-    option("--input-len", type=_lengths, metavar="TOKENS", help=f"of a prompt: a number, or lowest:highest (else "
+    option("--input-len", type=_lengths, metavar="TOKENS", help=f"of a prompt: a number, or min:max (default: "
            f"{INPUT_LEN})")  # fmt: skip
-    option("--output-len", type=_lengths, metavar="TOKENS", help=f"of an answer, likewise (else {OUTPUT_LEN})")
-    option("--prefix-len", type=whole(1, 1 << 20), metavar="TOKENS", help="length of a shared prefix, in addition")
-    option("--prefixes", type=whole(1, 4096), metavar="K", help="number of shared prefixes (else 1)")
-    option("--trace", metavar="FILE", help="a recorded load: JSON lines as Mooncake's traces have them, or --record's")
-    option("--trace-speed", type=_factor, metavar="X", help="replay X times as fast (else 1)")
-    option("--length-scale", type=_factor, metavar="X", help="scale the trace's lengths, for small engines (else 1)")
+    option("--output-len", type=_lengths, metavar="TOKENS", help=f"of an answer, likewise (default: {OUTPUT_LEN})")
+    option("--prefix-len", type=whole(1, 1 << 20), metavar="TOKENS", help="additional shared prefix")
+    option("--prefixes", type=whole(1, 4096), metavar="K", help="number of shared prefixes (default: 1)")
+    option("--trace", metavar="FILE", help="a recorded load: JSON lines in Mooncake's trace format, or --record's")
+    option("--trace-speed", type=_factor, metavar="X", help="replay X times as fast (default: 1)")
+    option("--length-scale", type=_factor, metavar="X", help="scale a trace's lengths, for small engines (default: 1)")
     option("--seed", type=whole(0, (1 << 32) - 1), default=0, metavar="N", help="seed of all random draws")
 
 
 def check(args: argparse.Namespace) -> None:
-    """Put in what was left to us; refuse what does not go together."""
+    """Fill in the defaults; refuse what does not go together."""
     args.targets = _targets(args)
     if args.targets:
         for name in _OWN:
             if getattr(args, name) is not None:
-                raise CommandError(f"argument --{_flag(name)}: what runs already is not started; leave out --url and "
-                                   "--target to have a cluster started")  # fmt: skip
+                raise CommandError(f"argument --{_flag(name)}: running servers are not started; remove --url and "
+                                   "--target to start a cluster")  # fmt: skip
     else:
         _check_own(args)
     _check_load(args)
@@ -127,7 +127,7 @@ def _check_load(args: argparse.Namespace) -> None:
             )
             raise CommandError(f"argument --{_flag(name)}: {why}")
     if args.prefixes is not None and args.prefix_len is None:
-        raise CommandError("argument --prefixes: how long are they? give --prefix-len too")
+        raise CommandError("argument --prefixes: --prefix-len is missing; give it too")
     args.input_len, args.output_len = args.input_len or _lengths(INPUT_LEN), args.output_len or _lengths(OUTPUT_LEN)
     args.prefix_len, args.prefixes = args.prefix_len or 0, args.prefixes or 1
     args.trace_speed, args.length_scale = args.trace_speed or 1.0, args.length_scale or 1.0
@@ -137,7 +137,7 @@ def _check_own(args: argparse.Namespace) -> None:
     args.engine = args.engine or ENGINES[0]
     if args.no_salt or args.model is not None:
         flag = "--no-salt" if args.no_salt else "--model"
-        raise CommandError(f"argument {flag}: our own engines need none; it goes with --url and --target")
+        raise CommandError(f"argument {flag}: only for --url and --target; started engines need none")
     other = next(each for each in ENGINES if each != args.engine)
     for name in _ONLY[other]:
         if getattr(args, name) is not None:
@@ -154,7 +154,7 @@ def _targets(args: argparse.Namespace) -> tuple[Given, ...]:
     names = [each.name for each in found]
     for name in names:
         if names.count(name) > 1:
-            raise CommandError(f"argument --target: two are called {name}; give each its own name")
+            raise CommandError(f"argument --target: two are named {name}; give each its own name")
     if len(found) > TARGETS_MAX:
         raise CommandError(f"argument --target: got {len(found)}, at most {TARGETS_MAX}")
     return found

@@ -1,7 +1,7 @@
-"""`kvbaton bench store`: what stores reach, side by side, as an engine sees it; and what a hit saves a request.
+"""`kvbaton bench store`: throughput of stores as an engine sees it, compared; and what a hit saves a request.
 
-Law: the status is the verdict: 0 when every backend that was asked for could be measured, every byte and answer was
-right, everything that was put was found, and a hit beat computing the prompt.
+Law: the exit status is the verdict: 0 when every requested backend could be measured, every byte and answer was right,
+everything that was put was found, and a hit beat computing the prompt.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import json
 import os
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from kvbaton import __version__
+from kvbaton.cli import progress
 from kvbaton.cli.arguments import whole
 from kvbaton.cli.screen import note
 from kvbaton.processes.operator_errors import CommandError
@@ -33,35 +35,44 @@ _say = functools.partial(note, "bench")
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_one = parser.add_argument
-    add_one("--backends", type=_backends, default=None, metavar="A,B", help=f"of {', '.join(BACKENDS)} (else all here)")
+    add_one("--backends", type=_backends, default=None, metavar="A,B", help=f"of {', '.join(BACKENDS)} (default: all)")
     add_one("--rounds", type=whole(1, 1000), default=5, metavar="N", help="rounds per row; the faster half counts")
     add_one("--prompt-tokens", type=whole(64, 4000), default=2000, metavar="N", help="prompt length for TTFT")
-    add_one("--no-verdict", action="store_true", help="only measure: status 0 if all was measured and right")
-    add_one("--out", metavar="FILE", help="write a page of Markdown as well; docs/lab is for these")
+    add_one("--no-verdict", action="store_true", help="only measure: status 0 if everything was measured and right")
+    add_one("--out", metavar="FILE", help="also write a Markdown page, as in docs/lab")
     add_one("--json", action="store_true", help="print one object with the figures")
 
 
 def run(args: argparse.Namespace) -> int:
+    with progress.shown("bench store", quiet=args.json):
+        report = _measured(args)
+    return _told(args, report)
+
+
+def _measured(args: argparse.Namespace) -> Report:
     names = args.backends or tuple(name for name in BACKENDS if store_sites.is_installed(name))
     if args.out is not None and not Path(args.out).resolve().parent.is_dir():
-        raise CommandError(f"argument --out: {Path(args.out).parent} is not a directory; make it first")
+        raise CommandError(f"argument --out: {Path(args.out).parent} is not a directory; create it first")
     begun, load = time.monotonic(), os.getloadavg()[0]
     moves, ttfts, failures = [], [], []
+    parts = len(names) * (len(store_moves.SHAPES) + 1)
+    done = itertools.count(1)
     for name in names:
         try:
             with store_sites.site(name, ROOM_BYTES) as site:
                 for shape in store_moves.SHAPES:
-                    _say(f"{name}: {shape}, {args.rounds} rounds")
+                    _say(f"{next(done)} of {parts}, {name}: {shape}, {args.rounds} rounds")
                     source, target = (site.clients(who) for who in store_sites.CLIENTS)
                     with _hushed(name):
                         moves.append(store_moves.measure(name, source, target, shape, args.rounds))
-                _say(f"{name}: time to first token of {args.prompt_tokens} tokens, computed and loaded")
+                said = f"time to first token of {args.prompt_tokens} tokens, recomputed and loaded"
+                _say(f"{next(done)} of {parts}, {name}: {said}")
                 with _hushed(name):
                     ttfts.append(store_ttft.measure(site, args.prompt_tokens, args.rounds))
         except (SiteError, RuntimeError) as error:
             failures.append(f"{name}: {error}")
             _say(failures[-1])
-    report = Report(
+    return Report(
         moves=tuple(moves),
         ttft=tuple(ttfts),
         failures=tuple(failures),
@@ -71,7 +82,10 @@ def run(args: argparse.Namespace) -> int:
         machine=run_facts.machine(),
         version=__version__,
     )
-    verdict = [*failures, *store_page.complaints(report, strict=not args.no_verdict)]
+
+
+def _told(args: argparse.Namespace, report: Report) -> int:
+    verdict = [*report.failures, *store_page.complaints(report, strict=not args.no_verdict)]
     if args.out is not None:
         Path(args.out).write_text(store_page.page(report, verdict, _command(args)))
     if args.json:
@@ -98,7 +112,7 @@ def _command(args: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def _hushed(name: str) -> Iterator[None]:
-    """Mooncake's library writes to standard error whatever it is told; nothing else has anything to say meanwhile."""
+    """Mooncake's library writes to stderr regardless of its settings; nothing else needs stderr meanwhile."""
     if name != MOONCAKE:
         yield
         return

@@ -1,6 +1,6 @@
 """`kvbaton bench transfer`: transports compared with the machine's limits and, with `--peers`, with other libraries.
 
-Law: the status is the verdict: 0 when every byte was right and, with peers, every claim holds.
+Law: the exit status is the verdict: 0 when every byte was right and, with peers, every claim holds.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from kvbaton import __version__
-from kvbaton.cli import bench_device
+from kvbaton.cli import bench_device, progress
 from kvbaton.cli.arguments import whole
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.proof.bench.kit import run_facts
@@ -33,9 +34,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     known = ",".join(peers.PACKAGES)
     parser.add_argument("--peers", type=_peers, default=[], metavar="LIST", help=f"compare with these: {known}")
-    device = "whose memory is moved: cuda runs between two processes on one GPU"
+    device = "memory to move; cuda: between two processes on one GPU"
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=device)
-    parser.add_argument("--out", metavar="FILE", help="write a page of Markdown, and a plot beside it")
+    parser.add_argument("--out", metavar="FILE", help="write a Markdown page and a plot")
     parser.add_argument("--plot", metavar="FILE", help="where to write the plot (SVG)")
     parser.add_argument("--json", action="store_true", help="print one object with the figures")
 
@@ -54,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     load, begun = os.getloadavg()[0], time.monotonic()
     try:
-        report = _measure(args)
+        with progress.shown("bench transfer", quiet=args.json) as tell:
+            report = _measure(args, tell)
     except ChildFailed as error:
         raise CommandError(str(error)) from None
     facts = transfer_page.TransferFacts(
@@ -80,20 +82,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What can be known to be wrong before minutes are spent."""
+    """Errors that can be detected before minutes are spent."""
     for peer in args.peers:
         if not any(importlib.util.find_spec(name) for name in peers.PACKAGES[peer]):
             raise CommandError(f"argument --peers: {peer} is not installed here; {peers.ADVICE}")
     for flag in ("out", "plot"):
         path = getattr(args, flag)
         if path is not None and not Path(path).absolute().parent.is_dir():
-            raise CommandError(f"argument --{flag}: {path}: there is no such folder; make it first")
+            raise CommandError(f"argument --{flag}: {path}: no such folder; create it first")
 
 
-def _measure(args: argparse.Namespace) -> dict[str, object]:
+def _measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, object]:
     segments = transfer_rounds.PEER_SEGMENT_BYTES if args.peers else transfer_rounds.SEGMENT_BYTES
-    report = transfer_rounds.measure(repetitions=args.repetitions, segments=segments, peers=args.peers)
-    say = transfer_rounds.progress()
+    report = transfer_rounds.measure(repetitions=args.repetitions, segments=segments, peers=args.peers, say=say)
     if args.peers:
         planes = (*OWN_PLANES, *args.peers)
         say(f"idle for {idle.IDLE_S:.0f} s: {', '.join(planes)}")
@@ -127,7 +128,7 @@ def _write(args: argparse.Namespace, facts: transfer_page.TransferFacts, report:
 
 
 def _handoffs(report: transfer_page.Report) -> str:
-    lines = ["one-block handoffs through the whole stack: p50, p99 alone; rate with 64 at once; delivered"]
+    lines = ["one-block handoffs through the whole stack: p50, p99 one at a time; rate at concurrency 64; delivered"]
     lines += [
         f"{each.transport:>6}  {each.p50_ms:7.3f} ms {each.p99_ms:7.3f} ms {each.handoffs_per_s:9.0f}/s   "
         f"{each.delivered} of {each.handoffs}"

@@ -1,8 +1,8 @@
-"""`kvbaton bench vllm`: vLLM alone, with kvbaton, and with its own NIXL connector, under the same load on this machine.
+"""`kvbaton bench vllm`: aggregated vLLM, with kvbaton, and with its own NIXL connector, under the same load here.
 
-Laws: targets run one after the other and each is started fresh, so that no two share the machine. A target that fails
-costs its own rows and no other's. The exit status is 0 only if every request to kvbaton's targets was answered in full
-(as the aggregated engine answered it, where that was measured) and all their engines came to rest.
+Laws: targets run one at a time and each is started anew, so that no two share the machine. A target that fails loses
+its own rows and no others. The exit status is 0 only if every request to kvbaton's targets was answered in full (as the
+aggregated engine answered it, where that was measured) and all their engines became idle.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import kvbaton.proof.bench.vllm.vllm_load as bench_load
 import kvbaton.proof.bench.vllm.vllm_meters as bench_meters
 import kvbaton.proof.bench.vllm.vllm_rows as bench_rows
 import kvbaton.proof.bench.vllm.vllm_table as bench_table
+from kvbaton.cli import progress
 from kvbaton.cli.screen import note, stdout
 from kvbaton.local_cluster import vllm_cluster, vllm_engine
 from kvbaton.local_cluster.vllm_engine import ServerOptions, fetch
@@ -43,9 +44,9 @@ from kvbaton.proof.bench.vllm.vllm_targets import ALONE, NIXL, TARGETS, Setup, S
 from kvbaton.router.openai_api import MODE_HEADER
 
 LEVEL_S, LEVEL_EACH_S = 120.0, 0.5  # default deadline of a level; 2 to 15 requests/s were seen on two cores
-IDLE_S = 3.0  # over which a target is watched that has nothing to do: whether anything spins
+IDLE_S = 3.0  # an idle target is watched this long for busy-waiting
 FRONT = (
-    "all pairs stand behind the same front, kvbaton's router (NIXL by URL, P then D); the aggregated engine is asked "
+    "all pairs are behind the same router, kvbaton's (NIXL by URL, P then D); the aggregated engine is queried "
     "directly and uses one core, a pair uses two"
 )
 
@@ -54,17 +55,17 @@ _note = functools.partial(note, "bench")
 
 @dataclass(slots=True)
 class VllmFindings:
-    """What has been measured so far."""
+    """Results so far."""
 
     rows: list[Row] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # targets that could not be measured
     commands: dict[str, str] = field(default_factory=dict)
-    idle_cores: dict[str, float] = field(default_factory=dict)  # of a target's engines together, the most of all rounds
+    idle_cores: dict[str, float] = field(default_factory=dict)  # of a target's engines together, maximum of all rounds
     answers: dict[int, list[str]] = field(default_factory=dict)  # of the aggregated engine, by concurrency
 
 
 class VllmBenchPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to measure."""
+    """The measurements to take."""
 
     setup: Setup
     targets: tuple[str, ...]
@@ -76,7 +77,7 @@ class VllmBenchPlan(msgspec.Struct, frozen=True, kw_only=True):
     level_s: float | None
 
     def order(self, number: int) -> tuple[str, ...]:
-        """Every second round goes backwards, so that a drift of the machine does not always hit the same target."""
+        """Every second round runs in reverse, so that drift of the machine does not always hit the same target."""
         return self.targets if number % 2 else self.targets[::-1]
 
     def deadline_s(self, level: Level) -> float:
@@ -86,15 +87,16 @@ class VllmBenchPlan(msgspec.Struct, frozen=True, kw_only=True):
 def run(args: argparse.Namespace) -> int:
     out = None if args.out is None else Path(args.out)
     if out is not None and (out.exists() or not out.parent.is_dir()):
-        raise CommandError(f"argument --out: {out} is there already, or its directory is not; name a new file")
+        raise CommandError(f"argument --out: {out} exists already, or its directory does not; name a new file")
     raise_file_limit()
     python = vllm_engine.find_python(args.vllm_python)
     versions = vllm_targets.versions(python)
     if NIXL in args.targets and "nixl" not in versions:
-        raise CommandError(f"{python} has no nixl; make vllm-nixl installs it, or leave {NIXL} out of --targets")
+        raise CommandError(f"{python} has no nixl; make vllm-nixl installs it, or remove {NIXL} from --targets")
     plan = _plan(args, python)
     begun = time.monotonic()
-    findings = asyncio.run(_run(plan))
+    with progress.shown("bench vllm", quiet=args.json):
+        findings = asyncio.run(_run(plan))
     facts = _facts(plan, versions, findings, time.monotonic() - begun)
     expected = sum(name.startswith(OURS) for name in plan.targets) * len(plan.levels) * plan.rounds
     ok = bench_rows.verdict(findings.rows, expected) and not findings.failures
@@ -135,7 +137,7 @@ async def _measure(plan: VllmBenchPlan) -> VllmFindings:
                     _keep_commands(findings, target)
                     idle = await _idle_cores(target)
                     findings.idle_cores[name] = max(idle, findings.idle_cores.get(name, 0.0))
-                    _note(f"{name} uses {idle:.2f} cores while it has nothing to do")
+                    _note(f"{name} uses {idle:.2f} cores while idle")
                     await _all_levels(plan, number, target, findings)
             except (CommandError, bench_rows.BadResultError) as error:
                 findings.failures.append(f"{name}, round {number}, could not be measured: {error}")
@@ -144,7 +146,7 @@ async def _measure(plan: VllmBenchPlan) -> VllmFindings:
 
 
 def _keep_commands(findings: VllmFindings, target: Standing) -> None:
-    """Once for all of kvbaton's targets, which differ in what the router is asked for and in nothing else."""
+    """Once for all of kvbaton's targets, which differ only in the mode that the router is asked for."""
     group = OURS.rstrip("-") if target.name.startswith(OURS) else target.name
     for each, line in target.commands.items():
         findings.commands.setdefault(f"{group} {each}", line)
@@ -184,14 +186,14 @@ async def _one_level(plan: VllmBenchPlan, number: int, target: Standing, level: 
     rest = await bench_meters.come_to_rest(target.engines, fetch, plan.rest_s)
     after = await _ends(target)
     ends = {} if before is None or after is None else bench_meters.gained(before, after)
-    handed_over = max(0, ends.get(bench_meters.DELIVERED, 0) - bench_load.WARMUPS)  # with caches some need not be
+    handed_over = max(0, ends.get(bench_meters.DELIVERED, 0) - bench_load.WARMUPS)  # with caches some are not needed
     told = outcome.told
     texts = None if told is None else told.generated_texts
     if target.name == ALONE and texts is not None:
         findings.answers.setdefault(level.concurrency, texts)
     notes = [*rest.holding, *(() if told is None else told.complaints(plan.output_tokens))]
     if told is None:
-        notes.append(f"no result; the load generator said last: {outcome.said}")
+        notes.append(f"no result; last output of the load generator: {outcome.said}")
     return Row(
         round=number, target=target.name, concurrency=level.concurrency, requests=level.requests,
         succeeded=0 if told is None else told.succeeded(plan.output_tokens), hung=outcome.hung,
@@ -217,7 +219,7 @@ def _cpu(target: Standing, load_pid: int) -> bench_meters.Cpu:
 
 
 async def _ends(target: Standing) -> dict[str, int] | None:
-    """Handoffs so far in D, by how they ended; None if there is no D, or none that tells."""
+    """Handoffs so far on D, by how they ended; None if there is no D, or none that reports."""
     d = target.engines.get("d0")
     with contextlib.suppress(OSError):
         return None if d is None else bench_meters.ends(samples(await fetch(f"{d}/metrics")))

@@ -1,7 +1,7 @@
 """`kvbaton chaos`: real processes under a seeded plan of faults; the exit status says whether the promises held.
 
-Law: 0 only if every promise held; 1 if one broke; 2 for what an operator must change. Progress goes to stderr, the
-verdict to stdout; what is needed to look closer, or to run it again, is in the folder that is named at the end.
+Law: 0 only if every promise held; 1 if one broke; 2 for a usage or environment error. Progress goes to stderr, the
+verdict to stdout; what is needed to investigate or to run it again is in the folder named at the end.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.cli import progress
 from kvbaton.cli.arguments import minutes, whole
 from kvbaton.cli.screen import note, stdout
 from kvbaton.processes.open_files import raise_file_limit
@@ -34,19 +35,19 @@ _note = functools.partial(note, "chaos")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--minutes", type=minutes, default=3.0, metavar="N", help="how long the embedded engines are under load")
-    add("--seed", type=whole(0, (1 << 31) - 1), default=None, metavar="S", help="of the plan; drawn if not given")
+    add("--minutes", type=minutes, default=3.0, metavar="N", help="duration of the load on embedded engines")
+    add("--seed", type=whole(0, (1 << 31) - 1), default=None, metavar="S", help="seed of the plan (default: random)")
     add("--engine", choices=("embedded", "vllm"), default="embedded", help="which engines")
-    add("--connector", choices=("kvbaton", "nixl"), default="kvbaton", help="with vllm: whose connector")
+    add("--connector", choices=("kvbaton", "nixl"), default="kvbaton", help="with vllm: the connector to test")
     add("--plan", choices=("random", "standard"), default=None, help="random for embedded engines, standard for vllm")
     add("--faults", default=None, metavar="A,B", help="only these; kvbaton chaos --list names them")
     add("--prefill", type=whole(1, SIZE_MAX), default=2, metavar="N", help="embedded prefill workers")
     add("--decode", type=whole(1, SIZE_MAX), default=2, metavar="N", help="embedded decode workers")
-    add("--replay", default=None, metavar="FILE", help="carry out the plan in this file, plan.json of an earlier run")
-    add("--out", default=None, metavar="DIR", help="where report, plan and logs go; a new folder if not given")
-    add("--vllm-python", default=None, metavar="PATH", help="the Python that has vLLM, if this one has not")
+    add("--replay", default=None, metavar="FILE", help="run the plan in this file, plan.json of an earlier run")
+    add("--out", default=None, metavar="DIR", help="folder for report, plan and logs (default: a new one)")
+    add("--vllm-python", default=None, metavar="PATH", help="the Python interpreter with vLLM, if not this one")
     add("--json", action="store_true", help="print one JSON object on stdout")
-    add("--list", action="store_true", help="print every fault with its targets, moments and the promises it tries")
+    add("--list", action="store_true", help="print every fault with its targets, moments and the promises it tests")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,13 +58,14 @@ def run(args: argparse.Namespace) -> int:
     args.seed = random.SystemRandom().randrange(1 << 31) if args.seed is None else args.seed
     plan = _plan(args)
     if plan is None:
-        outcome, out = _on_vllm(args)
+        with progress.shown("chaos", quiet=args.json):
+            outcome, out = _on_vllm(args)
     else:
         outcome, out = _on_embedded(args, plan, os.environ)
     return _tell(args, outcome, out)
 
 
-# --- what to do
+# --- the plan
 
 
 def _plan(args: argparse.Namespace) -> plans.Plan | None:
@@ -82,12 +84,12 @@ def _plan(args: argparse.Namespace) -> plans.Plan | None:
         return None
     if args.engine == "vllm":
         if args.plan == "random":
-            raise CommandError("argument --plan: vLLM has the standard plan only; leave --plan out")
+            raise CommandError("argument --plan: vLLM has only the standard plan; remove --plan")
         return None
     if args.plan == "standard":
-        raise CommandError("argument --plan: the standard plan is for --engine vllm; leave --plan out")
+        raise CommandError("argument --plan: the standard plan is for --engine vllm; remove --plan")
     if args.connector != "kvbaton":
-        raise CommandError(f"argument --connector: embedded engines have kvbaton's only, not {args.connector}")
+        raise CommandError(f"argument --connector: embedded engines support only kvbaton's, not {args.connector}")
     if 60 * args.minutes > plans.SECONDS_MAX:
         raise CommandError(f"argument --minutes: got {args.minutes:g}, at most {plans.SECONDS_MAX // 60}")
     draw = importlib.import_module("kvbaton.proof.chaos.draw")
@@ -103,7 +105,7 @@ def _faults(args: argparse.Namespace) -> list[str] | None:
         if name not in BY_NAME and args.engine == "embedded":
             raise CommandError(f"argument --faults: got {name!r}, expected some of {', '.join(BY_NAME)}")
     if not names:
-        raise CommandError("argument --faults: names none; see: kvbaton chaos --list")
+        raise CommandError("argument --faults: names no fault; see: kvbaton chaos --list")
     return names
 
 
@@ -131,11 +133,12 @@ def _on_embedded(args: argparse.Namespace, plan: plans.Plan, environ: MutableMap
     again = [sys.executable, "-m", "kvbaton.cli.main", *words]
     names = members.names(plan.prefills, plan.decodes)
     try:
-        network = networks.inside(names, again, environ, _note, seed=plan.seed)  # may start this program over
+        network = networks.inside(names, again, environ, _note, seed=plan.seed)  # may restart this program
     except networks.NetworkError as error:
-        raise CommandError(f"no network can be made for the members: {error}") from None
+        raise CommandError(f"cannot create a network for the members: {error}") from None
     try:
-        seen = conductor.run(plan, network, out, _note)
+        with progress.shown("chaos", quiet=args.json):
+            seen = conductor.run(plan, network, out, _note)
     except conductor.FleetError as error:
         raise CommandError(f"{error}; the logs are in {out}") from None
     replay = f"kvbaton chaos --replay {kept}"
@@ -151,11 +154,11 @@ def _folder(args: argparse.Namespace) -> Path:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise CommandError(f"argument --out: {out}: {error.strerror}; choose a folder that can be written") from None
+        raise CommandError(f"argument --out: {out}: {error.strerror}; choose a writable folder") from None
     return out
 
 
-# --- what is told
+# --- output
 
 
 def _tell(args: argparse.Namespace, outcome: Outcome, out: Path) -> int:
@@ -173,7 +176,7 @@ def _tell(args: argparse.Namespace, outcome: Outcome, out: Path) -> int:
 
 def _summary(outcome: Outcome) -> str:
     report = importlib.import_module("kvbaton.proof.chaos.chaos_report")
-    bad = [f"  {row.at_s:6.1f} s  {row.title}: {row.note or 'not well'}" for row in outcome.rows if not row.ok]
+    bad = [f"  {row.at_s:6.1f} s  {row.title}: {row.note or 'failed'}" for row in outcome.rows if not row.ok]
     return "\n".join([report.headline(outcome), *bad, f"verdict: {stdout().verdict(outcome.ok)}"])
 
 
@@ -198,5 +201,5 @@ def _list_as_text() -> str:
         moments = "" if len(fault.moments) == 1 else f"; at {', '.join(fault.moments)}"
         lines.append(f"{fault.name:<13} {fault.what}")
         lines.append(f"{'':<13} to {', '.join(fault.targets)}{moments}")
-        lines.append(f"{'':<13} tries: {', '.join(f'{number} {PROMISES[number]}' for number in fault.promises)}")
+        lines.append(f"{'':<13} tests: {', '.join(f'{number} {PROMISES[number]}' for number in fault.promises)}")
     return "\n".join(lines)

@@ -1,7 +1,7 @@
-"""`kvbaton completion`: a script that completes kvbaton's commands, flags and their values in bash, zsh or fish.
+"""`kvbaton completion`: a completion script for kvbaton's commands, flags and values in bash, zsh or fish.
 
-Law: the script is made from the parsers, so it cannot know less or more than they do; and it is static text, so that a
-press of the tab key starts no Python.
+Law: the script is generated from the parsers, so it knows exactly what they know; and it is static text, so that
+pressing the tab key starts no Python.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvbaton.transports import catalogue
 
 SHELLS = {"bash": bash, "zsh": zsh, "fish": fish}
 _INSTALL = (
-    "To have it in every new shell, one of:",
+    "To load it in every new shell, run one of:",
     "  kvbaton completion bash > ~/.local/share/bash-completion/completions/kvbaton",
     "  kvbaton completion zsh > ~/.zfunc/_kvbaton      # fpath+=~/.zfunc before compinit",
     "  kvbaton completion fish > ~/.config/fish/completions/kvbaton.fish",
@@ -41,14 +41,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tree() -> WordNode:
-    """All of kvbaton's words, as the parsers know them; a command that this build lacks has its name only."""
+    """All commands and flags of the parsers; a command that this build lacks has its name only."""
     main = importlib.import_module("kvbaton.cli.main")
     modules = {name: module for name in main.COMMANDS if (module := _importable(name)) is not None}
     return node_of(main.parser_of(modules), "kvbaton", "")
 
 
 def node_of(parser: argparse.ArgumentParser, name: str, about: str) -> WordNode:
-    """One parser and those below it."""
+    """One parser and its subparsers."""
     flags, places = [], []
     below: tuple[WordNode, ...] = ()
     for action in parser._actions:
@@ -64,7 +64,7 @@ def node_of(parser: argparse.ArgumentParser, name: str, about: str) -> WordNode:
 
 
 def taker_of(action: argparse.Action) -> Taker:
-    """A flag or a positional: its words, and what may stand for its value."""
+    """A flag or a positional: its words, and the values it accepts."""
     choices = _choices(action)
     takes: Takes = "nothing"
     if action.nargs != 0:
@@ -75,7 +75,7 @@ def taker_of(action: argparse.Action) -> Taker:
 
 
 def _choices(action: argparse.Action) -> tuple[str, ...]:
-    """What the parser takes and nothing else; or what it is given as a rule, where it takes more."""
+    """The values that the parser accepts, or common ones where it accepts more."""
     if action.type is planes_choice:  # also several with commas
         return (catalogue.AUTO, *catalogue.names())
     if action.metavar == CODE_METAVAR:
@@ -89,7 +89,7 @@ def _long_first(words: Sequence[str]) -> Iterator[str]:
 
 def _said(action: argparse.Action) -> str:
     if action.help is None or action.help is argparse.SUPPRESS:
-        return {"debug": "log more, and show traces of errors", "color": "colours"}.get(action.dest, "")
+        return {"debug": "log more, and show tracebacks", "color": "colours"}.get(action.dest, "")
     return " ".join(action.help.replace("%%", "%").split())
 
 

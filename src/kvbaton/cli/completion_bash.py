@@ -1,7 +1,7 @@
 """The completion script for bash.
 
-Law: it needs bash 4 and nothing else, and sets nothing but its function. It first walks the line to find which command
-it stands in and how many positionals came before; then it is all look-up.
+Law: it requires bash 4 and nothing else, and defines nothing but its function. It first walks the line to find the
+current command and how many positionals came before; the rest is lookup.
 """
 
 from __future__ import annotations
@@ -97,14 +97,14 @@ def _flag_words(node: WordNode) -> str:
 
 
 def _set(taker: Taker) -> str:
-    """What a value may be; a text that nobody can guess is completed by nothing."""
+    """The possible values; free text is not completed."""
     if taker.takes == "choice":
         return f'takes=words words="{" ".join(taker.choices)}"'
     return f"takes={taker.takes}"
 
 
 def _places(path: str, node: WordNode) -> Iterator[str]:
-    """What stands where no flag does: a command, a positional, or else the flags."""
+    """Completions where no flag is expected: a command, a positional, or else the flags."""
     if node.below:
         names = " ".join(each.name for each in node.below)
         yield f'                "{path} 0") takes=words words="{names}" ;;'

@@ -1,6 +1,6 @@
-"""The completion scripts for zsh and fish, which know descriptions, repeats and files by themselves.
+"""The completion scripts for zsh and fish, which handle descriptions, repeats and files themselves.
 
-Law: what comes from a help text is quoted, whatever it holds; nothing in it is run or expanded.
+Law: help texts are quoted, whatever they contain; nothing in them is run or expanded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _ZSH_FILES = {"file": "_files", "dir": "_files -/"}
 
 
 def zsh(root: WordNode) -> str:
-    """One function a command, each an `_arguments` of its own."""
+    """One function per command, each with its own `_arguments`."""
     lines = ["#compdef kvbaton", "# zsh completion for kvbaton, made by: kvbaton completion zsh", ""]
     for path, node in walk(root):
         lines += [*_zsh_function(path, node), ""]
@@ -71,12 +71,12 @@ def _zsh_value(taker: Taker) -> str:
 
 
 def _bare(text: str) -> str:
-    """Without what has a meaning inside a specification."""
+    """Without the characters that are special inside a specification."""
     return text.replace("\\", "\\\\").replace("[", "\\[").replace("]", "\\]").replace(":", "\\:")
 
 
 def fish(root: WordNode) -> str:
-    """One `complete` a word; a function says which command the line stands in."""
+    """One `complete` per word; a function finds the command that the line is in."""
     lines = ["# fish completion for kvbaton, made by: kvbaton completion fish", "", *_fish_path(root), ""]
     lines.append("complete -c kvbaton -f")
     for path, node in walk(root):
@@ -110,7 +110,7 @@ def _fish_path(root: WordNode) -> Iterator[str]:
 
 
 def _fish_value(taker: Taker) -> str:
-    """Behind a flag `-x` keeps files out of what is offered; a positional has none to begin with."""
+    """After a flag `-x` suppresses file names; a positional has none to begin with."""
     only = " -x" if taker.words else ""
     if taker.takes == "choice":
         return f"{only} -a {_fish_quoted(' '.join(taker.choices))}"

@@ -1,6 +1,6 @@
 """Shell-independent completion data: words and what may follow them.
 
-Law: pure values; the parsers make them (`completion.py`) and the shells' scripts are made of them.
+Law: pure values; built from the parsers (`completion.py`), rendered by the shells' scripts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`kvbaton doctor`: what this machine, these configurations and a running cluster lack, each with its fix.
+"""`kvbaton doctor`: problems of this machine, these configurations and a running cluster, each with its fix.
 
-Law: the exit status is the verdict: 1 when there is a finding of severity error, else 0. Nothing is changed, nothing
-is started, and nothing waits longer than its time-out. Each `doctor_*` module looks at one thing.
+Law: the exit status is the verdict: 1 when there is a finding of severity error, else 0. Nothing is changed or started,
+and nothing waits longer than its timeout. Each module of `doctor` checks one thing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import msgspec
 import kvbaton
 from kvbaton.cli.arguments import planes_choice, seconds
 from kvbaton.cli.screen import Screen, Style, stdout
+from kvbaton.control.registry.registry_places import registry_places
 from kvbaton.doctor import (
     cluster_checks,
     config_checks,
@@ -44,7 +45,7 @@ STYLES: dict[Severity, Style] = {Severity.ERROR: "bad", Severity.WARNING: "warn"
 
 
 class PlaneState(msgspec.Struct, frozen=True):
-    """One data plane on this machine."""
+    """One transport on this machine."""
 
     name: str
     usable: bool
@@ -55,20 +56,20 @@ class PlaneState(msgspec.Struct, frozen=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was found."""
+    """The whole report."""
 
     version: str
     python: str
     machine: str
-    host: str  # processes that share memory have the same
+    host: str  # the same for processes that share memory
     gpus: tuple[str, ...]
     rdma_devices: tuple[str, ...]
     packages: dict[str, str]
     planes: tuple[PlaneState, ...]
     offered: tuple[str, ...]
     workers: tuple[SeenWorkerState, ...]
-    findings: tuple[Finding, ...]  # errors and warnings; none on a machine that is well
-    notes: tuple[Finding, ...]  # worth knowing, and no reason to act
+    findings: tuple[Finding, ...]  # errors and warnings
+    notes: tuple[Finding, ...]  # worth knowing; no action needed
 
     @property
     def well(self) -> bool:
@@ -87,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", action="append", default=[], metavar="[HOST:]PORT", help="a port that will be used")
     add("--vllm-python", default=None, metavar="PATH", help="the Python interpreter with vLLM")
     add("--router", metavar="URL", help="a running router: also check its workers")
-    add("--timeout-s", type=seconds, default=5.0, metavar="SECONDS", help="time-out of each request to a cluster")
+    add("--timeout-s", type=seconds, default=5.0, metavar="SECONDS", help="timeout of each request to a cluster")
     add("--json", action="store_true", help="print one object with the findings")
     add("--shm", default=SHM, help=argparse.SUPPRESS)
 
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def diagnose(args: argparse.Namespace) -> Diagnosis:
-    """All that the arguments ask for."""
+    """Everything that the arguments ask for."""
     gpus, problem = gpu_checks.look()
     device = args.device if args.device != "auto" else "cuda" if gpus is not None else "cpu"
     engines, findings = _engines(args, device)
@@ -133,7 +134,7 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
 
 
 def report(found: Diagnosis, screen: Screen) -> Iterator[str]:
-    """The findings for people."""
+    """The findings, as text."""
     yield f"kvbaton {found.version}, Python {found.python}, {found.machine}"
     packages = ", ".join(f"{name} {version}" for name, version in found.packages.items())
     yield f"beside it: {packages or 'none of the packages that it can work with'}"
@@ -142,10 +143,10 @@ def report(found: Diagnosis, screen: Screen) -> Iterator[str]:
     yield "data planes, best first:"
     gpu_only = set(planes.of_kind("cuda")) - set(planes.of_kind("cpu"))  # GPUs are told of above
     for plane in found.planes:
-        state = "offered" if plane.offered else "not offered" if plane.usable else "cannot be used"
+        state = "offered" if plane.offered else "not offered" if plane.usable else "unusable"
         yield f"  {plane.name:<10} {state:<15} {plane.what}"
         if plane.problem and plane.name not in gpu_only:
-            yield f"  {'':<10} {'':<15} {plane.problem}; it needs: {plane.needs}"
+            yield f"  {'':<10} {'':<15} {plane.problem}; requires: {plane.needs}"
     for worker in found.workers:
         yield from cluster_checks.lines(worker)
     for each in (*found.findings, *found.notes):
@@ -154,11 +155,11 @@ def report(found: Diagnosis, screen: Screen) -> Iterator[str]:
     yield "well" if found.well else "not well: see above; kvbaton explain CODE says more"
 
 
-# --- what was asked for
+# --- requested checks
 
 
 def _engines(args: argparse.Namespace, device: str) -> tuple[list[ConfiguredEngine], list[Finding]]:
-    """The configurations that could be read, each examined alone, with its keys, and in pairs."""
+    """The configurations that could be read, each checked alone, with its keys, and in pairs."""
     findings: list[Finding] = []
     sides: dict[config_reading.Side, list[ConfiguredEngine]] = {"prefill": [], "decode": []}
     for side, engines in sides.items():
@@ -179,14 +180,17 @@ def _keys(engine: ConfiguredEngine) -> list[Finding]:
     told = engine.told
     if told is None or not told.keys:
         return []
-    others = [told.registry_name] if told.registry else []
+    others: list[str] = (
+        [name for name, _ in registry_places(told.registry, told.registry_name)] if told.registry else []
+    )
     if engine.settings is not None:
         others += engine.settings.peers
     if told.store.startswith("tcp://"):
         others.append(told.store_name)
     if not engine.is_here:  # then neither is its secret
-        return key_checks.examine(told.keys, engine.where, "", [told.name, *others])
-    return key_checks.examine(told.keys, engine.where, told.name, others)
+        return key_checks.examine(told.keys, engine.where, "", [*engine.members, *others])
+    first, *ranks = engine.members
+    return key_checks.examine(told.keys, engine.where, first, [*ranks, *others])
 
 
 def _use(text: str) -> port_checks.Use:

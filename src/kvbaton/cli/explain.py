@@ -1,6 +1,6 @@
-"""`kvbaton explain WORD`: a failure reason, an error code, a log code or a finding, with what to do about it.
+"""`kvbaton explain WORD`: meaning and remedy of a failure reason, error code, log code or doctor finding.
 
-Law: what the product can say, this can explain (`kvbaton.observe.codes`); it needs nothing that runs.
+Law: it explains every code that the product can emit (`kvbaton.observe.codes`), and needs no running process.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ ACTS: dict[Who, str] = {
     Who.PEER: "the other engine, and its operator",
     Who.OPERATOR: "you, the operator: configuration, capacity or network",
     Who.NOBODY: "no one: this is normal operation",
-    Who.MAKERS: "the makers of kvbaton: this is a bug",
+    Who.MAKERS: "the maintainers of kvbaton: this is a bug",
 }
 MET: dict[CodeKind, str] = {
     CodeKind.REASON: "failure reason of a handoff",
-    CodeKind.API: "error code of an HTTP answer",
+    CodeKind.API: "error code of an HTTP response",
+    CodeKind.STATUS: "HTTP status of a worker's refusal",
     CodeKind.LOG: "code of a log line",
     CodeKind.FINDING: "finding of kvbaton doctor",
 }
@@ -68,7 +69,8 @@ def _list_lines() -> Iterator[str]:
 
 
 def _lines(entry: CodeEntry) -> Iterator[str]:
-    more = f", HTTP {entry.status}" if entry.status else f", {entry.severity}" if entry.severity else ""
+    is_api = entry.kind is CodeKind.API and entry.status
+    more = f", HTTP {entry.status}" if is_api else f", {entry.severity}" if entry.severity else ""
     yield f"{entry.code} ({MET[entry.kind]}{more})"
     yield from _wrapped(entry.means, "  ", "  ")
     yield f"  who must act: {ACTS[entry.who]}"

@@ -1,6 +1,6 @@
 """`kvbaton inspect`: one request's timeline over router, P and D.
 
-Law: the exit status is the verdict: 0 when something was found, 1 when nothing matches, 2 when no router answers. It
+Law: the exit status is the verdict: 0 when something was found, 1 when nothing matches, 2 when no router responds. It
 only reads. With --files no router is needed: the records are those that processes wrote to disk.
 """
 
@@ -31,11 +31,11 @@ ANSWER_S = 10.0
 ANSWER_BYTES_MAX = 64 << 20
 FILE_BYTES_MAX = 256 << 20
 PICTURES_MAX = 3
-"""More journeys than this are shown as a list, unless one of them was asked for by its id."""
+"""More journeys than this are shown as a list, unless one was requested by its id."""
 
 
 class InspectAnswer(msgspec.Struct, frozen=True):
-    """What the router answers."""
+    """The router's response."""
 
     journeys: tuple[Journey, ...]
 
@@ -45,10 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "id",
         metavar="ID",
         nargs="?",
-        help="a request id, or a handoff id or its beginning; shows the latest without it",
+        help="a request id, or a handoff id or its prefix; without it: the latest",
     )
     parser.add_argument("--last", metavar="N", type=whole(1, LAST_MAX), help="how many, newest first (default: 1)")
-    parser.add_argument("--failed", action="store_true", help="only failed ones")
+    parser.add_argument(
+        "--failed", action="store_true", help="only failed ones; what a worker refused as the client's mistake is none"
+    )
     parser.add_argument("--router", metavar="URL", type=url, default=ROUTER, help="the router to query")
     parser.add_argument(
         "--files", metavar="FILE", nargs="+", type=Path, help="join these dumps instead of querying a router"
@@ -74,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def from_files(paths: Sequence[Path], last: int, failed: bool, find: str) -> list[Journey]:
-    """The journeys that these dumps tell of."""
+    """The journeys in these dumps."""
     flights = []
     for path in paths:
         try:
@@ -84,27 +86,27 @@ def from_files(paths: Sequence[Path], last: int, failed: bool, find: str) -> lis
         except OSError as error:
             raise CommandError(f"argument --files: {path}: {error.strerror}") from None
         except ValueError as error:
-            raise CommandError(f"argument --files: {error}; expected records as kvbaton dumps them") from None
+            raise CommandError(f"argument --files: {error}; expected records dumped by kvbaton") from None
     return joined(flights, last=last, failed=failed, find=find)
 
 
 def from_router(router: str, last: int, failed: bool, find: str) -> list[Journey]:
-    """What the router knows, and can still learn from its workers."""
+    """The records of the router, and those that it can still get from its workers."""
     query = {"last": str(last), **({"failed": "1"} if failed else {}), **({"id": find} if find else {})}
     question = f"{router}/flights?{urllib.parse.urlencode(query)}"
     try:
         data = asked(question, ANSWER_S, ANSWER_BYTES_MAX).body
     except urllib.error.HTTPError as error:
-        raise CommandError(f"the router at {router} says {error.code}: {_said(error)}") from None
+        raise CommandError(f"the router at {router} returned {error.code}: {_said(error)}") from None
     except (OSError, http.client.HTTPException) as error:
         why = getattr(error, "reason", error)
         raise CommandError(
-            f"no router answers at {router} ({why}); give --router URL, or --files with dumps of its processes"
+            f"no response from a router at {router} ({why}); give --router URL, or --files with dumps of its processes"
         ) from None
     try:
         return list(msgspec.json.decode(data, type=InspectAnswer).journeys)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CommandError(f"what answers at {router} is no kvbaton router of this release: {error}") from None
+        raise CommandError(f"{router} is not a kvbaton router of this release: {error}") from None
 
 
 class _InspectFault(msgspec.Struct, frozen=True):
@@ -118,7 +120,7 @@ class _Refusal(msgspec.Struct, frozen=True):
 def _said(error: urllib.error.HTTPError) -> str:
     try:
         said = msgspec.json.decode(error.read(1 << 16), type=_Refusal).error.message or error.reason
-        return printable(said, 300)[:300]  # whoever answers there may not be a router
+        return printable(said, 300)[:300]  # it may not be a router
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OSError, http.client.HTTPException):
         return f"{error.reason}; is that a kvbaton router?"
 
@@ -141,5 +143,8 @@ def _nothing(args: argparse.Namespace) -> str:
     what = "failed handoff" if args.failed else "handoff"
     where = "in these files" if args.files else f"at {args.router}"
     if args.id:
-        return f"kvbaton inspect: no {what} matches {args.id[:80]!r} {where}; kvbaton inspect --last 20 lists the last"
+        return (
+            f"kvbaton inspect: no {what} matches {args.id[:80]!r} {where}: it was refused before a worker was chosen "
+            "(its answer says why), or is forgotten; kvbaton inspect --last 20 lists the last"
+        )
     return f"kvbaton inspect: no {what} is known {where}"

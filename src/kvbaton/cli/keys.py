@@ -1,7 +1,7 @@
-"""`kvbaton keys`: who may talk in a cluster. Mint, look at, renew and take away, without stopping anything.
+"""`kvbaton keys`: the members of a cluster. Create, list, rotate and remove their keys while the cluster runs.
 
-Law: whatever is changed here is in force in running processes within seconds, where they see the directory; how a
-secret is replaced is told to the operator as the next step, since a process uses the one that it was started with.
+Law: a change takes effect in running processes within seconds, where they see the directory. A process keeps the secret
+that it was started with, so the operator is told how to replace it as the next step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvbaton.cli import key_tokens
 from kvbaton.cli.arguments import seconds
 from kvbaton.control import key_rotation, keyring
 from kvbaton.control.key_following import LOOK_S
@@ -19,14 +20,14 @@ from kvbaton.control.key_report import KeyReport, report
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.privileges import Role
 
-"""Whom every cluster has: its registry, and whoever may tell workers to go (kvbaton drain)."""
-
 ACTIONS = {
     "new": "a new key directory",
     "add": "more names in it",
-    "show": "what it holds: names, fingerprints, ages, problems",
+    "show": "what it holds: names, fingerprints, ages, members that joined, problems",
+    "list": "the same",
     "rotate": "a new key for each NAME, or with --tickets for tickets; the old ones stay good until --finish",
-    "remove": "names that are no longer let in",
+    "remove": "names that are no longer let in, also of members that joined",
+    "token": f"token {'|'.join(key_tokens.ACTIONS)} DIR [ID…]: tokens by which members join by themselves",
 }
 SETTLE_S = 2 * LOOK_S + 1.0
 """How long a new ticket key only verifies, so that every process that sees the directory has loaded it."""
@@ -54,28 +55,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=SETTLE_S,
         help="with --tickets: wait between adding the key and signing with it",
     )
+    key_tokens.add_arguments(parser.add_argument_group("token"))
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, all else on stderr")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.action == "token":
+        return key_tokens.run(args)
+    key_tokens.check_unused(args)
     _check(args)
     actions: dict[str, Callable[[argparse.Namespace], int]] = {
-        "new": _new, "add": _add, "show": _show, "rotate": _rotate, "remove": _remove,
+        "new": _new, "add": _add, "show": _show, "list": _show, "rotate": _rotate, "remove": _remove,
     }  # fmt: skip
     return actions[args.action](args)
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What does not go together is refused before anything is touched."""
+    """Conflicting options are refused before anything is changed."""
     rotates = args.action == "rotate"
     for flag in ("tickets", "prepare", "finish"):
         if getattr(args, flag) and not rotates:
             raise CommandError(f"argument --{flag}: only with rotate; see: kvbaton keys --help")
     if args.prepare and (args.finish or not args.tickets):
         raise CommandError("argument --prepare: only with rotate --tickets, and without --finish")
-    if args.action == "show" and args.names:
-        raise CommandError("argument NAME: show takes none")
-    if args.action != "show" and not (args.names or args.tickets):
+    shows = args.action in ("show", "list")
+    if shows and args.names:
+        raise CommandError(f"argument NAME: {args.action} takes none")
+    if not shows and args.action != "new" and not (args.names or args.tickets):
         more = ", or --tickets" if rotates else ""
         raise CommandError(f"argument NAME: give at least one{more}; see: kvbaton keys --help")
     if len(set(args.names)) != len(args.names):
@@ -103,7 +109,7 @@ def _minted(names: list[str], args: argparse.Namespace) -> int:
 
 
 def _tell(args: argparse.Namespace, names: list[str], did: list[str], then: list[str]) -> int:
-    """What was done, and what the operator does next: the same words as lines and as an object."""
+    """What was done, and the operator's next step: the same words as lines and as an object."""
     if args.json:
         told = {"action": args.action, "dir": args.directory, "names": names, "did": did, "next": then}
         print(msgspec.json.encode(told).decode())
@@ -113,12 +119,17 @@ def _tell(args: argparse.Namespace, names: list[str], did: list[str], then: list
 
 
 def _remove(args: argparse.Namespace) -> int:
+    came_by = {member.name: member.token for member in report(args.directory).joined}
     for name in args.names:
         key_rotation.remove(args.directory, name)
+    came = sorted({came_by[name] for name in args.names if name in came_by})
     who = f"removed {', '.join(args.names)} from {args.directory}"
     rest = "remove public/NAME.json on every other host too; tickets need no new key unless a host was lost:"
-    then = f"{rest} kvbaton keys rotate {args.directory} --tickets"
-    return _tell(args, args.names, [f"{who}; running processes reject it within {LOOK_S:g} s"], [then])
+    then = [f"{rest} kvbaton keys rotate {args.directory} --tickets"]
+    if came:
+        again = f"kvbaton keys token revoke {args.directory} {' '.join(came)}"
+        then.append(f"who holds the token can join again under another name, unless it is revoked: {again}")
+    return _tell(args, args.names, [f"{who}; running processes reject it within {LOOK_S:g} s"], then)
 
 
 def _rotate(args: argparse.Namespace) -> int:
@@ -126,10 +137,10 @@ def _rotate(args: argparse.Namespace) -> int:
     for name in args.names:
         if args.finish:
             was = key_rotation.finish(args.directory, name)
-            did.append(f"{name}: {'only its new key is let in' if was else 'was not being rotated'}")
+            did.append(f"{name}: {'only its new key is accepted' if was else 'was not being rotated'}")
         else:
             key_rotation.rotate(args.directory, name)
-            did.append(f"{name}: has a new key; the old one is let in until that is finished")
+            did.append(f"{name}: has a new key; the old one is accepted until --finish")
     if args.names:
         again = f"kvbaton keys rotate {args.directory} {' '.join(args.names)} --finish"
         first = "copy public/ to every host, then secret/NAME.json to where NAME runs; restart NAME (kvbaton drain)"
@@ -138,7 +149,7 @@ def _rotate(args: argparse.Namespace) -> int:
 
 
 def _rotate_tickets(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """What was done, and what is next."""
+    """What was done, and the next step."""
     where = args.directory
     if args.finish:
         count = key_rotation.finish_tickets(where)
@@ -152,7 +163,7 @@ def _rotate_tickets(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     time.sleep(max(0.0, args.settle_s - key_rotation.tickets_age_s(where)))
     key_rotation.promote_tickets(where)
     after = f"in {key_rotation.TICKETS_LIVE_S:g} s: kvbaton keys rotate {where} --tickets --finish"
-    signs = "tickets: the new key signs; the old ones verify until that is finished"
+    signs = "tickets: the new key signs; the old ones verify until --finish"
     return [signs], [f"copy tickets.json to every host; {after}"]
 
 
@@ -171,8 +182,16 @@ def _lines(found: KeyReport) -> list[str]:
     for one in found.identities:
         notes = [f"{_age(one.age_s)} old", "secret here" if one.secret_here else "no secret here"]
         notes += [one.role] + (["may drain workers"] if one.may_drain else [])
-        notes += [f"being rotated: {key} is let in too" for key in one.also]
+        notes += [f"being rotated: {key} is accepted too" for key in one.also]
         lines.append(f"  {one.name:<{width}}  {one.fingerprint}  {', '.join(notes)}")
+    if found.joined:
+        lines.append(f"{len(found.joined)} joined")
+    width = max((len(member.name) for member in found.joined), default=4)
+    for member in found.joined:
+        standing = "removed, its name is free in" if member.removed else "for another"
+        told = f"{member.role}, token {member.token}, {standing} {_age(member.left_s)}"
+        lines.append(f"  {member.name:<{width}}  {member.fingerprint}  {told}")
+    lines += key_tokens.lines(found.tokens) if found.tokens else []
     lines.append(f"{len(found.ticket_keys)} ticket keys")
     lines += [f"  {key.fingerprint}  {_USES[key.use]}" for key in found.ticket_keys]
     lines += [f"problem: {problem}" for problem in found.problems]
@@ -181,13 +200,9 @@ def _lines(found: KeyReport) -> list[str]:
 
 _USES = {
     "signs": "signs and verifies",
-    "verifies": "verifies only: of a rotation to finish",
-    "next": "verifies only: will sign",
+    "verifies": "verifies only: finish its rotation",
+    "next": "verifies only: will sign later",
 }
 
 
-def _age(age_s: float) -> str:
-    for unit, size_s in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if age_s >= size_s:
-            return f"{age_s / size_s:.0f} {unit}"
-    return f"{age_s:.0f} s"
+_age = key_tokens.span

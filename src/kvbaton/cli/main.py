@@ -1,13 +1,14 @@
-"""`kvbaton`: one file per command; only the command that is asked for is imported.
+"""`kvbaton`: one module per command; only the requested command is imported.
 
-Law: whatever an operator can cause ends in one line on stderr with the next step, and status 2; traces need --debug.
-Results go to stdout and nothing else does; a reader who has seen enough (`| head -1`) ends a command without a word.
+Law: whatever an operator can cause ends in one line on stderr with the next step, and status 2; tracebacks need
+--debug. Only results go to stdout; a reader that closes the pipe (`| head -1`) ends a command silently.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,10 +24,12 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
     "run a cluster": {
         "up": "start workers and a router here; --check verifies answers",
         "router": "serve clients in front of workers that register with it",
+        "registry": "keep the list of workers, apart from any router",
         "worker": "serve one engine, and register with a router",
         "store": "cache KV blocks for all engines of a cluster",
         "keys": "create, list, rotate and remove members' keys",
         "drain": "finish a worker's requests and stop it",
+        "config": "check a file of settings; list every setting",
     },
     "observe it": {
         "inspect": "one request's timeline over router, P and D",
@@ -47,15 +50,15 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
 }
 COMMANDS: Mapping[str, str] = {name: text for group in GROUPS.values() for name, text in group.items()}
 _FAILED = 1
-_INTERRUPTED = 130  # 128 and SIGINT, as a shell has it
-_UNREAD = 141  # 128 and SIGPIPE: what head leaves of any other program
+_INTERRUPTED = 130  # 128 + SIGINT, as in a shell
+_UNREAD = 141  # 128 + SIGPIPE, as for any other program
 _EXTRAS = {"aiohttp": "serve", "uvloop": "serve"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["help"]:  # kvbaton help up: what git and others taught
+    if words[:1] == ["help"]:  # kvbaton help up, as in git
         words = [*words[1:], "--help"]
     debug = "--debug" in words
     streams.have_all()
@@ -84,12 +87,17 @@ def _run(words: list[str], command: str | None, debug: bool) -> int:
     if words and _asks_for_help(words, command):
         print("\n".join(overview()))
         return 0
+    from kvbaton.cli import layered_settings  # not for --help
+
     module = module_of(command) if command in COMMANDS else None
-    args = build_parser(command, module).parse_args(words)
+    args = layered_settings.parse(build_parser(command, module), command, words, os.environ)
     if module is None:
         raise CommandError("give a command, such as: kvbaton up --check; see: kvbaton --help")
-    _log(debug)
-    status: int = module.run(args)
+    importlib.import_module("kvbaton.cli.log_arguments").start(args, debug)
+    try:
+        status: int = module.run(args)
+    except CommandError as error:
+        raise CommandError(layered_settings.placed(str(error), args)) from error
     return status
 
 
@@ -103,17 +111,18 @@ def overview() -> Iterator[str]:
         yield style(heading, "bold")
         for name, text in commands.items():
             yield f"  {name:<{width}}  {text}"
-    yield "Each takes --help, --json, --debug (with stack traces), --color always|never."
-    yield "kvbaton --version prints the version."
+    yield "Each takes --help, --json, --debug and --color always|never; kvbaton, --version."
 
 
 def build_parser(command: str | None, module: ModuleType | None) -> Parser:
-    """The parser of `kvbaton`, complete for one command, with a line of help for the others."""
+    """The parser of `kvbaton`, complete for one command, with one line of help for the others."""
     return parser_of({} if command is None or module is None else {command: module})
 
 
 def parser_of(modules: Mapping[str, ModuleType]) -> Parser:
     """The parser of `kvbaton`, complete for these commands."""
+    from kvbaton.cli import layered_settings
+
     parser = Parser(prog="kvbaton", allow_abbrev=False, formatter_class=HelpFormatter)
     add_common(parser)
     version = f"kvbaton {kvbaton.__version__}"
@@ -127,6 +136,8 @@ def parser_of(modules: Mapping[str, ModuleType]) -> Parser:
         add_common(one)
         if name in modules:
             modules[name].add_arguments(one)
+            if name in layered_settings.CONFIGURED:
+                layered_settings.add_arguments(one, name)
     return parser
 
 
@@ -143,11 +154,11 @@ def module_of(command: str | None) -> ModuleType:
         raise
 
 
-# --- before the parser: what holds for its own complaints too
+# --- before the parser: also applies to its own errors
 
 
 def _command(words: Sequence[str]) -> str | None:
-    """The first word that is neither a flag nor what --color is given."""
+    """The first word that is neither a flag nor the value of --color."""
     before = ""
     for word in words:
         if not word.startswith("-") and before != "--color":
@@ -168,13 +179,7 @@ def _color(words: Sequence[str]) -> screen.Color:
     return next((color for color in known if color == said), "auto")
 
 
-def _log(debug: bool) -> None:
-    import logging
-
-    logging.basicConfig(level=logging.DEBUG if debug else logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
-
-
-# --- how it ends
+# --- exit
 
 
 def _end(who: str, message: str, status: int, debug: bool) -> int:
@@ -187,11 +192,11 @@ def _end(who: str, message: str, status: int, debug: bool) -> int:
 
 def _bug(error: Exception) -> str:
     said = f"{type(error).__name__}: {error}".rstrip(": ")
-    return f"{said}; this is a bug, run again with --debug to see where"
+    return f"{said}; this is a bug, run again with --debug for a traceback"
 
 
 def _operator_must_act(error: Exception) -> str | None:
-    """The line, where it is the operator who can change something; None for a bug."""
+    """The line, if the operator can change something; None for a bug."""
     from kvbaton.api.api_errors import PortInUseError
     from kvbaton.control.addressing import ControlError
     from kvbaton.transports.catalogue import PlaneError
@@ -201,9 +206,9 @@ def _operator_must_act(error: Exception) -> str | None:
     if isinstance(error, ControlError | PlaneError):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None and not error.filename2:
-        return f"{error.filename}: {error.strerror}; give a path that can be used"
+        return f"{error.filename}: {error.strerror}; give a usable path"
     if isinstance(error, OSError) and _is_output_full(error):
-        return f"the results cannot be written: {error.strerror}; make room, or send them elsewhere"
+        return f"the results cannot be written: {error.strerror}; free some space, or redirect the output"
     return None
 
 

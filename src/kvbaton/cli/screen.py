@@ -1,11 +1,11 @@
-"""Terminal output beyond plain text: colours, the width, tables, a progress line.
+"""Terminal output beyond plain text: colours, width, tables, a progress line.
 
-Law: a pipe, a file and a dumb terminal get plain text and nothing that moves; a colour says nothing that the words
-do not say.
+Law: a pipe, a file and a dumb terminal get plain text without animation; a colour carries no information that the words
+lack.
 
-How a command uses it:
+How to use it:
 
-    screen = stdout()                                # or stderr(); cheap, make one per run
+    screen = stdout()                                # or stderr(); cheap, one per run
     print(screen.style("right", "good"), "12 of 12")
     for line in screen.table(["name", "pins"], [["p0", "3"], ["d0", screen.style("-", "dim")]], right=[1]):
         print(line)
@@ -23,60 +23,69 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import TracebackType
 from typing import Literal, TextIO
 
+from kvbaton.cli import progress
+
 Style = Literal["good", "bad", "warn", "dim", "bold"]
 Color = Literal["auto", "always", "never"]
 
 COLORS: tuple[Color, ...] = ("auto", "always", "never")
 WIDTH_WHEN_PIPED = 80
 _WIDTH_MIN = 20
-_BAR_CELLS = 24
 _REDRAW_S = 0.1
 _CODES: Mapping[Style, str] = {"good": "32", "bad": "31", "warn": "33", "dim": "2", "bold": "1"}
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-_CLEAR_LINE = "\r\x1b[K"
 
-_ASKED: list[Color] = ["auto"]  # of this process: there is one command line
+_ASKED: list[Color] = ["auto"]  # per process: there is one command line
 
 
 def choose_color(color: Color) -> None:
-    """What `--color` said; it holds for every screen made from here on."""
+    """Set the value of `--color`; it applies to every screen made from here on."""
     _ASKED[0] = color
 
 
 def stdout() -> Screen:
-    """The screen of results."""
+    """The screen for results."""
     return Screen(sys.stdout, os.environ, _ASKED[0])
 
 
 def stderr() -> Screen:
-    """The screen of progress and complaints."""
+    """The screen for progress and errors."""
     return Screen(sys.stderr, os.environ, _ASKED[0])
 
 
 def note(command: str, text: str) -> None:
-    """Progress of `kvbaton command`: one line on stderr, which is never the answer."""
-    print(f"kvbaton {command}: {text}", file=sys.stderr, flush=True)
+    """Progress of `kvbaton command`: one line on stderr, never part of the result; JSON where the log is."""
+    import logging  # --help does without
+
+    from kvbaton.processes import process_logs
+
+    if process_logs.current().format == "json":
+        logger = logging.getLogger(f"kvbaton.{command}")
+        logger.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, "%s", (text,), None))  # whatever the level
+        return
+    with progress.aside(text):
+        print(f"kvbaton {command}: {text}", file=sys.stderr, flush=True)
 
 
 class Screen:
-    """One output stream, and what may be done on it."""
+    """One output stream and its capabilities."""
 
     def __init__(self, stream: TextIO, environ: Mapping[str, str], color: Color = "auto") -> None:
         self.stream = stream
         self._environ = environ
-        self.is_live = is_terminal(stream) and environ.get("TERM") != "dumb"  # a line may be drawn over
+        self.is_live = is_terminal(stream) and environ.get("TERM") != "dumb"  # a line may be redrawn
         self.has_color = wants_color(color, environ, self.is_live)
 
     def style(self, text: str, style: Style) -> str:
-        """The text in a colour or weight, where there are any; otherwise the text."""
+        """The text in a colour or weight, if the stream supports it; otherwise the plain text."""
         return f"\x1b[{_CODES[style]}m{text}\x1b[0m" if self.has_color and text else text
 
     def verdict(self, ok: bool) -> str:
-        """`ok` in green or `NOT ok` in red, as the last line of a proof says it."""
+        """`ok` in green or `NOT ok` in red, as in the last line of a proof."""
         return self.style("ok", "good") if ok else self.style("NOT ok", "bad")
 
     def width(self) -> int:
-        """Columns: what COLUMNS says, what the terminal says, or 80."""
+        """Columns: from COLUMNS, from the terminal, or 80."""
         said = self._environ.get("COLUMNS", "")
         if said.isascii() and said.isdigit() and int(said) > 0:
             return max(_WIDTH_MIN, int(said))
@@ -98,7 +107,7 @@ class Screen:
     def table(
         self, header: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[int] = (), gap: int = 2
     ) -> list[str]:
-        """Lines in columns, the header bold; cells may be styled, `right` names the columns set to the right."""
+        """Lines in columns, the header bold; cells may be styled, `right` lists the right-aligned columns."""
         widths = [max(visible(row[index]) for row in (header, *rows)) for index in range(len(header))]
         lines = []
         for row in ([self.style(cell, "bold") for cell in header], *rows):
@@ -110,12 +119,12 @@ class Screen:
         return lines
 
     def progress(self, label: str, total: int | None = None, clock: Callable[[], float] = time.monotonic) -> Progress:
-        """A line that is drawn over while work goes on, and is gone afterwards; nothing at all when piped."""
+        """A line that is redrawn while work goes on, and is cleared afterwards; nothing at all when piped."""
         return Progress(self, label, total, clock)
 
 
 class Progress:
-    """One line of progress; a `with` block, since the line must be gone before the next words."""
+    """One line of progress; a `with` block, since the line must be cleared before other output."""
 
     def __init__(self, screen: Screen, label: str, total: int | None, clock: Callable[[], float]) -> None:
         self._screen = screen
@@ -125,20 +134,20 @@ class Progress:
         self._drawn_at: float | None = None
 
     def update(self, done: int, note: str = "") -> None:
-        """Say how far it is; the last one, done == total, is always drawn."""
+        """Report progress; the last update, done == total, is always drawn."""
         if not self._screen.is_live:
             return
         now = self._clock()
         if self._drawn_at is not None and now - self._drawn_at < _REDRAW_S and done != self._total:
             return
         self._drawn_at = now
-        self._write(_CLEAR_LINE + self._line(done, note)[: self._screen.width() - 1])
+        self._write(progress.CLEAR_LINE + self._line(done, note)[: self._screen.width() - 1])
 
     def close(self) -> None:
-        """Take the line away."""
+        """Clear the line."""
         if self._drawn_at is not None:
             self._drawn_at = None
-            self._write(_CLEAR_LINE)
+            self._write(progress.CLEAR_LINE)
 
     def __enter__(self) -> Progress:
         return self
@@ -149,9 +158,7 @@ class Progress:
     def _line(self, done: int, note: str) -> str:
         words = [self._label, f"{done}"]
         if self._total:
-            filled = min(_BAR_CELLS, _BAR_CELLS * max(0, done) // self._total)
-            full, empty = self._screen.either("█", "#"), self._screen.either("░", ".")
-            words = [self._label, full * filled + empty * (_BAR_CELLS - filled), f"{done}/{self._total}"]
+            words = [self._label, progress.bar(self._screen, done, self._total), f"{done}/{self._total}"]
         return " ".join([*words, *note.split()])
 
     def _write(self, text: str) -> None:
@@ -163,7 +170,7 @@ class Progress:
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Whether somebody may be looking; a closed or missing stream is nobody."""
+    """Whether a person may be looking; a closed or missing stream has no reader."""
     try:
         return stream is not None and stream.isatty()
     except (ValueError, AttributeError):
@@ -171,7 +178,7 @@ def is_terminal(stream: TextIO | None) -> bool:
 
 
 def wants_color(color: Color, environ: Mapping[str, str], is_live: bool) -> bool:
-    """--color first, then NO_COLOR, then FORCE_COLOR and CLICOLOR_FORCE, then what the terminal is."""
+    """--color first, then NO_COLOR, then FORCE_COLOR and CLICOLOR_FORCE, then the terminal."""
     if color != "auto":
         return color == "always"
     if environ.get("NO_COLOR"):
@@ -182,5 +189,5 @@ def wants_color(color: Color, environ: Mapping[str, str], is_live: bool) -> bool
 
 
 def visible(text: str) -> int:
-    """How many columns the text takes, styles aside."""
+    """Columns that the text occupies, styles excluded."""
     return len(_ESCAPES.sub("", text))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import re
-import sys
 
 import msgspec
 
-from kvbaton.cli import sim_reports
+from kvbaton.cli import progress, sim_reports
 from kvbaton.cli.arguments import whole
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.proof.sim.campaign import Summary, default_jobs, run_seeds
@@ -42,26 +41,26 @@ def mutant(text: str) -> str:
     try:
         return hunting.find(text).name
     except mutating.Vanished as error:
-        raise argparse.ArgumentTypeError(f"{error}; `kvbaton sim --mutants --json` lists names") from None
+        raise argparse.ArgumentTypeError(f"{error}; `kvbaton sim --mutants --json` lists the names") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--seeds", type=seeds, default=None, metavar="A..B", help="seeds of the worlds (default 0..199)")
+    add("--seeds", type=seeds, default=None, metavar="A..B", help="seeds of the worlds (default: 0..199)")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--mutants", action="store_true", help="run every mutant until it is caught")
     what.add_argument("--replay", type=whole(0, SEED_MAX), metavar="SEED", help="run one world and print its trace")
     what.add_argument("--survey", type=positive, metavar="N", help="draw N generated mutants and count those caught")
-    what.add_argument("--coverage", action="store_true", help="which lines of the product the worlds of --seeds reach")
+    what.add_argument("--coverage", action="store_true", help="lines of the product that the worlds of --seeds reach")
     add("--mutant", type=mutant, metavar="NAME", help="with --replay: apply this mutant")
     add("--mutant-seeds", type=positive, default=None, metavar="N", help="give up on a mutant after N seeds")
     add(
         "--fresh",
         action="store_true",
-        help="with --mutants: start at seed 0 instead of the seed that caught it last time",
+        help="with --mutants: start at seed 0 instead of the seed that caught it last",
     )
-    add("--draw", type=whole(0, SEED_MAX), default=0, metavar="S", help="with --survey: which mutants are drawn")
-    add("--of", choices=(*MODULES, "all"), default="all", help="with --survey, --coverage: of which modules")
+    add("--draw", type=whole(0, SEED_MAX), default=0, metavar="S", help="with --survey: seed of the draw")
+    add("--of", choices=(*MODULES, "all"), default="all", help="with --survey, --coverage: modules to use")
     add("--tests", action="store_true", help="with --survey: run the tests on survivors (in a checkout)")
     add("--jobs", type=positive, default=default_jobs(), metavar="N", help="processes (default: cores)")
     add("--json", action="store_true", help="print one object with the figures")
@@ -77,22 +76,22 @@ def run(args: argparse.Namespace) -> int:
     if args.survey is not None or args.coverage:
         return _reached(args)
     chosen = args.seeds or SEEDS
-    _tell(f"seeds: {chosen[0]}..{chosen[-1]}, {args.jobs} processes")
-    total = run_seeds(chosen, args.jobs, _tell)
+    with progress.shown(f"seeds {chosen[0]}..{chosen[-1]}", quiet=args.json) as tell:
+        total = run_seeds(chosen, args.jobs, tell)
     print(sim_reports.as_json(total, total.holds) if args.json else _text(total))
     return 0 if total.holds else 1
 
 
 def _mutants(args: argparse.Namespace) -> int:
     names, most = hunting.every(), args.mutant_seeds or MUTANT_SEEDS
-    _tell(f"mutants: {len(names)}, each over seeds 0..{most - 1} until caught, {args.jobs} processes")
-    found = hunting.run_mutants(names, most, args.jobs, _tell, args.fresh)
+    with progress.shown("mutants", quiet=args.json) as tell:
+        found = hunting.run_mutants(names, most, args.jobs, tell, args.fresh)
     print(sim_reports.as_json(found, found.holds) if args.json else sim_reports.mutants(found))
     return 0 if found.holds else 1
 
 
 def _reached(args: argparse.Namespace) -> int:
-    """What needs to see lines."""
+    """Commands that trace lines."""
     from kvbaton.proof.sim.cover import run_coverage
     from kvbaton.proof.sim.mutants.survey import survey
     from kvbaton.proof.sim.reach import NoCoverage, tool
@@ -103,17 +102,18 @@ def _reached(args: argparse.Namespace) -> int:
         raise CommandError(str(error)) from None
     modules = [name for kind, names in MODULES.items() if args.of in (kind, "all") for name in names()]
     if args.coverage:
-        lines = run_coverage(modules, args.seeds or SEEDS, args.jobs, _tell)
+        with progress.shown("coverage", quiet=args.json) as tell:
+            lines = run_coverage(modules, args.seeds or SEEDS, args.jobs, tell)
         print(sim_reports.as_json(lines, lines.holds) if args.json else sim_reports.coverage(lines))
         return 0 if lines.holds else 1
     worlds = range(args.mutant_seeds or SURVEY_SEEDS)
-    found = survey(modules, args.survey, args.draw, worlds, args.jobs, _tell, args.tests)
+    with progress.shown("survey", quiet=args.json) as tell:
+        found = survey(modules, args.survey, args.draw, worlds, args.jobs, tell, args.tests)
     print(sim_reports.as_json(found, found.holds) if args.json else sim_reports.surveyed(found))
     return 0 if found.holds else 1
 
 
 def _replay(seed: int, name: str | None, as_json: bool) -> int:
-    _tell(f"seed: {seed}" + (f", mutant {name}" if name else ""))
     if name is None:
         result = run_seed(seed)
     else:
@@ -139,7 +139,3 @@ def _text(total: Summary) -> str:
     for broken in total.broken:
         lines.append(f"BROKEN seed {broken['seed']} ({broken['promise']}): {broken['what']}\n  {broken['replay']}")
     return "\n".join(lines)
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

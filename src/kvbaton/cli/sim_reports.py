@@ -20,7 +20,7 @@ def mutants(found: MutantsSummary) -> str:
     needed = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in found.seeds_needed.items())
     lines += [
         f"{found.mutants} mutants, {found.handwritten} written by hand, {found.generated} generated: {found.caught} "
-        f"({found.share:.1%}) caught by the simulator, {found.only_tests} by tests alone, {found.survive} survive",
+        f"({found.share:.1%}) caught by the simulator, {found.only_tests} only by tests, {found.survive} survive",
         f"seeds needed: {needed}",
         f"the clean tree raised {found.clean_alarms} alarms over the {found.clean_seeds} seeds that caught them; "
         f"{found.wall_s:.0f} s",
@@ -31,15 +31,15 @@ def mutants(found: MutantsSummary) -> str:
 def _caught(catch: Catch) -> str:
     if catch.caught:
         return f"{catch.promise}, seed {catch.seed}"
-    return f"tests alone: {catch.test} ({catch.reason})" if catch.by == "tests" else "NOT CAUGHT"
+    return f"only by tests: {catch.test} ({catch.reason})" if catch.by == "tests" else "NOT CAUGHT"
 
 
 def surveyed(found: Survey) -> str:
     lines = [f"{fate.name}  {fate.what}\n    {_fate(fate)}" for fate in found.fates]
-    tests = "" if found.only_tests is None else f", {found.only_tests} by tests alone"
+    tests = "" if found.only_tests is None else f", {found.only_tests} only by tests"
     lines.append(
         f"{found.drawn} mutants, draw {found.draw}, {found.seeds} worlds: {found.caught} ({found.share:.1%}) "
-        f"caught by the simulator{tests}, {found.survive} survive, {found.unreached} are where no world comes; "
+        f"caught by the simulator{tests}, {found.survive} survive, {found.unreached} are not reached by any world; "
         f"the clean tree raised {found.clean_alarms} alarms over the same seeds; {found.wall_s:.0f} s"
     )
     return "\n".join(lines)
@@ -47,18 +47,18 @@ def surveyed(found: Survey) -> str:
 
 def _fate(fate: Fate) -> str:
     if fate.caught:
-        return f"caught by seed {fate.seed}, the {fate.tried}. tried: {fate.promise}: {fate.seen}"
-    where = f"{fate.reached} worlds come by" if fate.reached else "no world comes by"
-    return f"tests alone: {fate.test}; {where}" if fate.test else f"SURVIVES, {where}"
+        return f"caught by seed {fate.seed}, number {fate.tried} tried: {fate.promise}: {fate.seen}"
+    where = f"reached by {fate.reached} worlds" if fate.reached else "reached by no world"
+    return f"only by tests: {fate.test}; {where}" if fate.test else f"SURVIVES, {where}"
 
 
 def coverage(found: Coverage) -> str:
     lines = [f"{each.module:28} {each.reached:5} of {each.lines:5}  {each.share:6.1%}" for each in found.modules]
     for each in found.missed:
         numbers = ", ".join(str(line) for line in each.lines)
-        lines.append(f"not reached: {each.function} (lines {numbers}): {each.reason or 'NO REASON IS GIVEN'}")
-    lines += [f"left out: {name}: {why}" for name, why in found.left_out.items()]
-    lines += [f"stale reason: {name} is reached, or gone" for name in found.stale_reasons]
+        lines.append(f"not reached: {each.function} (lines {numbers}): {each.reason or 'NO REASON GIVEN'}")
+    lines += [f"excluded: {name}: {why}" for name, why in found.left_out.items()]
+    lines += [f"stale reason: {name} is reached, or no longer exists" for name in found.stale_reasons]
     lines.append(
         f"{found.reached} of {found.lines} lines reached ({found.share:.2%}; within functions "
         f"{found.share_in_functions:.2%}) by {found.seeds} seeds; {found.wall_s:.0f} s"

@@ -1,28 +1,33 @@
-"""`kvbaton store`: keeps KV blocks in this process's memory, and on disk if given, for all engines of a cluster.
+"""`kvbaton store`: caches KV blocks in memory, and optionally on disk, for all engines of a cluster.
 
-Laws: who may put and get is who has a key in the cluster's directory; nobody else gets as far as a byte. Memory and
-disk are bounded, the least recently used go first. SIGUSR1 prints one line of figures, SIGTERM and SIGINT end it;
-what is in memory is gone then, unless there is a disk.
+Laws: only members with a key in the cluster's directory may put and get; other peers cannot read or write a byte.
+Memory and disk are bounded, the least recently used values go first. SIGUSR1 prints one line of figures, SIGTERM and
+SIGINT end it; the contents of memory are lost then, unless there is a disk. `--health` adds `/health` and `/metrics`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import logging
 import os
 import signal
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kvbaton.cli.arguments import port
+from kvbaton.cli import log_arguments
+from kvbaton.cli.arguments import host_port, port
 from kvbaton.control.keyring import load
 from kvbaton.control.zmq import ZmqControl
+from kvbaton.observe.metrics.exposition import Family
+from kvbaton.observe.metrics.service_metrics import store_families
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.privileges import Act, may
@@ -32,6 +37,8 @@ from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.store_server import StoreServer
 from kvbaton.store.tcp_server_side import LineServer
 
+log = logging.getLogger(__name__)
+
 
 def size(text: str) -> int:
     """An argument type: bytes, such as 4GiB."""
@@ -40,29 +47,33 @@ def size(text: str) -> int:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if found < 1:
-        raise argparse.ArgumentTypeError(f"got {text}, expected more than nothing")
+        raise argparse.ArgumentTypeError(f"got {text}, expected a size above 0")
     return found
 
 
 CLOSE_S = 5.0
 FLUSH_S = 120.0
-"""With a disk, memory is written to it before the end: at most for so long."""
+"""With a disk, memory is written to it before exit, for at most this long."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--keys", required=True, metavar="DIR", default=argparse.SUPPRESS, help="directory made by kvbaton keys new")
+    add("--keys", required=True, metavar="DIR", default=argparse.SUPPRESS, help="key directory (kvbaton keys new)")
     add("--name", default=STORE_NAME, help="its name in the key directory; add it with kvbaton keys add")
-    add("--host", default="127.0.0.1", help="address to serve at; engines must reach it")
-    add("--port", type=port, default=7710, help="port to serve at, 0 for a free one")
-    add(
-        "--bytes", type=size, default="4GiB", metavar="SIZE", help="memory for values; the least recently used go first"
-    )
-    add("--disk", default=None, metavar="DIR", help="keep there what memory has no room for; one process a directory")
+    add("--host", default="127.0.0.1", help="listening address; engines must reach it")
+    add("--port", type=port, default=7710, help="listening port, 0 for a free one")
+    add("--bytes", type=size, default="4GiB", metavar="SIZE", help="memory for values; evicts the least recently used")
+    add("--disk", default=None, metavar="DIR", help="spill to this directory; one process per directory")
     add("--disk-bytes", type=size, default="64GiB", metavar="SIZE", help="disk for values")
     add("--value-bytes-max", type=size, default="64MiB", metavar="SIZE", help="larger values are refused")
-    add("--json", action="store_true", help="print JSON, a line at the start, at the end and at each SIGUSR1")
+    add("--health", type=host_port, metavar="HOST:PORT", help="serve /health and /metrics there (default: off)")
+    add("--json", action="store_true", help="print JSON lines: at start, at exit and at each SIGUSR1")
     add("--stop-on-eof", action="store_true", help=argparse.SUPPRESS)
+    log_arguments.add_arguments(parser, serves_http=False)
+
+
+def refuse(args: argparse.Namespace) -> None:
+    """Any settings of this command go together."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,23 +89,61 @@ def run(args: argparse.Namespace) -> int:
     server = StoreServer(control, memory, lines, may_ask=lambda member: may(roles[0].role_of(member), Act.KEEP))
     try:
         first = {"name": args.name, "endpoint": control.endpoint, "pid": os.getpid(), "bytes_max": args.bytes}
-        show = lambda: _tell(args.json, _figures(server.counters + lines.counters, memory, disk))  # noqa: E731
-        asyncio.run(_until_told(args, first, show))
+        figures = lambda: _figures(server.counters + lines.counters, memory, disk)  # noqa: E731
+
+        def families() -> list[Family]:
+            counts = {**(server.counters + lines.counters), "lines_open": lines.open_lines}
+            tiers = {"memory": (len(memory), memory.bytes_used, args.bytes, memory.counters["evicted"])}
+            if disk is not None:
+                tiers["disk"] = (len(disk), disk.bytes_used, args.disk_bytes, disk.counters["evicted"])
+            return store_families(args.name, tiers, memory.counters, counts, control.counters)
+
+        asyncio.run(_until_told(args, first, figures, families))
     finally:
         server.close(FLUSH_S if args.disk else CLOSE_S)
+        log.info("[stopping] stopped")
     return 0
 
 
-async def _until_told(args: argparse.Namespace, first: dict[str, Any], show: Callable[[], None]) -> None:
+async def _until_told(
+    args: argparse.Namespace,
+    first: dict[str, Any],
+    figures: Callable[[], dict[str, Any]],
+    families: Callable[[], list[Family]],
+) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def show() -> None:
+        _tell(args.json, figures())
+
+    def told(number: signal.Signals) -> None:
+        log.info("[stopping] %s", number.name)
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, told, number)
     loop.add_signal_handler(signal.SIGUSR1, show)
-    _tell(args.json, first)
-    if args.stop_on_eof:
-        threading.Thread(target=_stop_on_eof, name="kvbaton-parent", daemon=True).start()
-    await stop.wait()
+    async with _status(args.health, figures, families) as url:
+        _tell(args.json, {**first, "health": url})
+        if args.stop_on_eof:
+            threading.Thread(target=_stop_on_eof, name="kvbaton-parent", daemon=True).start()
+        await stop.wait()
     show()
+
+
+@contextlib.asynccontextmanager
+async def _status(
+    address: str | None, figures: Callable[[], dict[str, Any]], families: Callable[[], list[Family]]
+) -> AsyncIterator[str]:
+    if not address:
+        yield ""
+        return
+    try:
+        from kvbaton.api.status_page import status_page
+    except ModuleNotFoundError as error:
+        raise CommandError(f"argument --health: needs {error.name}: pip install 'kvbaton[serve]'") from None
+    async with status_page(address, lambda: {"status": "ok", **figures()}, families) as url:
+        yield f"{url}/health"
 
 
 def _disk(args: argparse.Namespace) -> DiskTier | None:
@@ -114,7 +163,7 @@ def _figures(counters: Counter[str], memory: MemoryBackend, disk: DiskTier | Non
         "hits": counts["hits"],
         "misses": counts["misses"],
         "evicted": counts["evicted"],
-        "dropped": 0,  # half-sent values of an earlier way; scripts may read it
+        "dropped": 0,  # half-sent values of an earlier protocol; scripts may read it
         "malformed": counters["malformed"],
         "faults": counters["faults"],
     }
@@ -128,13 +177,14 @@ def _tell(as_json: bool, facts: dict[str, Any]) -> None:
         said = msgspec.json.encode(facts).decode()
     elif "endpoint" in facts:
         said = f"{facts['name']} serves {facts['endpoint']}, {facts['bytes_max'] >> 20} MiB of memory"
+        said += f", health {facts['health']}" if facts["health"] else ""
     else:
         said = ", ".join(f"{name} {value}" for name, value in facts.items())
     print(said, file=sys.stdout, flush=True)
 
 
 def _stop_on_eof() -> None:
-    """End with the process that started this one: only it holds the other end of stdin."""
+    """Exit with the process that started this one: only it holds the other end of stdin."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGHUP)

@@ -1,6 +1,6 @@
 """The three standard streams of a command, any of which may be closed at startup or later.
 
-Law: a stream that leads nowhere is no error of the command's: what is printed on it is lost, and the status is not.
+Law: a closed stream is not an error of the command: its output is lost, its exit status is not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def have_all() -> None:
-    """A stream closed by whoever started this leads nowhere, so that no socket takes its number and gets our words."""
+    """Opens /dev/null for a stream closed by the parent, so that no socket takes its number and gets our output."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             nowhere = os.open(os.devnull, os.O_RDWR)
@@ -26,14 +26,14 @@ def have_all() -> None:
 
 
 def _print_anything(stream: Any) -> None:
-    """A path of odd bytes, or a µ where the terminal has none, is no reason to lose a result."""
+    """A path of odd bytes, or a µ where the terminal has none, must not lose a result."""
     if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
         stream.reconfigure(errors="surrogateescape" if stream.encoding.lower() == "utf-8" else "replace")
 
 
 @contextlib.contextmanager
 def flushed() -> Iterator[None]:
-    """What was printed is written before the verdict; argparse's exit after --help is a verdict too."""
+    """Output is flushed before the exit status is decided; argparse's exit after --help has one too."""
     try:
         yield
     except SystemExit:
@@ -48,7 +48,7 @@ def _flush(stream: Any) -> None:
 
 
 def nobody_reads() -> bool:
-    """Whether stdout or stderr is a pipe without a reader; if so, they lead nowhere from here on."""
+    """Whether stdout or stderr is a pipe without a reader; if so, both go to /dev/null from here on."""
     found = False
     for stream in (sys.stdout, sys.stderr):
         try:

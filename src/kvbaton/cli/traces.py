@@ -1,7 +1,7 @@
 """Tracing options: the OTLP endpoint, and the sampling rate for requests without a trace context.
 
-Law: a flag that cannot be followed ends the command in one line, before any port is opened. The environment's endpoint,
-which may be there for others, only fails to switch traces on.
+Law: an invalid flag ends the command in one line, before any port is opened. An invalid endpoint in the environment,
+which may be meant for other programs, only leaves tracing off.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ SAMPLE_DEFAULT = 1.0
 BASE_VARIABLE = "OTEL_EXPORTER_OTLP_ENDPOINT"
 TRACES_VARIABLE = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 OFF_VARIABLE = "OTEL_SDK_DISABLED"
-HELP = f"send spans to an OTLP collector, http://host:4318 (default: ${BASE_VARIABLE})"
+PROTOCOL_VARIABLES = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+HELP = f"send spans to an OTLP collector, http://host:4318 or grpc://host:4317 (default: ${BASE_VARIABLE})"
 
 
 class TraceFlags(Protocol):
-    """Whoever tells of flights that are over."""
+    """A source of finished flights."""
 
     @property
     def on_flight(self) -> list[Callable[[Flight], None]]: ...
 
 
 def add_arguments(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """Of a router; a worker's are fields of its options."""
+    """Options of the router; a worker's are fields of its options."""
     group.add_argument("--otlp-endpoint", default="", metavar="URL", help=HELP)
     group.add_argument(
         "--trace-sample",
@@ -46,7 +47,7 @@ def add_arguments(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> N
 
 
 def ratio(text: str) -> float:
-    """An argument type: a share."""
+    """An argument type: a fraction."""
     try:
         value = float(text)
     except ValueError:
@@ -57,28 +58,42 @@ def ratio(text: str) -> float:
 
 
 def endpoint_of(flag: str, environ: Mapping[str, str]) -> str:
-    """Where spans go, checked: what the flag says, else what the environment does; "" for nowhere."""
+    """The checked destination of spans: the flag, else the environment; "" for none."""
     if flag:
         try:
-            needed()
-            return traces_url(flag)
+            found = traces_url(flag)
+            needed(found)
+            return found
         except (ExportError, ValueError) as error:
             raise CommandError(f"argument --otlp-endpoint: {error}") from None
     base = environ.get(BASE_VARIABLE, "")
-    found = environ.get(TRACES_VARIABLE, "") or (f"{base.rstrip('/')}{TRACES_PATH}" if base else "")
+    protocol = next((environ[name] for name in PROTOCOL_VARIABLES if environ.get(name)), "")
+    if protocol == "grpc":
+        found = _as_grpc(environ.get(TRACES_VARIABLE, "") or base)
+    else:
+        found = environ.get(TRACES_VARIABLE, "") or (f"{base.rstrip('/')}{TRACES_PATH}" if base else "")
     if not found or environ.get(OFF_VARIABLE, "").lower() == "true":
         return ""
     try:
-        needed()
-        return traces_url(found)
+        found = traces_url(found)
+        needed(found)
+        return found
     except (ExportError, ValueError) as error:
         log.warning("[spans-off] the environment names an OTLP endpoint, but no spans are sent: %s", error)
         return ""
 
 
+def _as_grpc(endpoint: str) -> str:
+    """An endpoint of the environment, which says by another variable that it is gRPC: `https` there is with TLS."""
+    scheme, colon, rest = endpoint.partition("://")
+    if not colon:
+        return f"grpc://{endpoint}" if endpoint else ""
+    return f"{'grpcs' if scheme in ('https', 'grpcs') else 'grpc'}://{rest.rstrip('/')}"
+
+
 @contextlib.asynccontextmanager
 async def exported(endpoint: str, name: str, telling: TraceFlags) -> AsyncIterator[SpanExport | None]:
-    """The router's flights as spans, while the context lasts; nothing without an endpoint."""
+    """Exports the router's flights as spans while the context lasts; does nothing without an endpoint."""
     if not endpoint:
         yield None
         return

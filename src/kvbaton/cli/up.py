@@ -1,10 +1,11 @@
-"""`kvbaton up`: a whole cluster on this machine, in one command, until Ctrl-C; or its proof, with `--check`."""
+"""`kvbaton up`: a whole cluster on this machine in one command, until Ctrl-C; with `--check`, its verification."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import functools
+import itertools
 import os
 import shlex
 import sys
@@ -17,10 +18,10 @@ import kvbaton.cli.vllm_arguments as on_vllm
 import kvbaton.local_cluster.vllm_check as on_vllm_check
 from kvbaton.api.http import run as run_loop
 from kvbaton.api.params import Mode
-from kvbaton.cli import traces
+from kvbaton.cli import log_arguments, progress, traces
 from kvbaton.cli.arguments import planes_choice, port, seconds, whole
 from kvbaton.cli.screen import note, stdout
-from kvbaton.engines.embedded.worker_options import POLICIES, WorkerOptions
+from kvbaton.engines.embedded.worker_options import POLICIES, WorkerOptions, flag_of
 from kvbaton.local_cluster.answer_check import check, summary
 from kvbaton.local_cluster.embedded_cluster import Cluster, ClusterPlan, Startable, running, shown_command
 from kvbaton.local_cluster.vllm_cluster import VllmPlan
@@ -29,15 +30,15 @@ from kvbaton.processes.free_ports import free_ports
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_control import told_to_stop
 from kvbaton.processes.operator_errors import CommandError
+from kvbaton.router.processes.router_parent import PROCESSES_MAX
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.security.sealing import ENCRYPT
 from kvbaton.transports.catalogue import CHECKSUMS
 
-_WORKER = WorkerOptions(name="p0", role="prefill", keys="-", registry="tcp://-:1")
+_WORKER = WorkerOptions(name="p0", role="prefill", keys="-", registry="tcp://127.0.0.1:1")
 _TIMES = ("lease_s", "transfer_timeout", "defer_timeout", "claim_timeout")
 _SIZES = ("blocks", "block_tokens", "max_num_seqs", "seed")
 _VLLM_DEFAULTS = {"blocks": "", "block_tokens": "; vllm: its own", "max_num_seqs": "; vllm: its own", "seed": ""}
-_NEWS_S = 0.5
 MEMORY = "memory"
 
 _note = functools.partial(note, "up")
@@ -52,54 +53,68 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--decode", type=whole(1, 16), default=1, metavar="M", help="decode workers")
     add("--host", default="127.0.0.1", help="address for clients")
     add("--port", type=port, default=None, help="port for clients, 0 for a free one (default: 8000)")
+    add(
+        "--router-processes",
+        type=whole(1, PROCESSES_MAX),
+        default=1,
+        metavar="N",
+        help="processes of the router, as of kvbaton router --processes",
+    )
     add("--tp-prefill", type=whole(1, 64), default=1, metavar="N", help="ranks of each prefill worker")
     add("--tp-decode", type=whole(1, 64), default=1, metavar="N", help="ranks of each decode worker")
-    add("--deadline-s", type=seconds, default=300.0, metavar="SECONDS", help="of a whole request")
+    add("--deadline-s", type=seconds, default=300.0, metavar="SECONDS", help="deadline of a whole request")
     add(
         "--store",
         default=None,
         metavar="WHERE",
-        help="a shared store: memory starts one here, else as of kvbaton worker",
+        help="a shared store: memory starts one here; otherwise as for kvbaton worker",
     )
-    add = parser.add_argument_group("how KV goes over").add_argument
-    add("--mode", choices=list(Mode), default=None, help="how KV goes over, where a client names none (default: pull)")
+    add = parser.add_argument_group("handoffs").add_argument
+    add("--mode", choices=list(Mode), default=None, help="handoff mode, if the client requests none (default: pull)")
     add(
         "--transport",
         type=planes_choice,
         default=None,
         metavar="NAMES",
-        help="how bytes go over: auto, or e.g. shm,tcp (default: auto)",
+        help="transports: auto, or e.g. shm,tcp (default: auto)",
     )
-    add("--require-enforcement", action="store_true", help="only planes that keep peers to what is lent (not vllm)")
+    add("--require-enforcement", action="store_true", help="only transports that confine peers to leases (not vllm)")
     add("--encrypt", choices=ENCRYPT, default=_WORKER.encrypt, help="encrypt KV that crosses TCP (not vllm)")
     add("--checksum", choices=CHECKSUMS, default=_WORKER.checksum, help="compare copies with their source (not vllm)")
-    add("--policy", choices=POLICIES, default=_WORKER.policy, help="of decode workers, when a handoff fails")
+    add("--policy", choices=POLICIES, default=_WORKER.policy, help="of decode workers, if a handoff fails")
     for name, text in (
-        ("lease_s", "P keeps blocks this long after the last sign of the reader"),
-        ("transfer_timeout", "within which bytes must make progress"),
-        ("defer_timeout", "to wait for the other side to know the request"),
-        ("claim_timeout", "to wait for an answer to a claim"),
+        ("lease_s", "P holds blocks this long after the reader's last message"),
+        ("transfer_timeout", "time within which a transfer must progress"),
+        ("defer_timeout", "time to wait for the other side to get the request"),
+        ("claim_timeout", "time to wait for the answer to a claim"),
     ):
         flag = f"--{name.replace('_', '-')}"
         add(flag, type=seconds, default=getattr(_WORKER, name), metavar="SECONDS", help=text)
     traces.add_arguments(parser.add_argument_group("traces"))
+    log_arguments.add_arguments(parser)
     group = parser.add_argument_group("the engine")
     add = group.add_argument
     on_vllm.add_arguments(group)
     for name, low, high, text in (
-        ("blocks", 2, 1 << 20, "KV blocks of each worker"),
+        ("blocks", 2, 1 << 20, "KV cache blocks per worker"),
         ("block_tokens", 1, 4096, "tokens per block"),
-        ("max_num_seqs", 1, 4096, "running at once"),
-        ("seed", 0, (1 << 32) - 1, "of the model's weights"),
+        ("max_num_seqs", 1, 4096, "concurrently running requests"),
+        ("seed", 0, (1 << 32) - 1, "seed of the model's weights"),
     ):
         help_text = f"{text} (default: {getattr(_WORKER, name)}{_VLLM_DEFAULTS[name]})"
         add(f"--{name.replace('_', '-')}", type=whole(low, high), default=None, metavar="N", help=help_text)
 
 
-def run(args: argparse.Namespace) -> int:
+def refuse(args: argparse.Namespace) -> None:
+    """`CommandError` for settings that do not go together; opens nothing."""
     on_vllm.refuse_foreign(args)
     if args.store is not None and args.engine == "vllm":
-        raise CommandError("argument --store: name it in vLLM's own configuration; see docs/store.md")
+        raise CommandError("argument --store: set it in vLLM's own configuration; see docs/store.md")
+    _worker_of(args, args.transport or "auto", args.store if args.store not in (None, MEMORY) else "")
+
+
+def run(args: argparse.Namespace) -> int:
+    refuse(args)
     args.otlp_endpoint = _otlp_endpoint(args)
     raise_file_limit()
     if args.engine == "vllm":
@@ -110,18 +125,14 @@ def run(args: argparse.Namespace) -> int:
 
 def _otlp_endpoint(args: argparse.Namespace) -> str:
     if args.otlp_endpoint and args.check:
-        raise CommandError("argument --otlp-endpoint: --check sends no spans; leave one of them out")
+        raise CommandError("argument --otlp-endpoint: --check sends no spans; remove one of them")
     return "" if args.check else traces.endpoint_of(args.otlp_endpoint, os.environ)
 
 
 def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: Mode) -> ClusterPlan:
-    values = {name: getattr(args, name) for name in ("policy", "checksum", "encrypt", "require_enforcement", *_TIMES)}
-    values |= {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
     store_port = free_ports(1)[0] if args.store == MEMORY else 0
-    values["otlp_endpoint"] = args.otlp_endpoint
-    values["store"] = f"tcp://127.0.0.1:{store_port}" if store_port else args.store or ""
+    worker = _worker_of(args, transport, f"tcp://127.0.0.1:{store_port}" if store_port else args.store or "")
     try:
-        worker = msgspec.structs.replace(_WORKER, transport=transport, **values)
         tracing = {"trace": bool(args.otlp_endpoint), "trace_sample": args.trace_sample}
         settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True, **tracing)
     except ValueError as error:
@@ -129,7 +140,19 @@ def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: M
     return ClusterPlan(
         prefills=args.prefill, decodes=args.decode, tp_prefill=args.tp_prefill, tp_decode=args.tp_decode,
         worker=worker, settings=settings, host=args.host, port=http_port, store_port=store_port,
+        router_processes=args.router_processes,
     )  # fmt: skip
+
+
+def _worker_of(args: argparse.Namespace, transport: str, store: str) -> WorkerOptions:
+    values = {name: getattr(args, name) for name in ("policy", "checksum", "encrypt", "require_enforcement", *_TIMES)}
+    values |= {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
+    values |= {"otlp_endpoint": args.otlp_endpoint, "store": store, "transport": transport}
+    try:
+        return msgspec.structs.replace(_WORKER, **values)
+    except ValueError as error:
+        name, _, rest = str(error).partition(":")
+        raise CommandError(f"argument {flag_of(name)}:{rest}; see: kvbaton up --help") from None
 
 
 def vllm_plan_of(
@@ -145,23 +168,31 @@ async def _check(args: argparse.Namespace) -> int:
     modes = list(Mode) if args.mode is None else [Mode(args.mode)]
     transports = ["shm", "tcp"] if args.transport is None else [args.transport]
     plans = {each: plan_of(args, each, http_port=args.port or 0, mode=modes[0]) for each in transports}
-    with told_to_stop() as stop:
-        verdict = await check(plans, modes, say=_note, show=_shower(args), stop=stop)
+    with told_to_stop() as stop, progress.shown("check", quiet=args.json) as tell:
+        show = _shower(args, tell, len(modes) * len(transports))
+        verdict = await check(plans, modes, say=_note, show=show, stop=stop)
     return _told(args, verdict, f"{summary(verdict, modes, transports)}\nverdict: {stdout().verdict(verdict['ok'])}")
 
 
 async def _check_vllm(args: argparse.Namespace, server: ServerOptions) -> int:
     modes = list(Mode) if args.mode is None else [Mode(args.mode)]
     plan = vllm_plan_of(args, server, args.transport or "auto", http_port=args.port or 0, mode=modes[0])
-    with told_to_stop() as stop:
-        verdict = await on_vllm_check.check(plan, modes, say=_note, show=_shower(args), stop=stop)
+    with told_to_stop() as stop, progress.shown("check", quiet=args.json) as tell:
+        verdict = await on_vllm_check.check(plan, modes, say=_note, show=_shower(args, tell, len(modes)), stop=stop)
     return _told(args, verdict, f"verdict: {stdout().verdict(verdict['ok'])} ({verdict['seconds']} s)")
 
 
-def _shower(args: argparse.Namespace) -> Callable[[str], None]:
-    """Rows as they come: beside the one object of --json they are no answer."""
+def _shower(args: argparse.Namespace, tell: Callable[[str], None], rows: int) -> Callable[[str], None]:
+    """Rows as they come; with --json they go to stderr."""
     table = sys.stderr if args.json else sys.stdout
-    return lambda line: print(line, file=table, flush=True)
+    numbers = itertools.count(1)
+
+    def show(line: str) -> None:
+        with progress.aside():
+            print(line, file=table, flush=True)
+        tell(f"{min(next(numbers), rows)} of {rows} rows")
+
+    return show
 
 
 def _told(args: argparse.Namespace, verdict: Mapping[str, Any], plain: str) -> int:
@@ -189,7 +220,7 @@ async def _serve(args: argparse.Namespace, server: ServerOptions | None = None) 
                 print("\n".join(_welcome(cluster, plan, transport)), flush=True)
             await _watch(cluster, stop)
             _note("stopping")
-    _note("all workers have ended")
+    _note("all workers have exited")
     return 0
 
 
@@ -211,6 +242,10 @@ def _welcome(cluster: Cluster, plan: Startable, transport: str) -> Sequence[str]
         f"kvbaton is up at {url}/v1: {roles.count('prefill')} prefill, {roles.count('decode')} decode, "
         f"mode {plan.settings.mode}, transport {transport}",
         "",
+        *(
+            ["  note  the weights are random: answers are noise, the same as one engine's"]
+            * isinstance(plan, ClusterPlan)
+        ),
         f"  try   curl -N {url}/v1/completions -H 'Content-Type: application/json' -d '{body}'",
         f"  mode  the same with -H 'x-kvbaton-mode: {' | '.join(Mode)}'",
         f"  see   {url}/dashboard",
@@ -227,13 +262,12 @@ def _welcome(cluster: Cluster, plan: Startable, transport: str) -> Sequence[str]
 
 
 async def _watch(cluster: Cluster, stop: asyncio.Event) -> None:
-    """Say what happens to the workers, until told to stop."""
+    """Report workers that died, until stopped; the router's log has the rest."""
     stopped = asyncio.create_task(stop.wait())
-    known = {worker.name: worker.peer for worker in cluster.registered()}
     try:
         while not stopped.done():
             death = asyncio.create_task(cluster.deaths.get())
-            await asyncio.wait((stopped, death), timeout=_NEWS_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((stopped, death), return_when=asyncio.FIRST_COMPLETED)
             if death.done():
                 child = death.result()
                 _note(f"worker {child.name} {child.how_it_ended()}; to start it again: {child.command}")
@@ -241,16 +275,5 @@ async def _watch(cluster: Cluster, stop: asyncio.Event) -> None:
                     _note(f"  {child.name}: {line}")
             else:
                 death.cancel()
-            known = _tell_changes(cluster, known)
     finally:
         stopped.cancel()
-
-
-def _tell_changes(cluster: Cluster, known: dict[Any, Any]) -> dict[Any, Any]:
-    here = {worker.name: worker.peer for worker in cluster.registered()}
-    for name, peer in here.items():
-        if known.get(name) != peer:
-            _note(f"worker {name} has joined")
-    for name in known.keys() - here.keys():
-        _note(f"worker {name} is no longer registered")
-    return here

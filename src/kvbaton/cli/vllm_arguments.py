@@ -1,6 +1,6 @@
-"""`kvbaton up --engine vllm`: what its servers may be told.
+"""`kvbaton up --engine vllm`: options of its servers.
 
-Law: an option that the engine at hand cannot honour is refused by name, never ignored.
+Law: an option that the chosen engine cannot honour is refused by name, never ignored.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvbaton.cli.arguments import whole
 from kvbaton.local_cluster.embedded_cluster import places
 from kvbaton.local_cluster.vllm_cluster import TINY_KINDS, TINY_SEED, VllmPlan
@@ -20,21 +22,24 @@ from kvbaton.router.router_settings import RouterSettings
 
 ENGINES = ("embedded", "vllm")
 _INSTEAD: Mapping[str, str] = {"blocks": "--kv-gib bounds the KV of vLLM"}
-_ONLY_VLLM = ("model", "tiny", "vllm_python", "kv_gib", "max_model_len")
+_ONLY_VLLM = ("model", "tiny", "vllm_python", "kv_gib", "max_model_len", "dp_prefill", "dp_decode")
 
 
 def add_arguments(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--engine", choices=ENGINES, default="embedded", help="what computes: a small engine of our own, or vLLM")
-    add("--model", default=None, metavar="PATH", help="vllm: directory of the model (default: a tiny one is made)")
-    add("--tiny", choices=TINY_KINDS, default=None, help="vllm: which kind of tiny model (default: llama)")
-    add("--vllm-python", default=None, metavar="PATH", help="vllm: the Python that has it (default: looked for)")
+    add("--engine", choices=ENGINES, default="embedded", help="the engine: kvbaton's own small one, or vLLM")
+    add("--model", default=None, metavar="PATH", help="vllm: directory of the model (default: a tiny one is generated)")
+    add("--tiny", choices=TINY_KINDS, default=None, help="vllm: kind of tiny model (default: llama)")
+    add("--vllm-python", default=None, metavar="PATH", help="vllm: its Python interpreter (default: searched for)")
     add("--kv-gib", type=whole(1, 1024), default=None, metavar="N", help="vllm: KV cache of each worker (default: 1)")
+    for role in ("prefill", "decode"):
+        what = f"vllm: data-parallel ranks of each {role} worker (default: 1)"
+        add(f"--dp-{role}", type=whole(1, 16), default=None, metavar="N", help=what)
     add("--max-model-len", type=whole(16, 1 << 20), default=None, metavar="N", help="vllm: tokens (default: 2048)")
 
 
 def refuse_foreign(args: argparse.Namespace) -> None:
-    """Refuse what only the other engine understands."""
+    """Refuse options of the other engine."""
     names = tuple(_INSTEAD) if args.engine == "vllm" else _ONLY_VLLM
     for name in names:
         if getattr(args, name) is not None:
@@ -42,16 +47,16 @@ def refuse_foreign(args: argparse.Namespace) -> None:
             instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else "; add: --engine vllm"
             raise CommandError(f"argument {flag}: not an option of the {args.engine} engine{instead}")
     if args.model is not None and (args.tiny is not None or args.seed is not None):
-        raise CommandError("argument --model: a model of its own has its own weights; leave out --tiny and --seed")
+        raise CommandError("argument --model: a model has its own weights; remove --tiny and --seed")
 
 
 def server_of(args: argparse.Namespace, say: Callable[[str], None]) -> ServerOptions:
-    """What all servers share, with a model that is there: the operator's, or a tiny one, made now if need be."""
+    """The settings that all servers share, with a model: the operator's, or a tiny one, generated now if need be."""
     python = find_python(args.vllm_python)
     if args.model is None:
         kind = args.tiny or TINY_KINDS[0]
         model = tiny_model(python, kind, TINY_SEED if args.seed is None else args.seed)
-        say(f"no --model: serving a tiny {kind} of random weights, {model}")
+        say(f"no --model: serving a tiny {kind} with random weights, {model}")
     else:
         model = Path(args.model).expanduser().resolve()
         if not (model / "config.json").is_file():
@@ -66,10 +71,15 @@ def plan_of(args: argparse.Namespace, server: ServerOptions, settings: RouterSet
     """`more`: transport, timings and the port for clients."""
     port = more.pop("port")
     handoff = VllmHandoff(name="-", keys="-", registry="-", http_address="-", mode=str(settings.mode), **more)
-    where = tuple(places(args.prefill, args.decode, args.tp_prefill, args.tp_decode))
-    return VllmPlan(places=where, server=server, handoff=handoff, settings=settings, host=args.host, port=port)
+    sizes = {"prefill": args.dp_prefill or 1, "decode": args.dp_decode or 1}
+    found = places(args.prefill, args.decode, args.tp_prefill, args.tp_decode)
+    where = tuple(msgspec.structs.replace(place, dp=sizes[place.role]) for place in found)
+    return VllmPlan(
+        places=where, server=server, handoff=handoff, settings=settings, host=args.host, port=port,
+        router_processes=args.router_processes,
+    )  # fmt: skip
 
 
 def _served_name(model: Path) -> str:
-    """What clients may give as `model`: the directory's name, without the version of a tiny one's format."""
+    """The name that clients give as `model`: the directory's, without the version of a tiny one's format."""
     return re.sub(r"^(tiny-\w+)-\d+-v\d+$", r"\1", model.name) or "model"

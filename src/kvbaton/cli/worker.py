@@ -1,4 +1,4 @@
-"""`kvbaton worker`: one engine in this process. The flags are the fields of `WorkerOptions`, and the other way round.
+"""`kvbaton worker`: one engine in this process. Its flags are exactly the fields of `WorkerOptions`.
 
 Law: `argv_of(options)` parsed again gives `options`; `up` prints it as the command that starts a worker again.
 """
@@ -9,7 +9,6 @@ import argparse
 import contextlib
 import importlib
 import io
-import logging
 import os
 import signal
 import sys
@@ -19,7 +18,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from kvbaton.cli import traces
+from kvbaton.cli import log_arguments, traces
 from kvbaton.cli.arguments import planes_choice, port, seconds, whole
 from kvbaton.engines.embedded.worker_options import (
     DIALECTS,
@@ -36,40 +35,42 @@ from kvbaton.security.sealing import ENCRYPT
 from kvbaton.transports.catalogue import CHECKSUMS
 
 _HELP: Mapping[str, str] = {
-    "name": "its name in the key directory",
+    "name": "its name in the key directory; auto: made of pod or host name and a random tail, with a join token",
     "role": "what it does: compute prompts, decode, or both",
-    "keys": "directory made by kvbaton keys new",
-    "registry": "where the router's registry listens, tcp://host:port",
-    "registry_name": "the registry's name in the key directory",
-    "http_host": "address for HTTP",
+    "keys": "directory made by kvbaton keys new; not with a join token",
+    "join_token_file": "file with a token of kvbaton keys token new; or KVBATON_JOIN_TOKEN in the environment",
+    "join_at": "where to join, tcp://host:port; default: the registry's address, next port",
+    "registry": "where the router's registry listens, tcp://host:port; several, with commas: a@tcp://h1:7700,b@tcp://h2:7700",
+    "registry_name": "name in the key directory of registries that are given without one",
+    "http_host": "address for HTTP; auto: as for --control-host",
     "http_port": "port for HTTP, 0 for a free one",
     "http_access": "who may ask there: on loopback all, elsewhere the router (auto), the router (keys), or all (open)",
-    "control_host": "address for control messages; peers must reach it",
+    "control_host": "address for control messages, which peers must reach; auto: POD_IP, VLLM_HOST_IP, or by the route",
     "control_port": "port for control messages, 0 for a free one",
-    "announce_to": "discovery address of vllm-router or its like, to tell it in plain text of this worker; empty: none",
-    "announce_as": "what that router speaks; it decides who moves the KV",
-    "transport": "data planes, best first, with commas; auto: the best that this machine has",
-    "checksum": "compare what was copied with its source: not at all, a sample, or all of it",
+    "announce_to": "discovery address of vllm-router or a similar router, announced to in plain text; empty: none",
+    "announce_as": "protocol of that router; it decides which side moves the KV",
+    "transport": "transports, best first, separated by commas; auto: the best available here",
+    "checksum": "compare copies with their source: not at all, a sample, or all of it",
     "encrypt": "encrypt KV that crosses TCP: between hosts (auto), always, or never; the stricter side of a pair wins",
-    "require_enforcement": "offer only data planes on which a peer reaches nothing but what is lent to it (not shm)",
-    "modes": "modes it serves, with commas",
-    "tp": "ranks that share each layer's heads",
+    "require_enforcement": "offer only transports that confine a peer to the memory leased to it (not shm)",
+    "modes": "modes it serves, separated by commas",
+    "tp": "tensor parallel ranks",
     "policy": "when a handoff fails: recompute the prompt on D, or fail the request",
-    "lease_s": "P keeps blocks this long after the last sign of the reader",
-    "transfer_timeout": "seconds within which bytes must make progress",
-    "defer_timeout": "seconds to wait for the other side to know the request",
-    "claim_timeout": "seconds to wait for an answer to a claim",
-    "drain_s": "when told to stop, finish what is under way within this",
+    "lease_s": "seconds that P holds blocks after the reader's last message",
+    "transfer_timeout": "seconds within which a transfer must progress",
+    "defer_timeout": "seconds to wait for the other side to get the request",
+    "claim_timeout": "seconds to wait for the answer to a claim",
+    "drain_s": "seconds to finish requests in flight when stopped",
     "blocks": "KV blocks",
     "block_tokens": "tokens per block",
-    "max_num_seqs": "requests that run at once",
+    "max_num_seqs": "concurrently running requests",
     "waiting_max": "requests that wait; more are refused",
-    "seed": "of the model's weights; the same on P and D",
+    "seed": "seed of the model's weights; the same on P and D",
     "store": "tcp:// of a kvbaton store, or mooncake://host:port; empty: none",
     "store_name": "that store's name in the key directory",
-    "store_timeout": "seconds for a look-up in it; five times that for a get",
+    "store_timeout": "seconds for a lookup in it; five times that for a get",
     "otlp_endpoint": traces.HELP,
-    "flight_dir": "write records of failed handoffs here; SIGUSR2 has all of them written",
+    "flight_dir": "write records of failed handoffs here; SIGUSR2 writes all records",
 }
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "role": ROLES,
@@ -83,20 +84,21 @@ _TYPES: Mapping[type, Callable[[str], Any]] = {int: whole(0, 1 << 32), float: se
 
 
 _GROUPS: Mapping[str, tuple[str, ...]] = {
-    "who it is": ("name", "role", "keys", "registry", "registry_name"),
+    "who it is": ("name", "role", "keys", "registry", "registry_name", "join_token_file", "join_at"),
     "where it listens, and whom it tells": (
         "http_host", "http_port", "http_access", "control_host", "control_port", "announce_to", "announce_as",
     ),
-    "how it hands over": (
+    "handoffs": (
         "transport", "checksum", "encrypt", "require_enforcement", "modes", "policy", "lease_s", "transfer_timeout",
         "defer_timeout", "claim_timeout", "drain_s",
     ),
     "its engine": ("tp", "blocks", "block_tokens", "max_num_seqs", "waiting_max", "seed"),
-    "a shared store": ("store", "store_name", "store_timeout"),
-    "what it shows": ("flight_dir", "otlp_endpoint"),
+    "shared store": ("store", "store_name", "store_timeout"),
+    "records and traces": ("flight_dir", "otlp_endpoint"),
 }  # fmt: skip
 _METAVARS: Mapping[str, str] = {
-    "announce_to": "HOST:PORT", "keys": "DIR", "registry": "ENDPOINT", "store": "WHERE", "otlp_endpoint": "URL",
+    "announce_to": "HOST:PORT", "keys": "DIR", "registry": "ENDPOINT", "join_at": "ENDPOINT",
+    "store": "WHERE", "otlp_endpoint": "URL",
 }  # fmt: skip
 
 
@@ -121,15 +123,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         else:
             more |= {"type": port if field.name.endswith("_port") else _TYPES[field.type], "metavar": _metavar(field)}
         place.get(field.name, parser).add_argument(flag_of(field.name), **more)
+    log_arguments.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout when it serves")
     parser.add_argument("--stop-on-eof", action="store_true", help=argparse.SUPPRESS)
+
+
+def refuse(args: argparse.Namespace) -> None:
+    """`CommandError` for settings that do not go together; opens nothing."""
+    options_of(args)
 
 
 def run(args: argparse.Namespace) -> int:
     options = options_of(args)
     options = msgspec.structs.replace(options, otlp_endpoint=traces.endpoint_of(options.otlp_endpoint, os.environ))
     raise_file_limit()
-    logging.getLogger("kvbaton.node.node").setLevel(logging.INFO)  # which data plane each pair takes
     if args.stop_on_eof:
         threading.Thread(target=_stop_on_eof, name="kvbaton-parent", daemon=True).start()
     engine = importlib.import_module("kvbaton.engines.embedded.embedded_worker")
@@ -188,7 +195,7 @@ def _modes(text: str) -> tuple[str, ...]:
 
 
 def _stop_on_eof() -> None:
-    """End with the process that started this one, however that one ended: only it holds the other end of stdin."""
+    """Exit with the process that started this one, however that one ended: only it holds the other end of stdin."""
     while os.read(0, 4096):
         pass
-    os.kill(os.getpid(), signal.SIGHUP)  # at once: with the router gone, nobody waits for anything
+    os.kill(os.getpid(), signal.SIGHUP)  # at once: with the router gone, no client is waiting

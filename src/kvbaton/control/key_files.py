@@ -6,6 +6,8 @@
     DIR/secret/NAME.json   {"name": NAME, "secret": z85}       only where NAME runs; mode 0600
     DIR/tickets.json       {"keys": [hex, ...]}                everywhere; mode 0600; the first signs, all verify;
                            "next": hex only verifies, until everybody has it; "since" is when the first began to sign
+    DIR/public-admission.json  {"admission": hex}              copied to every host: checks certificates of members that
+                           joined with a token; these, and what only registries hold: `joining.admission_files`
 
 Laws: a file is there with all of its content or not at all, and a reader never sees half of one. A secret that others
 could have read is refused, not used. No secret appears in an error.
@@ -28,6 +30,7 @@ import zmq
 from msgspec import Meta
 
 from kvbaton.control.addressing import ControlError
+from kvbaton.control.key_modes import is_open
 from kvbaton.protocol.ids import WorkerId, is_worker_id
 from kvbaton.protocol.privileges import Role, role_by_name
 
@@ -36,7 +39,6 @@ TICKET_KEYS_MAX = 8
 IDENTITIES_MAX = 4096
 FILE_BYTES_MAX = 16 << 10
 
-OTHERS = stat.S_IRWXG | stat.S_IRWXO
 _KEY = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 
 Key = Annotated[str, Meta(min_length=40, max_length=40)]
@@ -70,7 +72,11 @@ class Tickets(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
         return tuple(bytes.fromhex(key) for key in (*self.keys, *filter(None, (self.next,))))
 
 
-T = TypeVar("T", Public, Secret, Tickets)
+class PublicAdmission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    admission: TicketKey  # Ed25519, by which membership certificates are checked
+
+
+T = TypeVar("T", bound=msgspec.Struct)
 Stamp = tuple[tuple[str, int, int, int], ...]
 
 
@@ -103,16 +109,31 @@ def tickets(base: Path) -> Tickets:
     return read(base / "tickets.json", Tickets, private=True)
 
 
+def admission(base: Path) -> bytes:
+    """The key that checks certificates of members that joined; b"" where nobody can."""
+    path = base / "public-admission.json"
+    return bytes.fromhex(read(path, PublicAdmission, private=False).admission) if path.exists() else b""
+
+
 def stamp(base: Path) -> Stamp:
-    """Differs whenever a file that `cards` or `tickets` would read was changed, added or removed."""
-    found = []
-    with os.scandir(base / "public") as entries:
+    """Differs whenever a file that makes up a keyring was changed, added or removed."""
+    found = [*_stamps(base / "public", "public")]
+    with contextlib.suppress(FileNotFoundError):
+        found += _stamps(base / "joined", "joined")
+    with contextlib.suppress(FileNotFoundError):
+        found.append(_stamp("admission", os.stat(base / "public-admission.json")))
+    return (*sorted(found), _stamp("tickets", os.stat(base / "tickets.json")))
+
+
+def _stamps(folder: Path, kind: str) -> Iterator[tuple[str, int, int, int]]:
+    with os.scandir(folder) as entries:
         for entry in entries:
             if entry.name.endswith(".json") and not entry.name.startswith("."):
-                told = entry.stat()
-                found.append((entry.name, told.st_ino, told.st_mtime_ns, told.st_size))
-    told = os.stat(base / "tickets.json")
-    return (*sorted(found), ("tickets", told.st_ino, told.st_mtime_ns, told.st_size))
+                yield _stamp(f"{kind}/{entry.name}", entry.stat())
+
+
+def _stamp(name: str, told: os.stat_result) -> tuple[str, int, int, int]:
+    return name, told.st_ino, told.st_mtime_ns, told.st_size
 
 
 def public_of(secret: str, path: Path) -> str:
@@ -122,23 +143,26 @@ def public_of(secret: str, path: Path) -> str:
         raise ControlError(f"{path}: secret: not a Z85 key; restore the file") from None
 
 
-def write(path: Path, content: Public | Secret | Tickets) -> None:
+def write(path: Path, content: msgspec.Struct) -> None:
     """Create `path` with all of its content at once; it must not exist."""
     with _draft(path, content) as draft:
         os.link(draft, path)
+    _settle(path.parent)
 
 
-def replace(path: Path, content: Public | Secret | Tickets) -> None:
+def replace(path: Path, content: msgspec.Struct) -> None:
     """Put all of the new content in place of the old, at once."""
     with _draft(path, content) as draft:
         os.rename(draft, path)
+    _settle(path.parent)
 
 
 def read(path: Path, kind: type[T], *, private: bool) -> T:
     try:
         with open(path, "rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            if private and mode & OTHERS:
+            told = os.fstat(file.fileno())
+            if private and is_open(told):
+                mode = stat.S_IMODE(told.st_mode)
                 raise ControlError(f"{path} has mode {mode:04o}: others could read it; chmod 600 it, or mint anew")
             text = file.read(FILE_BYTES_MAX + 1)
     except FileNotFoundError:
@@ -177,7 +201,10 @@ def named(text: str) -> tuple[WorkerId, Role | None]:
 @contextlib.contextmanager
 def locked(base: Path) -> Iterator[None]:
     """One writer at a time; the lock goes with the process."""
-    fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise ControlError(f"{base}: {error.strerror}; make the directory writable") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
@@ -187,8 +214,17 @@ def locked(base: Path) -> Iterator[None]:
         os.close(fd)
 
 
+def _settle(folder: Path) -> None:
+    """What was put there under its name outlives a loss of power from now on."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 @contextlib.contextmanager
-def _draft(path: Path, content: Public | Secret | Tickets) -> Iterator[Path]:
+def _draft(path: Path, content: msgspec.Struct) -> Iterator[Path]:
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:

@@ -31,6 +31,12 @@ class Following:
         self._said = ""
         self._found: deque[Keyring] = deque(maxlen=1)
         self._looking = False
+        self._again = False  # somebody wants a look that begins after now
+
+    def look_soon(self, now: float) -> None:
+        """Something has changed; from any thread, and whoever follows has to be woken."""
+        self._again = True
+        self.next_look = now
 
     def have_a_look(self, now: float, wake: Callable[[], None]) -> None:
         """Look on a thread of its own, unless one still does; `wake` is called there when `take` has something."""
@@ -50,10 +56,14 @@ class Following:
 
     def _look(self, now: float, wake: Callable[[], None]) -> None:
         try:
-            fresh = self.look(now)
-            if fresh is not None:
-                self._found.append(fresh)
-                wake()
+            while True:
+                self._again = False
+                fresh = self.look(now)
+                if fresh is not None:
+                    self._found.append(fresh)
+                    wake()
+                if not self._again:
+                    break
         finally:
             self._looking = False
 

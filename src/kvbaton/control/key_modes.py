@@ -2,6 +2,8 @@
 
 Law: who can write a public file lets himself in, and who can put another directory or file in a key's place does too;
 so every folder from the one above on is looked at, and every file, whatever its name: copies and drafts hold secrets.
+A secret is its user's alone; one that belongs to root may be read by the group that root chose, as Kubernetes mounts a
+Secret for a process that is not root.
 """
 
 from __future__ import annotations
@@ -27,6 +29,12 @@ class Opening(msgspec.Struct, frozen=True):
     fix: str
 
 
+def is_open(told: os.stat_result) -> bool:
+    """Whether others than those who are meant may have a secret of this owner and mode."""
+    from_root = told.st_uid == 0 and os.geteuid() != 0
+    return bool(told.st_mode & (OTHERS & ~stat.S_IRGRP if from_root else OTHERS))
+
+
 def openings(base: Path) -> list[Opening]:
     """All that can be seen of them; what cannot be looked at is left out."""
     with contextlib.suppress(OSError):
@@ -40,12 +48,14 @@ def _folders(base: Path) -> Iterator[Opening]:
     with contextlib.suppress(OSError):
         told = above.stat()
         if (who := _writers(told)) and not told.st_mode & stat.S_ISVTX:
-            said = f"{above} can be written by {who}: they could put another directory in the place of {base.name}"
+            said = f"{above} can be written by {who}: they could replace the directory {base.name}"
             yield Opening(above, said, f"chmod go-w {above}")
     for path, why in (
         (base, "they could put other files in place of these"),
-        (base / "public", "who writes a public file lets himself in"),
+        (base / "public", "writing a public file grants access"),
         (base / "secret", "they could put other files in place of these"),
+        (base / "tokens", "who writes a token file can join"),
+        (base / "joined", "they could remove and restore members"),
     ):
         with contextlib.suppress(OSError):
             if who := _writers(path.stat()):
@@ -61,23 +71,29 @@ def _files(base: Path) -> Iterator[Opening]:
             if told.st_uid not in owners:
                 said = f"{path} belongs to user {told.st_uid}, who can change it"
                 yield Opening(path, said, f"chown it to user {min(owners - {0}, default=0)}")
-            elif stat.S_ISREG(told.st_mode) and path.parent.name == "public" and (who := _writers(told)):
-                said = f"{path} can be written by {who}: they could let themselves in by this name"
+            elif stat.S_ISREG(told.st_mode) and _is_for_all(path, base) and (who := _writers(told)):
+                said = f"{path} can be written by {who}: they could get access by this name"
                 yield Opening(path, said, f"chmod go-w {path}")
 
 
 def _read_by_others(base: Path) -> Iterator[Opening]:
     for path in _plain_files(base):
         with contextlib.suppress(OSError):
-            mode = stat.S_IMODE(path.stat().st_mode)
-            if path.parent != base / "public" and mode & OTHERS:
-                yield Opening(path, f"{path} has mode {mode:04o}: others could read it", f"chmod 600 {path}")
+            told = path.stat()
+            if not _is_for_all(path, base) and is_open(told):
+                said = f"{path} has mode {stat.S_IMODE(told.st_mode):04o}: others could read it"
+                yield Opening(path, said, f"chmod 600 {path}")
+
+
+def _is_for_all(path: Path, base: Path) -> bool:
+    """Whether others may read it."""
+    return path.parent == base / "public" or path == base / "public-admission.json"
 
 
 def _plain_files(base: Path) -> list[Path]:
     """Also those whose names begin with a dot, as drafts do; what links lead to, not where mounts keep it."""
     found: list[Path] = []
-    for folder in (base, base / "public", base / "secret"):
+    for folder in (base, base / "public", base / "secret", base / "tokens", base / "joined"):
         with contextlib.suppress(OSError):
             found += sorted(path for path in folder.iterdir() if not path.name.startswith("..") and path.is_file())
     return found

@@ -14,6 +14,7 @@ import msgspec
 
 from kvbaton.control import key_files as files
 from kvbaton.control.addressing import ControlError
+from kvbaton.control.joining import admission_files
 from kvbaton.control.key_modes import openings
 from kvbaton.protocol.privileges import Act, may
 
@@ -39,6 +40,28 @@ class TicketKeyView(msgspec.Struct, frozen=True):
     use: str  # signs, verifies, next
 
 
+class JoinedView(msgspec.Struct, frozen=True):
+    """One member that joined with a token."""
+
+    name: str
+    fingerprint: str
+    role: str
+    token: str
+    left_s: float  # of its certificate, which is renewed while it lives
+    removed: bool  # and its name not yet free
+
+
+class TokenView(msgspec.Struct, frozen=True):
+    """One join token; nothing of it that could be used."""
+
+    id: str
+    role: str
+    state: str  # good, expired, used-up, revoked
+    left_s: float
+    uses: int
+    uses_max: int  # 0: any number
+
+
 class KeyReport(msgspec.Struct, frozen=True):
     """A key directory."""
 
@@ -46,6 +69,8 @@ class KeyReport(msgspec.Struct, frozen=True):
     identities: tuple[KeyIdentity, ...]
     ticket_keys: tuple[TicketKeyView, ...]
     problems: tuple[str, ...]
+    joined: tuple[JoinedView, ...] = ()
+    tokens: tuple[TokenView, ...] = ()
 
 
 def fingerprint(key: str | bytes) -> str:
@@ -67,7 +92,34 @@ def report(directory: str | Path, wall: Callable[[], float] = time.time) -> KeyR
     ticket_keys = _ticket_keys(base, problems)
     said = {problem.partition(" ")[0] for problem in problems}  # of a mode that kept a file from being read
     problems += [f"{each.found}; {each.fix}" for each in openings(base) if str(each.path) not in said]
-    return KeyReport(str(base), tuple(identities), ticket_keys, tuple(problems))
+    joined = tuple(_joined(each, wall()) for each in admission_files.joined_files(base))
+    return KeyReport(str(base), tuple(identities), ticket_keys, tuple(problems), joined, tokens(base, wall, problems))
+
+
+def tokens(
+    base: Path, wall: Callable[[], float] = time.time, problems: list[str] | None = None
+) -> tuple[TokenView, ...]:
+    """The join tokens of a directory."""
+    try:
+        found = admission_files.tokens(base)
+    except ControlError as error:
+        if problems is None:
+            raise
+        problems.append(str(error))
+        return ()
+    return tuple(_token(each, wall()) for each in found)
+
+
+def _token(token: admission_files.TokenFile, now: float) -> TokenView:
+    used_up = token.uses_max and token.uses >= token.uses_max
+    state = "revoked" if token.revoked else "expired" if now > token.expires else "used-up" if used_up else "good"
+    left_s = round(max(0.0, token.expires - now), 1)
+    return TokenView(token.id, token.role.value, state, left_s, token.uses, token.uses_max)
+
+
+def _joined(member: admission_files.JoinedFile, now: float) -> JoinedView:
+    left_s = round(max(0.0, member.until - now), 1)
+    return JoinedView(member.name, fingerprint(member.public), member.role.value, member.token, left_s, member.removed)
 
 
 def _identity(base: Path, path: Path, now: float, problems: list[str]) -> KeyIdentity | None:

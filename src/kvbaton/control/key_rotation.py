@@ -18,6 +18,7 @@ import zmq
 
 from kvbaton.control import key_files as files
 from kvbaton.control.addressing import ControlError
+from kvbaton.control.joining import admission_files
 from kvbaton.protocol.ids import WorkerId
 
 TICKETS_LIVE_S = 150.0
@@ -102,8 +103,10 @@ def finish(directory: str | Path, name: str) -> bool:
 
 
 def remove(directory: str | Path, name: str) -> None:
-    """Forget an identity: whoever loads the directory again no longer hears it."""
+    """Forget an identity: processes that load the directory again no longer hear it. Also of one that joined."""
     base, wanted = files.existing(directory), files.checked(name)
+    if not (base / "public" / f"{wanted}.json").exists() and admission_files.remove_joined(base, wanted):
+        return
     with files.locked(base):
         _card(base, wanted)
         (base / "public" / f"{wanted}.json").unlink()

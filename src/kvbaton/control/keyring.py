@@ -2,7 +2,8 @@
 
 Laws: a public file exists only after its secret is complete, and nothing is overwritten here (`key_rotation` replaces
 and removes). A process uses the secret that it was started with; whom it lets in, and which keys sign and verify
-tickets, it may load again. No secret appears in a `repr`, a log line or an error.
+tickets, it may load again. No secret appears in a `repr`, a log line or an error. Members that joined by a certificate
+(`joining`) are beside those that the directory names, and never take a name or a key of theirs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import errno
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ import zmq
 
 from kvbaton.control import key_files as files
 from kvbaton.control.addressing import ControlError
+from kvbaton.control.joining import admission_files
+from kvbaton.control.joining.certificate import Membership
 from kvbaton.control.key_files import (
     FILE_BYTES_MAX,
     IDENTITIES_MAX,
@@ -28,15 +32,18 @@ from kvbaton.control.key_files import (
     TICKET_KEYS_MAX,
     is_public_key,
 )
+from kvbaton.control.rank_names import owners
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.privileges import Role, role_by_name
 
 __all__ = [
     "FILE_BYTES_MAX", "IDENTITIES_MAX", "TICKET_KEYS_MAX", "TICKET_KEY_BYTES", "Keyring", "add", "is_public_key",
-    "load", "mint", "reload",
+    "load", "mint", "reload", "with_joined",
 ]  # fmt: skip
 ALWAYS = ("router", "operator")
 """Names that every cluster has keys for."""
+READS_JOINED = frozenset({Role.ROUTER, Role.REGISTRY, Role.STORE})
+"""Who learns of joined members from the directory's files; engines are told by registries."""
 
 
 class Keyring(msgspec.Struct, frozen=True):
@@ -50,12 +57,16 @@ class Keyring(msgspec.Struct, frozen=True):
     also: Mapping[WorkerId, tuple[str, ...]] = {}  # further keys that are let in, while those identities are rotated
     directory: str = ""  # where it was loaded from, and is loaded again; "": nowhere
     roles: Mapping[WorkerId, Role] = {}  # of those whose file says one; others by their names
+    admission: bytes = b""  # checks certificates of members that join; b"": none are let in
+    joined: Mapping[WorkerId, Membership] = {}  # who of `peers` is there by a certificate
+    certificate: bytes = b""  # its own, of an identity that joined
 
     def role_of(self, name: WorkerId) -> Role:
-        """What that identity's key is for. A rank's own key (`NAME.1`, towards a store) is for what its engine's is."""
-        engine, _, rank = name.rpartition(".")
-        known = self.roles.get(name) or (self.roles.get(WorkerId(engine)) if rank.isdigit() else None)
-        return known or role_by_name(name)
+        """What that identity's key is for. The key of a rank (`NAME.dp0`, `NAME.1`) is for what its engine's is, unless
+        that one joined: its certificate speaks for itself alone."""
+        minted = (each for each in owners(name) if each not in self.joined)
+        known = (self.roles.get(each) for each in (name, *minted))
+        return next(filter(None, known), None) or role_by_name(name)
 
     def __repr__(self) -> str:
         return f"Keyring({self.name!r}, peers={len(self.peers)}, ticket_keys={len(self.ticket_keys)})"
@@ -115,7 +126,8 @@ def load(directory: str | Path, name: str) -> Keyring:
     public = files.public_of(secret, path)
     if not _lists(cards, wanted, public):
         raise ControlError(f"{base}: public/{wanted}.json does not belong to its secret; restore both")
-    return Keyring(wanted, public, secret, *_peers(cards, tickets), str(base), _roles(cards))
+    found = Keyring(wanted, public, secret, *_peers(cards, tickets), str(base), _roles(cards), files.admission(base))
+    return _with_files(found, base)
 
 
 def reload(keyring: Keyring) -> Keyring:
@@ -127,7 +139,33 @@ def reload(keyring: Keyring) -> Keyring:
             f"{base}: public/{keyring.name}.json does not hold the key in use; restore it, or restart {keyring.name}"
         )
     peers, ticket_keys, also = _peers(cards, files.tickets(base))
-    return msgspec.structs.replace(keyring, peers=peers, ticket_keys=ticket_keys, also=also, roles=_roles(cards))
+    fresh = msgspec.structs.replace(
+        keyring, peers=peers, ticket_keys=ticket_keys, also=also, roles=_roles(cards), admission=files.admission(base),
+        joined={},
+    )  # fmt: skip
+    return _with_files(fresh, base)
+
+
+def with_joined(keyring: Keyring, members: Mapping[WorkerId, Membership]) -> Keyring:
+    """The same, and these members, in the roles that their certificates say; whoever is minted keeps name and key."""
+    minted = {key for name, key in keyring.peers.items() for key in (key, *keyring.also.get(name, ()))}
+    found = {
+        name: member for name, member in members.items() if name not in keyring.peers and member.public not in minted
+    }
+    if not found:
+        return keyring
+    return msgspec.structs.replace(
+        keyring,
+        peers={**keyring.peers, **{name: member.public for name, member in found.items()}},
+        roles={**keyring.roles, **{name: member.role for name, member in found.items()}},
+        joined={**keyring.joined, **found},
+    )
+
+
+def _with_files(keyring: Keyring, base: Path) -> Keyring:
+    if keyring.role_of(keyring.name) not in READS_JOINED:
+        return keyring
+    return with_joined(keyring, admission_files.members(base, keyring.admission, time.time()))
 
 
 def _lists(cards: Iterable[files.Public], name: str, public: str) -> bool:

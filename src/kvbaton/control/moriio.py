@@ -171,7 +171,7 @@ class MoriioAnnouncer:
     def _miss(self, kind: str, why: str) -> None:
         self.counters[kind] += 1
         if self._heard or self.counters[kind] == 1:  # what changed, not every time
-            log.warning("[moriio-unheard] the router at %s does not hear us: %s; trying on", self._line.router, why)
+            log.warning("[moriio-unheard] the router at %s does not answer: %s; retrying", self._line.router, why)
         self._heard = False
 
 

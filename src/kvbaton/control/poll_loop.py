@@ -98,6 +98,6 @@ class LoopThread:
         except Exception:  # a bug in one turn must not end service to everybody
             self.faults += 1
             if worth_saying(self.faults):
-                log.exception("[thread-fault] %s: fault %d; going on", self._thread.name, self.faults)
+                log.exception("[thread-fault] %s: fault %d; continuing", self._thread.name, self.faults)
             return False
         return True

@@ -74,6 +74,11 @@ class SocketPlane:
         """From now on these are who there is; while a peer's key is rotated it has two."""
         self.peers = {worker: (key, *also.get(worker, ())) for worker, key in peers.items()}
 
+    @property
+    def members_join(self) -> bool:
+        """Whether somebody who is unknown now may be a member in a moment."""
+        return bool(self.keyring.admission)
+
     def hears(self, worker: WorkerId) -> bool:
         """Whether a frame of that worker is within what one may send; what is not is counted, and said of each once."""
         if self.quota.take(worker, self.clock()):

@@ -3,7 +3,8 @@
 Laws: a connection whose key is on the list is let in, and libzmq attaches that key to each of its frames; any other is
 refused. A frame's sender is whoever holds that key *now*, so a key taken off the list is mute at once, connected or
 not. The gate is bound before the listener, since libzmq admits everyone where nobody answers. It is asked and answered
-on the loop's own thread: pyzmq's authenticator would add a thread with an event loop that one exception ends.
+on the loop's own thread: pyzmq's authenticator would add a thread with an event loop that one exception ends. Where
+members may join, an unknown key may be known a moment later: it is refused for now (300), and its holder tries again.
 """
 
 from __future__ import annotations
@@ -76,13 +77,16 @@ class ZapGate:
             return
         curve = len(question) == 9 and question[7] == b"CURVE" and len(question[8]) == KEY_BYTES
         key = z85.encode(question[8]) if curve else b""
-        if key.decode() in self._names:
+        if key and self._admits(key.decode()):
             self._plane.counters["admitted"] += 1
             answer = (b"200", b"OK", key)
         else:
             self._refuse(question[5] if len(question) > 5 else b"?")
-            answer = (b"400", b"unknown key", b"")
+            answer = (b"300" if curve and self._plane.members_join else b"400", b"unknown key", b"")
         self.questions.send_multipart([*question[:2], b"1.0", question[3], *answer, b""])
+
+    def _admits(self, key: str) -> bool:
+        return key in self._names
 
     def _refuse(self, address: bytes) -> None:
         self._plane.counters["refused"] += 1

@@ -4,7 +4,8 @@ Laws: never blocks, except in `wait`. May lose a frame (counted), but never alte
 who the key of the connection says, never who the frame says. Answers go back on the connection that the peer opened,
 so a P needs no way to dial a D. Sockets are touched by one thread only; from others there are `wake`, `set_directory`
 and `set_peers`, which leave a note for it. A keyring that was loaded from a directory is followed: what changes there
-is in force a few seconds later, and `on_keys` is called with it on that one thread.
+is in force a few seconds later, and `on_keys` is called with it on that one thread; so it is with members that joined,
+of whom others tell (`set_directory`), and with the keyring of a member that has no directory (`set_keyring`).
 
 A connection holds at most `frames_queued_max` whole frames; libzmq does not bound the parts of one unfinished
 multi-part message, so an *authenticated* peer that has gone bad can make this process grow. Take its key off the list.
@@ -24,8 +25,9 @@ import zmq
 
 from kvbaton.control.addressing import ControlError, ControlLimits, check_endpoint
 from kvbaton.control.dialler import Address, Dialler
+from kvbaton.control.joining.certificate import Membership
 from kvbaton.control.key_following import Following
-from kvbaton.control.keyring import Keyring, is_public_key
+from kvbaton.control.keyring import Keyring, is_public_key, with_joined
 from kvbaton.control.listener import Listener, Sent
 from kvbaton.control.sockets import Heard, SocketPlane
 from kvbaton.control.waker import Waker
@@ -49,6 +51,8 @@ class ZmqControl:
         self._plane = SocketPlane(keyring, limits or ControlLimits(), clock)
         self.on_keys: Callable[[Keyring], None] = lambda _: None
         self._following = Following(keyring, clock()) if keyring.directory else None
+        self._keyring, self._told = keyring, keyring  # as loaded or joined; as it is in force, with who joined
+        self._joined: Mapping[WorkerId, Membership] = {}
         self._waker = Waker()
         self._notes: dict[str, Callable[[], None]] = {}  # at most one of a kind: the last
         self._ready: dict[object, int] | None = None  # as the last wait found it; None: not looked since
@@ -86,10 +90,13 @@ class ZmqControl:
         """End the wait that is under way, or else the next."""
         self._waker.wake()
 
-    def set_directory(self, directory: Mapping[WorkerId, Address]) -> None:
+    def set_directory(
+        self, directory: Mapping[WorkerId, Address], joined: Mapping[WorkerId, Membership] | None = None
+    ) -> None:
         """Where each worker listens, and its public key; replaces the directory before. ValueError names the field.
 
-        An empty key: whichever our key directory gives for that worker.
+        An empty key: whichever our key directory gives for that worker. `joined`: who is let in besides, by
+        certificates that were verified; replaces those before.
         """
         checked: dict[WorkerId, Address] = {}
         for worker, (endpoint, key) in directory.items():
@@ -99,7 +106,17 @@ class ZmqControl:
                 checked[worker] = (check_endpoint(endpoint, names=True), key)
             except ValueError as error:
                 raise ValueError(f"directory.{worker}: {error}") from None
-        self._note("directory", lambda: self._take_directory(checked))
+        self._note("directory", lambda: self._take_directory(checked, joined))
+
+    def set_keyring(self, keyring: Keyring) -> None:
+        """Of a member that joined: its renewed keyring."""
+        self._note("keyring", lambda: self._take_keyring(keyring))
+
+    def look_soon(self) -> None:
+        """Somebody was added to the key directory: look now."""
+        if self._following is not None:
+            self._following.look_soon(self._plane.clock())
+            self._waker.wake()
 
     def set_peers(self, peers: Mapping[WorkerId, str], also: Mapping[WorkerId, tuple[str, ...]] | None = None) -> None:
         """Who may connect and be dialled, by public key, from now on."""
@@ -178,12 +195,13 @@ class ZmqControl:
             self.close()
 
     def _poll(self, timeout_ms: int | None) -> dict[object, int]:
-        """What is readable; the gate's business is done here. A wake is left for `wait`: it may be for work that the
-        turn under way has already looked for."""
+        """What is readable; the gate's business is done here, by who is known by now. A wake is left for `wait`: it may
+        be for work that the turn under way has already looked for."""
         events: dict[object, int] = dict(self._plane.poller.poll(timeout_ms))
         if self._listener is not None:
             asked = [events.pop(socket, 0) for socket in self._listener.polled[1:]]
             if any(asked):
+                self._take_notes()
                 self._listener.gate.tend()
         return events
 
@@ -195,7 +213,12 @@ class ZmqControl:
         while self._notes:
             self._notes.popitem()[1]()
 
-    def _take_directory(self, directory: Mapping[WorkerId, Address]) -> None:
+    def _take_directory(
+        self, directory: Mapping[WorkerId, Address], joined: Mapping[WorkerId, Membership] | None
+    ) -> None:
+        if joined is not None and joined != self._joined:
+            self._joined = joined  # before they are dialled
+            self._take_keyring(self._keyring)
         moved = self._dialler.set_directory(directory)
         if self._listener is not None:
             self._listener.forget(moved)
@@ -221,8 +244,16 @@ class ZmqControl:
         fresh = following.take()
         if fresh is None:
             return
-        self.counters["keys_changed"] += 1
         log.info("%s: keys loaded again: %d identities, %d for tickets", fresh.name, *_counts(fresh))
+        self._take_keyring(fresh)
+
+    def _take_keyring(self, keyring: Keyring) -> None:
+        self._keyring = keyring
+        fresh = with_joined(keyring, self._joined)
+        if fresh == self._told:
+            return
+        self._told = self._plane.keyring = fresh
+        self.counters["keys_changed"] += 1
         self._take_peers(fresh.peers, fresh.also)
         self.on_keys(fresh)
 

@@ -1,7 +1,7 @@
-"""A running cluster, asked over HTTP: who answers, which data planes its pairs took, and what its clocks say.
+"""A running cluster, queried over HTTP: which workers respond, the transports of their pairs, and their clocks.
 
-Law: no answer is waited for longer than the time-out, nor read beyond a bound. Workers are asked several at a time, all
-of them together for no longer than `ROUNDS` time-outs, and are told of in the order in which the router lists them.
+Law: every request has a timeout and a limit on the bytes read. Workers are queried several at a time, all of them
+together for no longer than `ROUNDS` timeouts, and are reported in the order in which the router lists them.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ CLOCK_S_MAX = 5.0
 SCHEMES = ("http://", "https://")
 AT_ONCE = 16
 ROUNDS = 6
-"""Time-outs after which no further worker is asked: 96 that hang are known to, or 48 with two questions each."""
+"""Timeouts after which no further worker is queried: enough for 96 workers that hang, or 48 with two requests each."""
 
 
 class SeenWorkerState(msgspec.Struct, frozen=True):
-    """One worker of a cluster: what it offers, and what its pairs took."""
+    """One worker of a cluster: the transports that it offers, and those of its pairs."""
 
     worker: str
     url: str
     planes: tuple[str, ...] = ()
-    links: dict[str, str] = {}  # source worker -> data plane, now
+    links: dict[str, str] = {}  # source worker -> current transport
     links_total: dict[str, int] = {}
     given_up_total: dict[str, int] = {}
     problem: str = ""
-    clock_off_s: float = 0.0  # its clock less ours, by the date in its answer
+    clock_off_s: float = 0.0  # its clock minus ours, by the Date header of its response
 
 
 class ClusterAnswer(msgspec.Struct, frozen=True):
@@ -63,16 +63,16 @@ class _Stats(msgspec.Struct, frozen=True):
 
 
 def workers(router: str, timeout_s: float) -> Iterator[SeenWorkerState]:
-    """Those that the router lists. CommandError when it does not answer."""
+    """The workers that the router lists. CommandError when it does not respond."""
     try:
         listed = msgspec.json.decode(_get(f"{router}/workers", timeout_s).body, type=_List).workers
     except urllib.error.HTTPError as error:
-        raise CommandError(f"argument --router: {router}/workers says {error.code}; is it a kvbaton router?") from None
+        raise CommandError(f"argument --router: {router}/workers: HTTP {error.code}; is it a kvbaton router?") from None
     except (OSError, http.client.HTTPException) as error:
         why = getattr(error, "reason", error)
-        raise CommandError(f"argument --router: nothing answers at {router} ({why}); is the router up?") from None
+        raise CommandError(f"argument --router: no HTTP response from {router} ({why}); is the router up?") from None
     except (ValueError, RecursionError) as error:  # of msgspec too
-        raise CommandError(f"argument --router: what answers at {router} is no kvbaton router: {error}") from None
+        raise CommandError(f"argument --router: {router} is not a kvbaton router: {error}") from None
     until = time.monotonic() + ROUNDS * timeout_s
     with ThreadPoolExecutor(AT_ONCE, "doctor") as pool:
         yield from pool.map(lambda each: _worker(each, timeout_s, until), listed)
@@ -82,16 +82,16 @@ def findings(states: tuple[SeenWorkerState, ...]) -> Iterator[Finding]:
     for state in states:
         where = f"worker {state.worker}"
         if state.problem:
-            fix = f"curl {state.url}/health, and see its log"
+            fix = f"curl {state.url}/health, and read its log"
             yield finding("worker-silent", where, f"{state.url}: {state.problem}", fix)
         if abs(state.clock_off_s) > CLOCK_S_MAX:
             way = "ahead of" if state.clock_off_s > 0 else "behind"
-            found = f"its clock is {abs(state.clock_off_s):.0f} s {way} this machine's: tickets are judged by clocks"
+            found = f"its clock is {abs(state.clock_off_s):.0f} s {way} this machine's; tickets expire by the clock"
             yield finding("clock-off", where, found, "timedatectl set-ntp true on both hosts")
 
 
 def lines(state: SeenWorkerState) -> Iterator[str]:
-    """One worker for people."""
+    """One worker, as text."""
     if state.problem:
         yield f"worker {state.worker} ({state.url}): {state.problem}"
         return
@@ -104,18 +104,16 @@ def lines(state: SeenWorkerState) -> Iterator[str]:
 def _worker(listed: _ListedWorkers, timeout_s: float, until: float) -> SeenWorkerState:
     name, url, offers = printable(listed.name), printable(listed.url), tuple(map(printable, listed.transports))
     if not url.startswith(SCHEMES):
-        return SeenWorkerState(
-            name, url, problem="is listed with an address that cannot be asked; expected http://host:port"
-        )
+        return SeenWorkerState(name, url, problem="is listed with an unusable address; expected http://host:port")
     try:
         answer = _get(f"{url}/stats", _left(timeout_s, until))
         stats = msgspec.convert(printable_all(msgspec.json.decode(answer.body)), _Stats)
     except urllib.error.HTTPError:
         return _vllm_worker(name, url, offers, timeout_s, until)
     except (OSError, http.client.HTTPException) as error:
-        return SeenWorkerState(name, url, problem=printable(f"does not answer: {error}"))
+        return SeenWorkerState(name, url, problem=printable(f"does not respond: {error}"))
     except (ValueError, RecursionError) as error:  # of msgspec too
-        return SeenWorkerState(name, url, problem=printable(f"does not answer as a worker does: {error}"))
+        return SeenWorkerState(name, url, problem=printable(f"does not respond like a worker: {error}"))
     return SeenWorkerState(
         name,
         url,
@@ -128,22 +126,22 @@ def _worker(listed: _ListedWorkers, timeout_s: float, until: float) -> SeenWorke
 
 
 def _vllm_worker(name: str, url: str, offers: tuple[str, ...], timeout_s: float, until: float) -> SeenWorkerState:
-    """vLLM shows what its connector did among its own metrics."""
+    """vLLM exports the connector's counters among its own metrics."""
     try:
         answer = _get(f"{url}/metrics", _left(timeout_s, until))
         text = answer.body.decode()
         links, given_up = _by_plane(text, "links_total"), _by_plane(text, "planes_given_up_total")
     except (OSError, http.client.HTTPException) as error:
-        return SeenWorkerState(name, url, problem=printable(f"does not answer: {error}"))
+        return SeenWorkerState(name, url, problem=printable(f"does not respond: {error}"))
     except (ValueError, OverflowError) as error:
-        return SeenWorkerState(name, url, problem=printable(f"does not answer as a worker does: {error}"))
+        return SeenWorkerState(name, url, problem=printable(f"does not respond like a worker: {error}"))
     return SeenWorkerState(
         name, url, planes=offers, links_total=links, given_up_total=given_up, clock_off_s=answer.clock_off_s
     )
 
 
 def _by_plane(text: str, metric: str) -> dict[str, int]:
-    """Sums by data plane, under the names and labels of this release and of the one before."""
+    """Sums by transport, under the names and labels of this release and of the one before."""
     found: dict[str, int] = {}
     for line in text.splitlines():
         if line.startswith((f"kvbaton:{metric}{{", f"kvbaton_{metric}{{")):
@@ -155,10 +153,10 @@ def _by_plane(text: str, metric: str) -> dict[str, int]:
 
 
 def _left(timeout_s: float, until: float) -> float:
-    """How long the next answer may take; TimeoutError when there is no time for another."""
+    """How long the next request may take; TimeoutError when no time is left."""
     left = until - time.monotonic()
     if left <= 0:
-        raise TimeoutError("others took all the time; ask again with a shorter --timeout-s")
+        raise TimeoutError("no time left after the other workers; try again with a shorter --timeout-s")
     return min(timeout_s, left)
 
 
@@ -170,7 +168,7 @@ def _get(url: str, timeout_s: float) -> ClusterAnswer:
 
 
 def _clock_off_s(date: str) -> float:
-    """How far ahead of ours the clock is that wrote a header; 0 where it cannot be told."""
+    """How far ahead of ours the clock is that wrote a header; 0 where it cannot be determined."""
     try:
         return email.utils.parsedate_to_datetime(date).timestamp() - time.time()
     except (TypeError, ValueError, OverflowError):

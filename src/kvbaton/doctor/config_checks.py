@@ -1,12 +1,13 @@
 """One engine's configuration, checked by the code that would refuse it at startup; vLLM need not be installed.
 
-Law: what the engine would refuse is an error here, by the same words; each field once, and one bad field does not hide
-the next.
+Law: whatever the engine would refuse is an error here, in the same words; each field once, and one bad field does not
+hide the next.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import re
@@ -17,6 +18,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
+from kvbaton.control.addressing import ControlError
+from kvbaton.control.joining.join_token import TOKEN_ENV
+from kvbaton.control.rank_names import data_parallel_name
+from kvbaton.control.registry.registry_messages import DP_SIZE_MAX
 from kvbaton.doctor.config_reading import Launch
 from kvbaton.doctor.finding import Finding, finding
 from kvbaton.engines.vllm import supported
@@ -33,7 +38,7 @@ POLICIES = ("recompute", "fail")
 KV_ROLES = {"prefill": ("kv_producer", "kv_both"), "decode": ("kv_consumer", "kv_both")}
 ROLES = {"prefill": ("prefill", "both"), "decode": ("decode", "both")}
 ANYWHERE = ("", "0.0.0.0", "::")
-NOT_SUPPORTED = ("data_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+NOT_SUPPORTED = ("decode_context_parallel_size", "prefill_context_parallel_size")
 TRANSFER_FIELDS = (
     "kv_connector", "engine_id", "kv_buffer_device", "kv_buffer_size", "kv_role", "kv_rank", "kv_parallel_size",
     "kv_ip", "kv_port", "kv_connector_extra_config", "kv_connector_module_path", "enable_permute_local_kv",
@@ -56,7 +61,7 @@ class ConfiguredEngine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def told(self) -> ConnectorSettings | WorkerOptions | None:
-        """Both have name, keys, registry, control address, transport, modes and time-outs under the same names."""
+        """Both have name, keys, registry, control address, transport, modes and timeouts under the same names."""
         return self.settings or self.options
 
     @property
@@ -65,7 +70,7 @@ class ConfiguredEngine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_here(self) -> bool:
-        """Whether it is meant for this machine, by its control address."""
+        """Whether it is meant for this machine, judging by its control address."""
         return self.told is None or is_local(self.told.control_host)
 
     @property
@@ -74,9 +79,17 @@ class ConfiguredEngine(msgspec.Struct, frozen=True, kw_only=True):
             return self.options.tp
         return _number(self.launch, "tensor_parallel_size")
 
+    @property
+    def members(self) -> list[str]:
+        """The names under which it registers: one for each data-parallel rank of vLLM."""
+        assert self.told is not None
+        size = 1 if self.options is not None else _number(self.launch, "data_parallel_size")
+        ranks = range(min(size, DP_SIZE_MAX))
+        return [self.told.name] if size == 1 else [data_parallel_name(self.told.name, rank) for rank in ranks]
+
 
 def examine(launch: Launch, device: str = "cpu") -> tuple[ConfiguredEngine, list[Finding]]:
-    """The engine, and what is wrong with it alone. `device`: where vLLM's cache will lie."""
+    """The engine, and the problems of this configuration alone. `device`: where vLLM's cache will be."""
     if launch.worker is not None:
         options, found = _worker_options(launch)
         engine = ConfiguredEngine(launch=launch, options=options)
@@ -104,7 +117,7 @@ def is_local(host: str) -> bool:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         try:
             probe.bind((host, 0))
-        except (OSError, TypeError, ValueError):  # the latter two: what cannot be a name
+        except (OSError, TypeError, ValueError):  # the latter two: not a valid name
             return False
     return True
 
@@ -133,7 +146,7 @@ def _transfer(launch: Launch, transfer: Mapping[str, Any]) -> Iterator[Finding]:
         yield finding("role-wrong", where, found, f'set "kv_role": "{roles[0]}"')
     extra = transfer.get("kv_connector_extra_config")
     if role == "kv_producer" and isinstance(extra, Mapping) and extra.get("store"):
-        found = "kv_role: kv_producer with a store: vLLM guards no load of it against a step in flight"
+        found = "kv_role: kv_producer with a store: vLLM does not protect its loads against a step in flight"
         yield finding("role-wrong", where, found, 'set "kv_role": "kv_both", and "role": "prefill" beside the store')
 
 
@@ -144,7 +157,7 @@ def _policy(launch: Launch, transfer: Mapping[str, Any], settings: ConnectorSett
         found = f"kv_load_failure_policy: got {policy!r}, expected {' or '.join(POLICIES)}"
         yield finding("policy-unknown", where, found, fix)
     elif settings.store and policy != "recompute":
-        found = f"kv_load_failure_policy: got {policy!r}, expected recompute with a store: what is missing is computed"
+        found = f"kv_load_failure_policy: got {policy!r}, expected recompute with a store"
         yield finding("policy-unknown", where, found, fix)
     elif policy is None:
         found = "kv_load_failure_policy is not set, and vLLM's default is fail: a failed handoff is an HTTP 500"
@@ -158,9 +171,12 @@ def _launch(launch: Launch) -> Iterator[Finding]:
         if value.isdigit() and int(value) > 1:
             found = f"{name}: {value} is not supported by this version"
             yield finding("parallel-unsupported", where, found, f"leave out {_flag(name)} and run {value} engines")
+    if _is_set(launch, "enable_elastic_ep"):
+        found = "enable_elastic_ep: ranks that come and go while they serve are not supported by this version"
+        yield finding("parallel-unsupported", where, found, "leave it out, and start another engine to scale")
     if _is_set(launch, "calculate_kv_scales"):
         found = "calculate_kv_scales makes the KV of two engines differ"
-        yield finding("parallel-unsupported", where, found, "leave it out, and use static scales")
+        yield finding("parallel-unsupported", where, found, "remove it, and use static scales")
 
 
 def _refused(launch: Launch, transport: str, device: str) -> Iterator[Finding]:
@@ -192,18 +208,21 @@ def _model(launch: Launch) -> Iterator[Finding]:
     if model.parts and (model.is_absolute() or model.parts[0] in {".", ".."}) and not (model / "config.json").is_file():
         found = f"model: {model} has no config.json"
         yield finding(
-            "model-missing", launch.where, found, "name the directory of a model, or run doctor where it lies"
+            "model-missing", launch.where, found, "name the directory of a model, or run doctor on the host that has it"
         )
 
 
 def _settings(launch: Launch, extra: Mapping[str, Any]) -> tuple[ConnectorSettings | None, list[Finding]]:
-    """The settings without what is wrong in them; None where that leaves nothing."""
+    """The settings without the invalid ones; None where that leaves nothing."""
     known = [field.name for field in msgspec.structs.fields(ConnectorSettings)]
     found = [_unknown(launch.where, f"{FIELD}.{key}", key, known) for key in extra if key not in known]
     left = {key: value for key, value in extra.items() if key in known}
     for _ in range(len(left) + 1):
         try:
-            return ConnectorSettings.parse(left), found
+            told = ConnectorSettings.parse(left)
+            with contextlib.suppress(ControlError):  # a registry that cannot be found from here
+                told = told.settled()
+            return told, found
         except ValueError as error:
             field = _field(str(error))
             found.append(_invalid(launch.where, field, str(error)))
@@ -213,21 +232,21 @@ def _settings(launch: Launch, extra: Mapping[str, Any]) -> tuple[ConnectorSettin
 
 
 def _http(launch: Launch, settings: ConnectorSettings) -> Iterator[Finding]:
-    """Where the server listens, and what it says of itself."""
+    """Where the server listens, and the address that it registers."""
     if launch.options is None:
         return
-    port, told = launch.option("port") or "8000", settings.http_address.rpartition(":")[2]
+    port, told = launch.option("port") or "8000", (settings.http_address or "").rpartition(":")[2]
     if told and told != port:
-        found = f"http_address: {settings.http_address}, but the server listens on port {port}; routers would miss it"
+        found = f"http_address: {settings.http_address}, but the server listens on port {port}: unreachable"
         yield finding("http-mismatch", launch.where, found, f"set http_address to {_host(settings)}:{port}")
     host = launch.option("host")
     if host in ANYWHERE and not launch.option("api_key"):
         found = f"the server listens on {host or 'every address (no --host)'} without --api-key"
-        yield finding("http-open", launch.where, found, "add --host with an address that only the router reaches")
+        yield finding("http-open", launch.where, found, "add --host with an address that only the router can reach")
 
 
 def _host(settings: ConnectorSettings) -> str:
-    return settings.http_address.rpartition(":")[0]
+    return (settings.http_address or "").rpartition(":")[0]
 
 
 # --- the embedded engine
@@ -252,10 +271,15 @@ def _worker_options(launch: Launch) -> tuple[WorkerOptions | None, list[Finding]
         flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
         found = [_unknown(launch.where, flag, flag, known) for flag in flags if flag != "--debug"]
         options: WorkerOptions = worker_command.options_of(args)
+        with contextlib.suppress(ControlError):
+            options = options.settled(options.name)
     except CommandError as error:
         text = str(error).partition("; see: ")[0]
         named = re.search(r"--([a-z-]+)", text)
         return None, [*found, _invalid(launch.where, named[1].replace("-", "_") if named else "", text)]
+    if not options.keys and not options.join_token_file:
+        text = f"--keys: there is none, and no --join-token-file; {TOKEN_ENV} must hold a token where it starts"
+        found.append(finding("keys-missing", launch.where, text, "give --keys DIR, or --join-token-file FILE"))
     if options.role not in (roles := ROLES[launch.side]):
         text = f"role: got {options.role}, expected {' or '.join(roles)} for the {launch.side} side"
         found.append(finding("role-wrong", launch.where, text, f"set --role {roles[0]}"))
@@ -281,8 +305,8 @@ def _times(engine: ConfiguredEngine) -> Iterator[Finding]:
 def _addresses(where: str, told: ConnectorSettings | WorkerOptions) -> Iterator[Finding]:
     host = told.control_host
     if host in ANYWHERE:
-        found = f"control_host: {host!r} cannot be dialled, and takes connections from everywhere"
-        yield finding("control-wildcard", where, found, "set control_host to the address by which peers reach it")
+        found = f"control_host: {host!r} is a wildcard: it listens everywhere, and peers cannot connect to it"
+        yield finding("control-wildcard", where, found, "set control_host to the address at which peers reach it")
     encrypt: Encrypt = told.encrypt
     try:
         check(encrypt, host)
@@ -294,9 +318,7 @@ def _addresses(where: str, told: ConnectorSettings | WorkerOptions) -> Iterator[
 def _unknown(where: str, said: str, key: str, known: Iterable[str]) -> Finding:
     close = difflib.get_close_matches(key, list(known), 1, 0.6)
     fix = (
-        f"did you mean {close[0]}?"
-        if close
-        else "leave it out; docs/vllm.md and kvbaton worker --help list the settings"
+        f"did you mean {close[0]}?" if close else "remove it; docs/vllm.md and kvbaton worker --help list the settings"
     )
     return finding("setting-unknown", where, f"{said}: unknown setting", fix)
 

@@ -1,6 +1,6 @@
-"""An engine's configuration as an operator has it: JSON, YAML, or the command that starts it; a file or a text.
+"""An engine's configuration as an operator has it: JSON, YAML, or the command that starts it; a file or a string.
 
-Law: whatever was given becomes one `Launch`, or a finding that says what could not be read. Nothing is run.
+Law: any input becomes one `Launch`, or a finding that says what could not be read. Nothing is run.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ _TRANSFER_KEYS = {"kv_connector", "kv_role", "kv_connector_extra_config", "kv_co
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
-    """What one engine is started with, as far as it was given."""
+    """The settings of one engine's start, as far as they were given."""
 
     side: Side
-    where: str  # for people: the flag, and the file if there is one
+    where: str  # for messages: the flag, and the file if there is one
     transfer: dict[str, Any] | None = None  # vLLM: the value of --kv-transfer-config
     options: dict[str, Any] | None = None  # vLLM: its other options; None where they are not known
     variables: dict[str, str] = {}
-    worker: tuple[str, ...] | None = None  # the embedded engine: the words after `kvbaton worker`
+    worker: tuple[str, ...] | None = None  # the embedded engine: the arguments after `kvbaton worker`
 
     def option(self, name: str) -> str:
-        """An option of vLLM's as text; "" where it is not given."""
+        """An option of vLLM's as a string; "" where it is not given."""
         value = (self.options or {}).get(name)
         return "" if value is None else str(value)
 
 
 class UnreadableError(Exception):
-    """The message says what is wrong with a configuration as a text."""
+    """A configuration's text cannot be read; the message says why."""
 
 
 def read(side: Side, given: str) -> tuple[Launch | None, list[Finding]]:
-    """The launch, or why there is none."""
+    """The launch, or the reason why it could not be read."""
     where = f"--{side}"
     try:
         if _is_text(given):
@@ -63,10 +63,10 @@ def read(side: Side, given: str) -> tuple[Launch | None, list[Finding]]:
 
 
 def parse(side: Side, where: str, text: str) -> Launch:
-    """`UnreadableError` says what a text lacks."""
+    """UnreadableError where the text cannot be parsed."""
     launch = _parse(side, where, text)
     if any("\0" in each for each in _texts([launch.transfer, launch.options, launch.worker])):
-        raise UnreadableError("there is a null character in it")
+        raise UnreadableError("contains a null character")
     return launch
 
 
@@ -100,7 +100,7 @@ def _content(path: Path) -> str:
     except OSError as error:
         raise UnreadableError(f"{error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise UnreadableError("not a text in UTF-8") from None
+        raise UnreadableError("not UTF-8 text") from None
 
 
 def _json(text: str) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _yaml(text: str) -> dict[str, Any]:
     try:
         return msgspec.yaml.decode(text, type=dict[str, Any])
     except ImportError:
-        raise UnreadableError("neither JSON nor a command, and to read YAML PyYAML is needed") from None
+        raise UnreadableError("neither JSON nor a command; reading YAML requires PyYAML") from None
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise UnreadableError(f"neither JSON nor a command nor YAML: {' '.join(str(error).split())[:200]}") from None
 
@@ -127,7 +127,7 @@ def _of_mapping(side: Side, where: str, fields: dict[str, Any]) -> Launch:
     if isinstance(transfer, str):
         transfer = _json(transfer)
     if not isinstance(transfer, dict):
-        raise UnreadableError("there is no kv-transfer-config in it")
+        raise UnreadableError("contains no kv-transfer-config")
     return Launch(side=side, where=where, transfer=transfer, options=options)
 
 

@@ -1,7 +1,7 @@
-"""A finding of `kvbaton doctor`: a code of the catalogue, where, what, and the next step for this case.
+"""A finding of `kvbaton doctor`: its code in the catalogue, place, problem, and the next step for this case.
 
-Law: a finding's severity is the catalogue's (`kvbaton.observe.codes.findings`), so `kvbaton explain CODE` knows all
-of them.
+Law: a finding's severity comes from the catalogue (`kvbaton.observe.codes.findings`), so `kvbaton explain CODE` knows
+every finding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
     code: str
     severity: Severity
-    where: str  # which file, flag or part of the machine
+    where: str  # file, flag or part of the machine
     found: str
     fix: str  # the next command, or the setting to change
 
@@ -29,5 +29,5 @@ def finding(code: str, where: str, found: str, fix: str) -> Finding:
 
 
 def ordered(findings: list[Finding]) -> tuple[Finding, ...]:
-    """Each once, the worst first."""
+    """Each finding once, the most severe first."""
     return tuple(sorted(dict.fromkeys(findings), key=lambda each: ORDER.index(each.severity)))

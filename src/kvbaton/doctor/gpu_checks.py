@@ -1,6 +1,6 @@
-"""The GPUs of this machine: whether there are any, and whether processes, and GPUs, can read each other's memory.
+"""The GPUs of this machine: whether they exist, and whether processes and GPUs can read each other's memory.
 
-Law: only looks, and uses no GPU: what is asked is the driver's word about devices, and the kernel's about namespaces.
+Law: read-only, and no GPU is used: it queries the driver about devices and the kernel about namespaces.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvbaton.transports.cuda.cuda_driver import CudaError, CudaHost
 
 MACHINE = "this machine"
 NAMESPACES = {"ipc": 0xEFFFFFFF, "pid": 0xEFFFFFFC}
-"""The host's own, as the kernel numbers them; a container has others."""
+"""Inode numbers of the host's own namespaces; a container has others."""
 PAIRS_SHOWN = 8
 
 
@@ -33,7 +33,7 @@ class Host(Protocol):
 
 
 def look() -> tuple[Host | None, str]:
-    """What the driver knows, or why nothing can be asked."""
+    """The driver, or the reason why it cannot be queried."""
     try:
         host = CudaHost()
     except (ImportError, CudaError) as error:
@@ -46,11 +46,11 @@ def names(host: Host | None) -> tuple[str, ...]:
 
 
 def examine(host: Host | None, problem: str, device: str) -> list[Finding]:
-    """`device`: where caches lie."""
+    """`device`: where the KV caches are."""
     if device != "cuda":
         return []
     if host is None:
-        fix = "see nvidia-smi; in a container: --gpus all; or look at host memory: --device cpu"
+        fix = "check nvidia-smi; in a container: --gpus all; or check for host memory: --device cpu"
         return [finding("gpu-missing", MACHINE, f"no GPU can be used: {problem}", fix)]
     return [*_sharing(host), *_peers(host), *_container(), *_locking(catalogue.rdma_devices())]
 
@@ -59,7 +59,7 @@ def _sharing(host: Host) -> Iterator[Finding]:
     for device in range(host.count):
         if not host.shares(device):
             found = f"GPU {device} ({host.name(device)}): the driver offers no CUDA IPC, so transport cuda is not used"
-            yield finding("gpu-ipc", MACHINE, found, "nothing, if staged-shm is fast enough; else another GPU")
+            yield finding("gpu-ipc", MACHINE, found, "nothing, if staged-shm is fast enough; otherwise another GPU")
 
 
 def _peers(host: Host) -> Iterator[Finding]:
@@ -72,24 +72,24 @@ def _peers(host: Host) -> Iterator[Finding]:
         shown = ", ".join(apart[:PAIRS_SHOWN]) + (
             f" and {len(apart) - PAIRS_SHOWN} more" if apart[PAIRS_SHOWN:] else ""
         )
-        found = f"no peer access between GPUs {shown}: KV between them goes over staged-shm, through host memory"
-        fix = "put P and D of a pair on GPUs that reach each other: nvidia-smi topo -p2p r"
+        found = f"no peer access between GPUs {shown}: KV between them uses staged-shm, through host memory"
+        fix = "put P and D of a pair on GPUs with peer access: nvidia-smi topo -p2p r"
         yield finding("gpu-peer", MACHINE, found, fix)
 
 
 def _container(proc: Path = Path("/proc/self/ns")) -> Iterator[Finding]:
     own = [name for name, number in NAMESPACES.items() if _inode(proc / name) not in {0, number}]
     if own:
-        found = f"this is a container with its own {' and '.join(own)} namespace: transport cuda works inside it alone"
-        fix = "run P and D in one container, or give both --ipc=host --pid=host; else KV goes over staged-tcp"
+        found = f"this is a container with its own {' and '.join(own)} namespace: transport cuda works only inside it"
+        fix = "run P and D in one container, or give both --ipc=host --pid=host; otherwise KV uses staged-tcp"
         yield finding("gpu-container", MACHINE, found, fix)
 
 
 def _locking(rdma: Sequence[str]) -> Iterator[Finding]:
-    """The driver pins what is staged whatever the limit is; RDMA does not."""
+    """The driver pins staging memory whatever the limit is; RDMA does not."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if rdma and soft != resource.RLIM_INFINITY:
-        found = f"at most {soft >> 10} KiB of memory may be locked, and nixl over {rdma[0]} needs it for all it reaches"
+        found = f"at most {soft >> 10} KiB of memory may be locked; nixl over {rdma[0]} locks all that it registers"
         yield finding("memlock-small", MACHINE, found, "ulimit -l unlimited, or LimitMEMLOCK=infinity of the unit")
 
 

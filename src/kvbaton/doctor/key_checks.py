@@ -1,6 +1,6 @@
-"""Key directories: whether an engine can use its own, and whether two engines have keys of one cluster.
+"""Key directories: whether an engine can use its own, and whether two engines have keys of the same cluster.
 
-Law: no secret is shown; the report is `control.key_report`'s, sorted here by what the operator must do.
+Law: no secret is shown; the report is `control.key_report`'s, grouped here by what the operator must do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HALF_ROTATED = "is still the old one of a rotation"
 
 
 def examine(directory: str, where: str, name: str = "", others: Iterable[str] = ()) -> list[Finding]:
-    """A directory, and in it `name` (with its secret) and `others` (by their public files), whom `where` needs."""
+    """A directory, and in it `name` (with its secret) and `others` (by their public files), as `where` needs them."""
     try:
         told = report(directory)
     except (ControlError, OSError) as error:
@@ -37,7 +37,8 @@ def examine(directory: str, where: str, name: str = "", others: Iterable[str] = 
 
 
 def compare(p: str, d: str, where: str, names: Iterable[str]) -> list[Finding]:
-    """Two directories that must be of one cluster; nothing where one cannot be read, which was said before."""
+    """Two directories that must belong to one cluster; no finding where one cannot be read, which is reported
+    already."""
     if Path(p).resolve() == Path(d).resolve():
         return []
     try:
@@ -47,7 +48,7 @@ def compare(p: str, d: str, where: str, names: Iterable[str]) -> list[Finding]:
     fix = "copy public/ and tickets.json of one directory to both hosts"
     tickets = [[key.fingerprint for key in each.ticket_keys] for each in (ours, theirs)]
     if all(tickets) and (tickets[0][0] not in tickets[1] or tickets[1][0] not in tickets[0]):
-        found = f"tickets.json: {p} signs with {tickets[0][0]}, {d} with {tickets[1][0]}, and neither knows the other's"
+        found = f"tickets.json: {p} signs with {tickets[0][0]}, {d} with {tickets[1][0]}, and neither has both"
         return [finding("keys-cluster", where, found, fix)]
     return [
         finding("keys-cluster", where, f"public/{name}.json: {p} and {d} have different keys for {name}", fix)
@@ -75,7 +76,7 @@ def _names(told: KeyReport, where: str, name: str, others: Iterable[str]) -> Ite
     for each in dict.fromkeys(filter(None, (name, *others))):
         if each not in here:
             found = f"{each} is not in {told.directory}, which has {listed}"
-            yield finding("keys-name", where, found, f"kvbaton keys add {told.directory} {each}, or correct the name")
+            yield finding("keys-name", where, found, f"kvbaton keys add {told.directory} {each}, or fix the name")
         elif each == name and not here[each].secret_here:
             found = f"{told.directory}/secret/{each}.json is not here, so nothing can run as {each} on this host"
             yield finding("keys-name", where, found, "copy it from where the keys were minted, with mode 600")
@@ -93,12 +94,12 @@ def _problems(told: KeyReport, where: str, blamed: list[str]) -> Iterator[Findin
 def _rotations(told: KeyReport, where: str) -> Iterator[Finding]:
     for one in told.identities:
         if one.also:
-            found = f"{one.name}: its key before the rotation is still let in"
+            found = f"{one.name}: its key from before the rotation is still accepted"
             fix = f"once {one.name} runs with the new one: kvbaton keys rotate {told.directory} {one.name} --finish"
             yield finding("keys-rotating", where, found, fix)
     uses = [key.use for key in told.ticket_keys]
     if "next" in uses:
-        found = "tickets.json: a new key waits to sign"
+        found = "tickets.json: a new key is waiting to be used for signing"
         fix = f"copy tickets.json to every host; then: kvbaton keys rotate {told.directory} --tickets"
         yield finding("keys-rotating", where, found, fix)
     elif "verifies" in uses:

@@ -1,6 +1,6 @@
-"""This machine: interpreter, data planes, limits, memory; what an engine needs before it can start.
+"""This machine: interpreter, transports, limits, memory; what an engine needs before it can start.
 
-Law: only looks; every probe of another program has a deadline.
+Law: read-only; every probe of another program has a deadline.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvbaton.transports.core import mover
 MACHINE = "this machine"
 PYTHON_MIN = (3, 11)
 FILES_WANTED = 4096
-SHM_BYTES = 64 << 20  # what any container gets by default; vLLM's processes and torch put small things there
+SHM_BYTES = 64 << 20  # a container's default; vLLM's processes and torch put small things there
 SHM_TP_BYTES = 256 << 20  # vLLM's rings between the processes of one engine: 10 chunks of 24 MiB
 VERSION_S = 60.0
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
@@ -43,15 +43,15 @@ def examine(choice: str, device: str, shm: str, engines: Sequence[ConfiguredEngi
 
 def python(version: tuple[int, ...]) -> Iterator[Finding]:
     if version < PYTHON_MIN:
-        found = f"Python {'.'.join(map(str, version))}, and kvbaton needs {'.'.join(map(str, PYTHON_MIN))} or later"
-        yield finding("python-version", MACHINE, found, "make an environment with a newer Python")
+        found = f"Python {'.'.join(map(str, version))}; kvbaton requires {'.'.join(map(str, PYTHON_MIN))} or later"
+        yield finding("python-version", MACHINE, found, "create an environment with a newer Python")
 
 
 # --- vLLM
 
 
 def vllm(named: str | None, wanted: bool) -> list[Finding]:
-    """The vLLM that engines would use; looked for beyond this interpreter only if one is named or configured."""
+    """The vLLM that engines would use; looked for outside this interpreter only if one is named or configured."""
     if named is None and not wanted:
         version = vllm_version()
         return list(vllm_findings(version)) if version != "unknown" else []
@@ -65,7 +65,8 @@ def vllm(named: str | None, wanted: bool) -> list[Finding]:
 
 
 def vllm_findings(version: str) -> Iterator[Finding]:
-    """Against the range in which the connector was run; `versions.check` looks for what it needs at start."""
+    """Compares with the range that the connector was tested with; at startup `versions.check` looks for what it
+    needs."""
     numbers = re.match(r"(\d+)\.(\d+)", version)
     low, high = (tuple(map(int, each.split("."))) for each in SUPPORTED.split(" to "))
     if numbers is None:
@@ -83,7 +84,7 @@ def _version_of(python: str) -> str:
     try:
         done = subprocess.run([python, "-c", _VERSION], capture_output=True, text=True, timeout=VERSION_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise launching.LaunchError(f"{python} does not run: {error}; name vLLM's python") from None
+        raise launching.LaunchError(f"cannot run {python}: {error}; name vLLM's python") from None
     return done.stdout.strip()
 
 
@@ -98,7 +99,7 @@ def _planes(choice: str, device: str) -> Iterator[Finding]:
         offered = ()
     else:
         if not offered:
-            found = f"no data plane can be used for memory of {device}"
+            found = f"no transport can be used for {device} memory"
             yield finding("no-plane", MACHINE, found, _fix_of(",".join(catalogue.ORDER)))
     for name in offered:
         exposed = catalogue.exposed(name, ANYWHERE[1])
@@ -111,7 +112,8 @@ def _planes(choice: str, device: str) -> Iterator[Finding]:
 
 
 def _planes_of(engine: ConfiguredEngine, device: str) -> Iterator[Finding]:
-    """What a configuration names, if it is for this host. The embedded engine has its caches in host memory."""
+    """The transports that a configuration names, if it is for this host. The embedded engine has its caches in host
+    memory."""
     told = engine.told
     if told is None:
         return
@@ -131,7 +133,7 @@ def _planes_of(engine: ConfiguredEngine, device: str) -> Iterator[Finding]:
 def _fix_of(choice: str) -> str:
     chosen = [catalogue.PLANES[name] for name in catalogue.parse(choice) if name in catalogue.PLANES]
     needed = [f"{plane.name}: {plane.needs}" for plane in chosen if plane.usable()]
-    return f"it needs: {'; '.join(needed)}; or choose another: transport auto" if needed else "choose transport auto"
+    return f"it requires: {'; '.join(needed)}; or choose another: transport auto" if needed else "choose transport auto"
 
 
 # --- limits and memory
@@ -143,17 +145,17 @@ def _limits() -> Iterator[Finding]:
         found = f"at most {hard} open files are allowed ({soft} now)"
         yield finding("files-few", MACHINE, found, f"ulimit -n {FILES_WANTED} as root, or LimitNOFILE= of the unit")
     if not mover.choose_mover().native:
-        found = "the C mover was not built: copies run in Python, at 0.6 to 0.9 of its speed"
+        found = "the C mover was not built: copies run in Python, at 0.6–0.9× its speed"
         yield finding(
             "mover-missing", MACHINE, found, "install a C compiler, then: pip install --force-reinstall kvbaton"
         )
     if HUGE.exists() and "[never]" in HUGE.read_text():
-        found = "shared memory gets no huge pages (shmem_enabled=never): copies of 16 KiB lose about a fifth"
+        found = "shared memory has no huge pages (shmem_enabled=never): copies of 16 KiB lose about a fifth"
         yield finding("huge-pages", MACHINE, found, f"echo advise > {HUGE}")
 
 
 def _shm(path: str, engines: Sequence[ConfiguredEngine]) -> Iterator[Finding]:
-    """KV itself is in memory without a name (memfd), which this mount does not bound."""
+    """KV itself is in anonymous shared memory (memfd), which this mount does not limit."""
     wanted = SHM_BYTES + SHM_TP_BYTES * sum(engine.options is None and engine.tp > 1 for engine in engines)
     try:
         told = os.statvfs(path)
@@ -162,23 +164,23 @@ def _shm(path: str, engines: Sequence[ConfiguredEngine]) -> Iterator[Finding]:
         return
     free = told.f_bavail * told.f_frsize
     if free < wanted:
-        found = f"{path} has {_mib(free)} free, and the engines need {_mib(wanted)}"
+        found = f"{path} has {_mib(free)} free, but the engines need {_mib(wanted)}"
         fix = f"mount -o remount,size=1G {path}; in a container: --shm-size=1g, or an emptyDir of medium Memory"
         yield finding("shm-small", path, found, fix)
 
 
 def _memory(engines: Sequence[ConfiguredEngine]) -> Iterator[Finding]:
-    """Only what was said: vLLM's own default follows the memory that there is."""
+    """Only what was configured: vLLM's own default depends on the available memory."""
     sizes = [engine.launch.variables.get(KV_SPACE, "") for engine in engines]
     wanted = sum(int(size) * engine.tp for size, engine in zip(sizes, engines, strict=True) if size.isdigit()) << 30
     free = available_bytes()
     if free is not None and wanted > free:
-        found = f"{KV_SPACE}: the engines want {_mib(wanted)} of KV, and {_mib(free)} of memory are free"
+        found = f"{KV_SPACE}: the engines need {_mib(wanted)} for KV, but only {_mib(free)} of memory is free"
         yield finding("memory-small", MACHINE, found, f"lower {KV_SPACE}, or start fewer engines here")
 
 
 def available_bytes(proc: Path = Path("/proc/meminfo"), cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What may be used yet, by the kernel's word and by this container's bound; None where neither says."""
+    """Available memory by the kernel and by this container's limit; None where neither is known."""
     found = []
     try:
         match = re.search(r"^MemAvailable:\s+(\d+) kB", proc.read_text(), re.MULTILINE)

@@ -1,7 +1,7 @@
-"""A prefill and a decode configuration, offline: would they find each other, speak, and agree on what the KV is?
+"""A prefill and a decode configuration, checked offline: can they find each other, connect, and agree on the KV?
 
-Law: what is compared is what the engines compare (`protocol.compat`, `protocol.geometry`, the data planes' names); what
-cannot be known from here, such as weights on another host, is left to them.
+Law: it compares what the engines compare (`protocol.compat`, `protocol.geometry`, the transports' names); what cannot
+be known from here, such as weights on another host, is left to them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kvbaton.control.joining.enrolment import is_auto
+from kvbaton.control.registry.registry_places import registry_places
 from kvbaton.doctor import key_checks, shape_checks
 from kvbaton.doctor.config_checks import ConfiguredEngine
 from kvbaton.doctor.finding import Finding, finding
@@ -20,6 +22,9 @@ from kvbaton.protocol.compat import difference
 from kvbaton.security.sealing import is_loopback
 from kvbaton.transports import catalogue
 
+if TYPE_CHECKING:
+    from kvbaton.engines.embedded.worker_options import WorkerOptions
+
 CPU_BLOCK = "128"  # vLLM's own choice on CPU
 CONFIG_FIELDS_SHOWN = 3
 TEXT_CHARS_MAX = 300
@@ -28,14 +33,14 @@ DEFAULTS = {"kv_cache_dtype": "auto", "quantization": "none", "tokenizer": "", "
 
 
 def examine(p: ConfiguredEngine, d: ConfiguredEngine, device: str = "cpu") -> list[Finding]:
-    """What is wrong between them. `device`: where vLLM's caches will lie."""
+    """Problems between the two. `device`: where vLLM's caches will be."""
     where = f"{p.where} and {d.where}"
     if p.told is None or d.told is None:
         return []
     found = [*_people(p, d, where), *_planes(p, d, where, device), *_times(p, d, where)]
     if (p.settings is None) is not (d.settings is None):
         fix = "pair vLLM with vLLM, and kvbaton worker with kvbaton worker"
-        return [*found, finding("pair-differs", where, "engine: one is vLLM, the other is kvbaton's own", fix)]
+        return [*found, finding("pair-differs", where, "engine: one is vLLM, the other is kvbaton worker", fix)]
     return [*found, *_facts(p, d, where, device), *shape_checks.examine(p, d, where)]
 
 
@@ -45,41 +50,48 @@ def examine(p: ConfiguredEngine, d: ConfiguredEngine, device: str = "cpu") -> li
 def _people(p: ConfiguredEngine, d: ConfiguredEngine, where: str) -> Iterator[Finding]:
     ours, theirs = p.told, d.told
     assert ours is not None and theirs is not None
-    if ours.name == theirs.name:
-        yield finding("pair-name", where, f"name: both are {ours.name}", "give each a name, and keys, of its own")
+    if ours.name == theirs.name and not is_auto(ours.name):
+        yield finding("pair-name", where, f"name: both are {ours.name}", "give each its own name and keys")
     if ours.keys and theirs.keys:
-        names = (ours.name, theirs.name, ours.registry_name)
+        names = (ours.name, theirs.name, *(name for name, _ in _places(ours)))
         yield from key_checks.compare(ours.keys, theirs.keys, where, names)
     modes = [mode for mode in ours.modes if mode in theirs.modes]
     if not modes:
         found = f"modes: P has {', '.join(ours.modes)}, D has {', '.join(theirs.modes)}"
-        yield finding("pair-modes", where, found, "give both the same modes, or leave modes out")
+        yield finding("pair-modes", where, found, "give both the same modes, or remove modes")
     if is_loopback(ours.control_host) is not is_loopback(theirs.control_host):
         found = f"control_host: P has {ours.control_host}, D has {theirs.control_host}"
-        yield finding("pair-unreachable", where, found, "set both to addresses that the other engine reaches")
+        yield finding("pair-unreachable", where, found, "set both to addresses that the other engine can reach")
     yield from _registries(p, d, where)
 
 
 def _registries(p: ConfiguredEngine, d: ConfiguredEngine, where: str) -> Iterator[Finding]:
     ours, theirs = p.told, d.told
     assert ours is not None and theirs is not None
-    for field in ("registry", "registry_name"):
-        here, there = getattr(ours, field), getattr(theirs, field)
-        if here.replace("localhost", "127.0.0.1") != there.replace("localhost", "127.0.0.1"):
-            found = f"{field}: P has {here or 'none'}, D has {there or 'none'}"
-            yield finding("pair-registry", where, found, f"give both the same {field}")
+    here, there = _places(ours), _places(theirs)
+    if (here or there) and not here & there:  # one in common is enough: each list is the union of all
+        found = f"registry: P has {ours.registry or 'none'}, D has {theirs.registry or 'none'}"
+        if ours.registry == theirs.registry:
+            found = f"registry_name: P has {ours.registry_name}, D has {theirs.registry_name}"
+        yield finding("pair-registry", where, found, "give both the same registry, under one name")
     if isinstance(ours, ConnectorSettings) and isinstance(theirs, ConnectorSettings) and not ours.registry:
         for one, other in ((p, d), (d, p)):
             yield from _peer(one, other, where)
 
 
+def _places(told: ConnectorSettings | WorkerOptions) -> set[tuple[str, str]]:
+    if not told.registry:
+        return set()
+    return set(registry_places(told.registry.replace("localhost", "127.0.0.1"), told.registry_name))
+
+
 def _peer(one: ConfiguredEngine, other: ConfiguredEngine, where: str) -> Iterator[Finding]:
-    """Without a registry each must list the other, where it listens."""
+    """Without a registry each must list the other's listening address."""
     ours, theirs = one.settings, other.settings
     if ours is None or theirs is None or not (ours.peers or theirs.peers):
         return
     if theirs.control_port == 0:
-        found = f"control_port: {theirs.name} is ephemeral, so it cannot be listed under peers"
+        found = f"control_port: {theirs.name} uses an ephemeral port, so it cannot be listed under peers"
         yield finding("pair-registry", where, found, f"give {theirs.name} a control_port, or both a registry")
         return
     wanted, listed = f"tcp://{theirs.control_host}:{theirs.control_port}", ours.peers.get(theirs.name)
@@ -103,12 +115,12 @@ def _planes(p: ConfiguredEngine, d: ConfiguredEngine, where: str, device: str) -
     elif _two_hosts(ours.control_host, theirs.control_host) and all(
         catalogue.capabilities(n).same_host for n in common
     ):
-        found = f"transport: in common are {', '.join(common)} only, which do not leave a host"
-        yield finding("pair-transport", where, found, "add tcp, or what your network has, to transport on both")
+        found = f"transport: only {', '.join(common)} in common, which work within one host only"
+        yield finding("pair-transport", where, found, "add tcp, or another network transport, to transport on both")
 
 
 def _offers(choice: str, checksum: catalogue.ChecksumChoice, device: str) -> Sequence[str]:
-    """By name; of `auto` what this machine would offer."""
+    """By name; for `auto` the transports that this machine would offer."""
     if choice == catalogue.AUTO:
         return catalogue.offered(choice, device, checksum)
     plain = {name: catalogue.checksum_of(name, device, checksum) == "off" for name in catalogue.parse(choice)}
@@ -120,15 +132,15 @@ def _two_hosts(one: str, other: str) -> bool:
 
 
 def _times(p: ConfiguredEngine, d: ConfiguredEngine, where: str) -> Iterator[Finding]:
-    """D may not wait longer than P holds; each against itself was looked at before."""
+    """D must not wait longer than P holds; each alone was checked before."""
     for field in ("transfer_timeout", "defer_timeout"):
         value = getattr(d.told, field)
         if p.max_hold_s < value <= d.max_hold_s:
-            found = f"D's {field} ({value:g} s) is above P's max_hold_s ({p.max_hold_s:g} s): P lets go first"
+            found = f"D's {field} ({value:g} s) is above P's max_hold_s ({p.max_hold_s:g} s): P releases first"
             yield finding("time-contradiction", where, found, f"raise max_hold_s on P, or lower {field} on D")
 
 
-# --- what the KV is
+# --- the KV
 
 
 def _facts(p: ConfiguredEngine, d: ConfiguredEngine, where: str, device: str) -> Iterator[Finding]:
@@ -144,7 +156,7 @@ def _facts(p: ConfiguredEngine, d: ConfiguredEngine, where: str, device: str) ->
         yield from _differing({"dtype": dtypes[0]}, {"dtype": dtypes[1]}, where)
     if not shape_checks.is_latent(p):
         sizes = [each.launch.option("block_size") or (CPU_BLOCK if device == "cpu" else "") for each in (p, d)]
-        if all(sizes):  # on a GPU vLLM's own choice follows the attention backend
+        if all(sizes):  # on a GPU vLLM's default depends on the attention backend
             yield from _differing({"block_size": sizes[0]}, {"block_size": sizes[1]}, where)
 
 
@@ -153,7 +165,7 @@ def _options(engine: ConfiguredEngine) -> dict[str, str]:
 
 
 def _differing(ours: dict[str, str], theirs: dict[str, str], where: str) -> Iterator[Finding]:
-    """One finding for every field that differs, in the words of the handshake."""
+    """One finding for every field that differs, in the handshake's words."""
     for field, value in ours.items():
         told = difference({field: value}, {field: theirs[field]})
         if told is not None:
@@ -162,7 +174,7 @@ def _differing(ours: dict[str, str], theirs: dict[str, str], where: str) -> Iter
 
 
 def _model(p: ConfiguredEngine, d: ConfiguredEngine, where: str) -> Iterator[Finding]:
-    """By the content of its files where both are here, as the engines do it; by name otherwise."""
+    """By the content of its files where both are here, as the engines do; otherwise by name."""
     assert p.settings is not None and d.settings is not None
     if p.settings.model_id != d.settings.model_id:
         yield from _differing({"model_id": p.settings.model_id}, {"model_id": d.settings.model_id}, where)
@@ -185,7 +197,7 @@ def _model(p: ConfiguredEngine, d: ConfiguredEngine, where: str) -> Iterator[Fin
 
 
 def _digest(name: str, config: Mapping[str, Any]) -> str:
-    """Of one field, by the rule of the compatibility key: what differs between machines does not count."""
+    """Compares one field by the rule of the compatibility key: what differs between machines does not count."""
     return config_digest(SimpleNamespace(to_dict=lambda: {name: config[name]} if name in config else {}))
 
 

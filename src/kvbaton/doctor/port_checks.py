@@ -1,6 +1,6 @@
-"""Ports: whether they can be listened on now, and whether two parts of a configuration want the same.
+"""Ports: whether they can be bound now, and whether two parts of a configuration use the same one.
 
-Law: a port is tried by binding it for an instant, without listening; whoever has it is not disturbed.
+Law: a port is tried by binding it for an instant, without listening; a process that already has it is not disturbed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Use(msgspec.Struct, frozen=True):
 
 
 def uses(engine: ConfiguredEngine) -> Iterator[Use]:
-    """The fixed ports of an engine; 0 takes a free one and needs no look."""
+    """The fixed ports of an engine; 0 takes a free one and needs no check."""
     if engine.options is not None:
         yield from _fixed(engine.where, "http_port", engine.options.http_host, engine.options.http_port)
     elif engine.launch.options is not None:
@@ -45,12 +45,12 @@ def uses(engine: ConfiguredEngine) -> Iterator[Use]:
 
 
 def examine(wanted: Iterable[Use]) -> list[Finding]:
-    """Every port, each against the machine and against the others."""
+    """Checks every port against the machine and against the others."""
     listed = list(wanted)
     found: list[Finding] = []
     for index, use in enumerate(listed):
         if not 1 <= use.port <= PORT_MAX:
-            text = f"{use.what}: {use.port} is not a port"
+            text = f"{use.what}: {use.port} is not a valid port"
             found.append(finding("port-range", use.where, text, f"choose 1 to {PORT_MAX}"))
             continue
         twin = next((other for other in listed[:index] if _clash(use, other)), None)
@@ -75,7 +75,7 @@ def _clash(one: Use, other: Use) -> bool:
 def _try(use: Use) -> Iterator[Finding]:
     family = socket.AF_INET6 if ":" in use.host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: what lingers is no hindrance
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT does not matter
         try:
             probe.bind((_numeric(use.host), use.port))
         except (OSError, TypeError, ValueError) as error:
@@ -83,7 +83,7 @@ def _try(use: Use) -> Iterator[Finding]:
             return
     low, high = _ephemeral()
     if low <= use.port <= high:
-        text = f"{use.what}: {use.port} lies in {low}..{high}, from which outgoing connections take theirs"
+        text = f"{use.what}: {use.port} is in {low}..{high}, the range for outgoing connections"
         fix = f"choose one below {low}, or: sysctl -w net.ipv4.ip_local_reserved_ports={use.port}"
         yield finding("port-ephemeral", use.where, text, fix)
 
@@ -92,8 +92,8 @@ def _refused(use: Use, error: Exception) -> Finding:
     if not isinstance(error, OSError) or error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
         text = f"{use.what}: {use.host} is not an address of this machine"
         return finding("host-foreign", use.where, text, "run doctor on that host too")
-    text = f"{use.what}: {_told(use)} cannot be listened on: {error.strerror}"
-    fix = f"see who has it: ss -ltnp 'sport = :{use.port}'; end it, or choose another port"
+    text = f"{use.what}: {_told(use)} cannot be bound: {error.strerror}"
+    fix = f"find the process: ss -ltnp 'sport = :{use.port}'; stop it, or choose another port"
     return finding("port-taken", use.where, text, fix)
 
 

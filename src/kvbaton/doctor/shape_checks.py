@@ -1,6 +1,6 @@
-"""Whether P's ranks can be mapped onto D's: the layouts as far as a launch tells them, through the real planner.
+"""Whether P's ranks can be mapped onto D's: the layouts as far as a launch determines them, through the real planner.
 
-Law: nothing is decided here that `protocol.geometry.plan` decides; a model that is not on this host has no shape.
+Law: every decision is `protocol.geometry.plan`'s; a model that is not on this host has no shape.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvbaton.protocol.geometry.plan import plan
 CONFIG_BYTES_MAX = 4 << 20
 BLOCK_TOKENS = 128
 COUNT_MAX = 1024  # of heads and layers, as in `protocol.layout`
-HEAD_BYTES = 1024  # any size will do: only who has which head is looked at
+HEAD_BYTES = 1024  # any size will do: only the placement of heads matters
 
 
 def examine(p: ConfiguredEngine, d: ConfiguredEngine, where: str) -> Iterator[Finding]:
@@ -55,7 +55,7 @@ def examine(p: ConfiguredEngine, d: ConfiguredEngine, where: str) -> Iterator[Fi
 
 
 def is_latent(engine: ConfiguredEngine) -> bool:
-    """MLA: its rows may go into blocks of another size."""
+    """MLA: its rows may be written into blocks of another size."""
     return bool((config_of(engine) or {}).get("kv_lora_rank"))
 
 
@@ -93,13 +93,13 @@ def _layout(engine: ConfiguredEngine) -> EngineLayout | None:
 
 
 def _count(config: dict[str, Any], name: str) -> int:
-    """0 where it does not say."""
+    """0 where the value is missing."""
     value = config.get(name)
     return value if isinstance(value, int) and 0 < value <= COUNT_MAX else 0
 
 
 def _vllm_layout(layers: int, heads: int, tp: int) -> EngineLayout:
-    """Heads of whole blocks, as vLLM's attention on CPU keeps them: the least that can move on its own."""
+    """Heads of whole blocks, as vLLM's CPU attention stores them: the smallest unit that can move on its own."""
     count = max(1, heads // tp)
     group = Group(
         name="attention",

@@ -1,1 +1,1 @@
-"""Adapters for engines that are not ours; each keeps the engine's types to itself."""
+"""Adapters for systems that are not ours; each keeps the system's types to itself."""

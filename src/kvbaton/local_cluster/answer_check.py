@@ -1,7 +1,7 @@
-"""`kvbaton up --check`: every answer of a cluster against a single engine's, in every mode and over every transport.
+"""`kvbaton up --check`: compares a cluster's answers with a single engine's, in every mode and over every transport.
 
-Law: the verdict is "ok" only if all answers are identical, the KV really went over (the workers' own counters say so),
-and nothing is left pinned. So that the comparison can fail, prompts differ in length, share beginnings and repeat.
+Law: the verdict is "ok" only if all answers are identical, the KV really moved (the workers' own counters say so), and
+nothing is left pinned. So that the comparison can fail, prompts differ in length, share prefixes and repeat.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WORDS = ("ash", "birch", "cedar", "dew", "elm", "fern", "grass", "hill", "ivy",
 
 
 class CheckPrompt(msgspec.Struct, frozen=True):
-    """`moves`: its KV cannot be in D's cache yet, so that it must be handed over."""
+    """`moves`: its KV cannot be in D's cache yet, so it must be handed over."""
 
     text: str
     moves: bool
@@ -61,7 +61,7 @@ class CheckRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Numbers(msgspec.Struct, frozen=True):
-    """The sum of what the workers say under /stats."""
+    """The sum of the workers' /stats."""
 
     handoffs: int  # delivered, as D counts them
     bytes_moved: int
@@ -69,10 +69,10 @@ class Numbers(msgspec.Struct, frozen=True):
 
 
 def prompts(block_tokens: int, seed: int = 7) -> list[CheckPrompt]:
-    """One byte to several hundred, around block boundaries, with shared beginnings and repeats; the same every time."""
+    """One byte to several hundred, around block boundaries, with shared prefixes and repeats; the same every time."""
     rng = random.Random(seed)
     edges = [blocks * block_tokens + shift for blocks in (1, 2, 4, 8) for shift in (-1, 0, 1)]
-    lengths = [*(tokens - 1 for tokens in edges), 200, 333, 512, 700]  # a prompt has one token more than bytes
+    lengths = [*(tokens - 1 for tokens in edges), 200, 333, 512, 700]  # a prompt has one more token than bytes
     found = [CheckPrompt(_text(rng, length), length >= 2 * block_tokens) for length in lengths]
     beginning = _text(rng, 6 * block_tokens + 3)
     found += [CheckPrompt(beginning + _text(rng, 3 * block_tokens), True) for _ in range(3)]
@@ -92,7 +92,7 @@ def _text(rng: random.Random, length: int) -> str:
 async def check(
     plans: Mapping[str, ClusterPlan], modes: Sequence[Mode], *, say: Say, show: Say, stop: asyncio.Event
 ) -> dict[str, Any]:
-    """Check one cluster per transport. `show` is given each row as it is done; the verdict has all of them."""
+    """Check one cluster per transport. `show` gets each row when it is done; the verdict has all of them."""
     begun = time.monotonic()
     worker = next(iter(plans.values())).worker
     asked = prompts(worker.block_tokens)
@@ -112,7 +112,7 @@ async def check(
 
 
 def _reference(texts: Sequence[str], seed: int) -> list[str]:
-    """What one engine that hands nothing over answers."""
+    """The answers of one engine without handoffs."""
     engine = importlib.import_module("kvbaton.engines.embedded.embedded_worker")
     answers: list[str] = engine.reference_answers(texts, MAX_TOKENS, seed=seed)
     return answers
@@ -121,7 +121,7 @@ def _reference(texts: Sequence[str], seed: int) -> list[str]:
 async def _row(
     cluster: Cluster, transport: str, mode: Mode, asked: Sequence[CheckPrompt], expected: Sequence[str]
 ) -> CheckRow:
-    salt = f"check-{transport}-{mode}"  # keeps what an earlier row left in the caches out of this one
+    salt = f"check-{transport}-{mode}"  # separates this row from cache entries of earlier rows
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(ROW_S)) as session:
         before = await _numbers(session, cluster)
@@ -144,7 +144,7 @@ async def _row(
 
 
 async def _ask(session: aiohttp.ClientSession, url: str, prompt: str, mode: Mode, salt: str, stream: bool) -> str:
-    """The answer's text, or what went wrong as a text that no answer can be."""
+    """The text of the answer, or an error as a text that no answer can be."""
     body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "cache_salt": salt, "stream": stream}
     try:
         async with session.post(url + BodyKind.COMPLETION.value, json=body, headers={MODE_HEADER: mode}) as response:
@@ -163,7 +163,7 @@ async def _ask(session: aiohttp.ClientSession, url: str, prompt: str, mode: Mode
         if "error" in chunk:
             return f"\n{chunk['error']}"
         text += "".join(choice["text"] for choice in chunk["choices"])
-    return "\nthe stream had no end"
+    return "\nthe stream did not end"
 
 
 async def _numbers(session: aiohttp.ClientSession, cluster: Cluster) -> Numbers:

@@ -1,7 +1,7 @@
-"""`kvbaton up --engine vllm --check`: every answer of a pair against those of one vLLM that does all alone.
+"""`kvbaton up --engine vllm --check`: compares a pair's answers with those of a single aggregated vLLM.
 
-Law: the verdict is "ok" only if all answers are the same token by token, D's own counter says that the prompts' KV came
-from outside, and no engine holds KV at the end. The single engine runs first, alone, and is gone when the pair starts.
+Law: the verdict is "ok" only if all answers are the same token by token, D's own counter shows that the prompts' KV was
+loaded, and no engine holds KV at the end. The aggregated engine runs first, alone, and is gone before the pair starts.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _WORDS = (
 )  # fmt: skip
 
 Answer = tuple[str, ...]
-"""The tokens of an answer; or one text that begins with a line break, which says what went wrong."""
+"""The tokens of an answer; or one text that starts with a line break and says what went wrong."""
 
 
 class VllmCheckPrompt(msgspec.Struct, frozen=True):
-    """`fresh` tokens at least are in no cache when it is asked, so that their KV must be handed over."""
+    """At least `fresh` tokens are in no cache when it is sent, so their KV must be handed over."""
 
     prompt: str | list[int]
     fresh: int = 0
@@ -72,7 +72,7 @@ class VllmCheckRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prompts(block_tokens: int, seed: int = 7) -> list[VllmCheckPrompt]:
-    """Around block boundaries, with shared beginnings and repeats; the same every time."""
+    """Around block boundaries, with shared prefixes and repeats; the same every time."""
     rng = random.Random(seed)
     found = []
     for blocks in (1, 2, 4):
@@ -92,7 +92,7 @@ def _text(rng: random.Random, words: int) -> str:
 
 
 async def check(plan: VllmPlan, modes: Sequence[Mode], *, say: Say, show: Say, stop: asyncio.Event) -> dict[str, Any]:
-    """Ask one engine, then the pair in each mode. `show` is given each row as it is done; the verdict has all."""
+    """Query one engine, then the pair in each mode. `show` gets each row when it is done; the verdict has all."""
     begun = time.monotonic()
     asked, expected = await _alone(plan, say, stop)
     rows: list[VllmCheckRow] = []
@@ -107,14 +107,14 @@ async def check(plan: VllmPlan, modes: Sequence[Mode], *, say: Say, show: Say, s
 
 
 async def _alone(plan: VllmPlan, say: Say, stop: asyncio.Event) -> tuple[list[VllmCheckPrompt], list[Answer]]:
-    """What one engine answers that computes prompts and decodes them itself."""
+    """The answers of one aggregated engine."""
     directory = Path(tempfile.mkdtemp(prefix="kvbaton-"))
     (port,) = free_ports(1)
     url = f"http://{HOST}:{port}"
     argv = plan.server.argv(port)
     child = await start(member(ClusterPlace("alone", "both", 1), argv, plan.server.kv_gib), directory / "alone.log")
     try:
-        say("starting one engine that does all alone, for the right answers")
+        say("starting a single aggregated engine, for the expected answers")
         async with _session() as session:
             await serving(url, child, plan.start_s, say, stop)
             asked = prompts(_block_tokens(await _get(session, f"{url}/metrics")))
@@ -177,11 +177,11 @@ async def _ask(
 
 
 async def _numbers(session: aiohttp.ClientSession, cluster: Cluster) -> tuple[float, float]:
-    """Tokens whose KV came to a D from outside so far, and the largest share of KV in use now."""
+    """Tokens loaded by a D so far, and the highest KV cache usage now."""
     moved = used = 0.0
-    for worker in cluster.registered():
-        text = await _get(session, f"{worker.url}/metrics")
-        moved += _metric(text, _MOVED) if worker.decodes else 0.0
+    for url, decodes in {worker.url: worker.decodes for worker in cluster.registered()}.items():
+        text = await _get(session, f"{url}/metrics")
+        moved += _metric(text, _MOVED) if decodes else 0.0
         used = max(used, _metric(text, _USED))
     return moved, used
 

@@ -1,9 +1,9 @@
-"""Becomes an engine's process, and leaves a watcher beside it that ends the engine with the program that started it.
+"""Becomes an engine's process, and leaves a watcher that ends the engine when the program that started it exits.
 
-    python -m kvbaton.local_cluster.vllm_child COMMAND …      with a pipe as stdin, leading a process group of its own
+    python -m kvbaton.local_cluster.vllm_child COMMAND …      with a pipe as stdin, as a process group leader
 
-Laws: the engine keeps this process's id. When stdin ends (the starter is gone, however) the engine is asked to stop,
-and `GRACE_S` later made to. When its first process is gone, the rest of it goes too.
+Laws: the engine keeps this process's pid. When stdin ends (the parent is gone, for whatever reason) the engine gets
+SIGTERM, and SIGKILL `GRACE_S` later. When its first process exits, the rest of its group is killed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def watch(engine: int) -> None:
-    """The watcher's life. It is in the group that it ends, so ending it is its last act."""
+    """The watcher's main loop. It is in the group that it kills, so killing it is its last act."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     while os.getppid() == engine:

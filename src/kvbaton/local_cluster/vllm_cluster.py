@@ -5,19 +5,20 @@ from __future__ import annotations
 import msgspec
 
 import kvbaton.local_cluster.vllm_engine as server_words
+from kvbaton.engines.vllm.tiny_hybrids import HYBRIDS
 from kvbaton.local_cluster.embedded_cluster import ClusterPlace
 from kvbaton.local_cluster.vllm_engine import ServerOptions, VllmHandoff
 from kvbaton.processes.child_process import GUARD, Program
 from kvbaton.processes.free_ports import free_ports
 from kvbaton.router.router_settings import RouterSettings
 
-TINY_KINDS = ("llama", "mla", "gemma3")
+TINY_KINDS = ("llama", "mla", "gemma3", *HYBRIDS)
 TINY_SEED = 7
 START_S, START_EACH_S = 180.0, 60.0  # one engine starts in 40 s, a pair on a busy machine in 150 s
 
 
 class VllmPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """vLLM servers. `handoff` holds what all share; name, keys, registry and address are filled in."""
+    """vLLM servers. `handoff` has the shared settings; name, keys, registry and address are filled in."""
 
     places: tuple[ClusterPlace, ...]
     server: ServerOptions
@@ -25,13 +26,14 @@ class VllmPlan(msgspec.Struct, frozen=True, kw_only=True):
     settings: RouterSettings
     host: str = "127.0.0.1"
     port: int = 0
+    router_processes: int = 1
 
     @property
     def start_s(self) -> float:
-        return START_S + START_EACH_S * sum(place.tp for place in self.places)
+        return START_S + START_EACH_S * sum(place.tp * place.dp for place in self.places)
 
     def names(self) -> list[str]:
-        return [f"{place.name}:{place.role}" for place in self.places]
+        return [f"{name}:{place.role}" for place in self.places for name in place.members]
 
     def members(self, directory: str, registry: str) -> list[Program]:
         ports = free_ports(len(self.places))
@@ -42,11 +44,11 @@ class VllmPlan(msgspec.Struct, frozen=True, kw_only=True):
         changes = {"name": place.name, "keys": directory, "registry": registry, "http_address": address}
         own = msgspec.to_builtins(msgspec.structs.replace(self.handoff, **changes))
         config = server_words.kv_transfer_config(server_words.KV_ROLES[place.role], self.server.policy, own)
-        return member(place, self.server.argv(port, place.tp, config), self.server.kv_gib)
+        return member(place, self.server.argv(port, place.tp, config, dp=place.dp), self.server.kv_gib)
 
 
 def member(place: ClusterPlace, argv: list[str], kv_gib: int) -> Program:
-    """A server as a child that ends with this program."""
+    """A server as a child process that ends with this program."""
     variables = server_words.environment(kv_gib=kv_gib)
     guarded = [*GUARD, *argv]
     return Program(place.name, place.role, guarded, server_words.shown(argv, variables), variables)

@@ -1,6 +1,6 @@
-"""vLLM servers as this program's commands start them: what is set for one, and what its connector is told.
+"""vLLM servers as this program's commands start them: their options, and their connector's settings.
 
-Law: an option here is an option of `kvbaton up`, `bench` or `chaos`. Words and surroundings of a server are
+Law: an option here is an option of `kvbaton up`, `bench` or `chaos`. Command line and environment of a server are
 `integrations.vllm.launching`'s.
 """
 
@@ -49,7 +49,7 @@ KV_ROLES: Mapping[str, str] = {"prefill": "kv_producer", "decode": "kv_consumer"
 
 
 class VllmHandoff(msgspec.Struct, frozen=True, kw_only=True):
-    """What the connector is told; the names are those of `kv_connector_extra_config`."""
+    """The connector's settings; the names are those of `kv_connector_extra_config`."""
 
     name: str
     keys: str
@@ -69,27 +69,28 @@ class VllmHandoff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What all servers of a cluster share."""
+    """Settings that all servers of a cluster share."""
 
     python: str
     model: str
     served_name: str
     kv_gib: int = 1
     max_model_len: int = 2048
-    block_tokens: int | None = None  # vLLM's own choice: 128 on CPU
+    block_tokens: int | None = None  # vLLM's default: 128 on CPU
     max_num_seqs: int | None = None
     policy: Policy = "recompute"
 
-    def argv(self, port: int, tp: int = 1, kv_config: Mapping[str, Any] | None = None) -> list[str]:
+    def argv(self, port: int, tp: int = 1, kv_config: Mapping[str, Any] | None = None, *, dp: int = 1) -> list[str]:
         words = server_argv(self.python, self.model, self.served_name, port, max_model_len=self.max_model_len)
         for flag, value in (("--block-size", self.block_tokens), ("--max-num-seqs", self.max_num_seqs)):
             words += [] if value is None else [flag, str(value)]
         words += ["--tensor-parallel-size", str(tp)] if tp > 1 else []
+        words += ["--data-parallel-size", str(dp)] if dp > 1 else []
         return words if kv_config is None else [*words, "--kv-transfer-config", msgspec.json.encode(kv_config).decode()]
 
 
 async def serving(url: str, child: Child, within_s: float, say: Say, stop: asyncio.Event | None = None) -> None:
-    """Until it says that it can serve."""
+    """Wait until it is ready to serve."""
 
     async def missing() -> list[str]:
         await fetch(f"{url}/health")
@@ -99,7 +100,7 @@ async def serving(url: str, child: Child, within_s: float, say: Say, stop: async
 
 
 async def fetch(url: str) -> str:
-    """The text behind a URL; OSError if there is none."""
+    """The body at a URL; OSError if there is none."""
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(GET_S)) as session, session.get(url) as answer:
             if answer.status != 200:

@@ -6,17 +6,18 @@
     node = ClusterNode(facts, keyring, [{"shm": …}], doorway)  # per rank its transports by name
     node.start(); node.join(registry, node.registration(http_address)); …; node.stop()
 
-Laws, all of order. *Making* refuses whatever cannot be had here (an address, a key) before anything runs. *Starting*
-goes from what is needed to what needs it: links to ranks, then the node's loop; the engine joins the registry last, so
-that an engine that is listed can serve. *Stopping* is the reverse: off the list, so that routers look elsewhere; the
-loop, which says goodbye to the peers and closes transports and control plane; the records, which hold that goodbye; the
-store, which nobody asks any more; the links to ranks, by which the goodbye went. Before it, an engine with a store
-calls `end_store` and does the duties that come of it while the loop still runs, so that no block stays pinned; after
-it, the owner of the memory frees it. Each step is bounded in time, and one that fails does not keep the next away.
-Nothing depends on a stop: a process that is killed leaves nothing behind.
+Laws, all of order. *Construction* refuses whatever is unavailable (an address, a key) before anything runs. *Starting*
+goes from dependencies to dependents: links to ranks, then the node's loop; the engine joins the registry last, so that
+a registered engine can serve. *Stopping* is the reverse: leave the registry, so that routers choose others; stop the
+loop, which says goodbye to the peers and closes transports and control plane; write the records, which contain that
+goodbye; close the store, which is no longer used; close the links to ranks, which carried the goodbye. Before it, an
+engine with a store calls `end_store` and performs the resulting duties while the loop still runs, so that no block
+stays pinned; after it, the owner of the memory frees it. Each step has a deadline, and a step that fails does not
+prevent the next. Nothing depends on a clean stop: a killed process leaves nothing behind.
 
 When the key directory changes, the node's thread takes the new ticket keys into the ledger and the doorway at once,
-and a peer whose key is gone, or is for another role now, has departed.
+and a peer whose key is gone, or is for another role now, has departed. Of peers that joined (`control/joining`) the
+registry's directory tells, with certificates; a node that joined itself is told of ticket keys there too.
 """
 
 from __future__ import annotations
@@ -30,9 +31,16 @@ from typing import Protocol
 import msgspec
 
 from kvbaton.control.address_book import AddressBook
+from kvbaton.control.addressing import ControlError
+from kvbaton.control.joining.acquaintances import Acquaintances
+from kvbaton.control.joining.certificate import Membership
+from kvbaton.control.joining.join_client import JoinedMember
 from kvbaton.control.keyring import Keyring
-from kvbaton.control.registry.registry_client import OnDrain, RegistryClient
+from kvbaton.control.registry.member import MemberState
+from kvbaton.control.registry.registry_client import OnDrain
+from kvbaton.control.registry.registry_group import RegistryGroup
 from kvbaton.control.registry.registry_messages import DirectoryEntry, HeldReport, Registration, Role, addresses
+from kvbaton.control.registry.registry_places import registry_places
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.node.doorway import Doorway, DoorwayConfig
 from kvbaton.node.epochs import EpochTable
@@ -58,27 +66,29 @@ MODEL_CHARS_MAX = 256
 
 
 class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """An engine as its cluster knows it; what is settled once the engine has its KV cache."""
+    """An engine as its cluster knows it; fixed once the engine has its KV cache."""
 
     me: PeerId
     role: Role
     blocks: int
     layout: EngineLayout
-    compat: dict[str, str]  # whatever changes the meaning of a byte; engines that differ here are never paired
-    exact_epochs: bool = True  # the block pool tells of each reuse before it happens
+    compat: dict[str, str]  # everything that changes the meaning of a byte; engines that differ are never paired
+    exact_epochs: bool = True  # the block pool reports each reuse before it happens
     tp_size: int = 1
     model: str = ""
+    dp_rank: int = 0  # which of the engines behind its HTTP address it is
+    dp_size: int = 1  # how many those are
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a node takes part; the defaults are those of one host."""
+    """Settings of a node; the defaults are for one host."""
 
     protocol: Settings = msgspec.field(default_factory=Settings)
     control_host: str = "127.0.0.1"
     control_port: int = 0
     flight_dir: str = ""  # where records of failed handoffs are written
     otlp_endpoint: str = ""  # where spans of sampled requests go
-    records: bool = True  # what becomes of each handoff; benchmarks of the bare node leave it out
+    records: bool = True  # record handoffs; benchmarks of the bare node turn it off
 
 
 class NodeStore(StorePort, Protocol):
@@ -88,7 +98,7 @@ class NodeStore(StorePort, Protocol):
 
 
 class NodeLinks(Protocol):
-    """What reaches ranks in other processes; `NodeLinks` is one."""
+    """Links to ranks in other processes; `NodeLinks` is one."""
 
     def start(self) -> None: ...
 
@@ -98,12 +108,12 @@ class NodeLinks(Protocol):
 
 
 def new_life(name: str) -> PeerId:
-    """An engine that starts; a name that starts again is another peer."""
+    """A new identity for an engine that starts; the same name after a restart is another peer."""
     return PeerId(WorkerId(name), Incarnation(secrets.randbits(63)))
 
 
 def make_doorway(facts: EngineFacts, keyring: Keyring, ticket_ttl_s: float = TICKET_TTL_S) -> Doorway:
-    """The engine's door, made first: an adapter needs it before there are transports."""
+    """The engine's doorway, made first: an adapter needs it before there are transports."""
     config = DoorwayConfig(
         me=facts.me,
         ranks=len(facts.layout.ranks),
@@ -117,7 +127,8 @@ def make_doorway(facts: EngineFacts, keyring: Keyring, ticket_ttl_s: float = TIC
 
 
 class ClusterNode:
-    """Everything of an engine that speaks to others. Its threads are its own; the engine meets it at the `Doorway`."""
+    """Everything of an engine that talks to others. It has its own threads; the engine talks to it via the
+    `Doorway`."""
 
     def __init__(
         self,
@@ -130,9 +141,11 @@ class ClusterNode:
         store: NodeStore | None = None,
         links: NodeLinks | None = None,
         gauges: More = dict,
+        member: JoinedMember | None = None,
     ) -> None:
         """`ranks`: transports by name, per rank, over its memory. `links`: what they are reached by, where they live in
-        other processes. `gauges`: figures of the engine, for its reports to the router."""
+        other processes. `gauges`: figures of the engine, for its reports to the router. `member`: of an engine that
+        joined with a token, whose keyring this is."""
         settings = settings or ClusterSettings()
         if len(ranks) != len(facts.layout.ranks):
             raise ValueError(f"ranks: got transports of {len(ranks)}; the layout has {len(facts.layout.ranks)}")
@@ -142,8 +155,11 @@ class ClusterNode:
         self.store = store
         self.book = AddressBook()
         self.on_keys: Callable[[Keyring], None] = lambda _: None  # after the node has taken them; on its thread
-        self.client: RegistryClient | None = None
+        self.client: RegistryGroup | None = None
         self._links = links
+        self._member = member
+        self._acquaintances = Acquaintances()
+        self._born = time.time()
         self.control = ZmqControl(keyring, f"tcp://{_bracketed(settings.control_host)}:{settings.control_port}")
         spans = of_worker(settings.otlp_endpoint, facts.role, facts.me.worker)
         self.watch = NodeObservation(facts.me, directory=settings.flight_dir, spans=spans)
@@ -165,7 +181,7 @@ class ClusterNode:
 
     @property
     def port_faults(self) -> Mapping[str, int]:
-        """What transports, control plane and store threw, by what they were asked for."""
+        """Exceptions of transports, control plane and store, counted by call."""
         return self.node.faults
 
     @property
@@ -174,31 +190,39 @@ class ClusterNode:
 
     @property
     def address(self) -> tuple[str, str]:
-        """Where peers reach this node, and its public key: what they give to `know`."""
+        """The address and public key of this node: what peers give to `know`."""
         return self.control.endpoint, self.keyring.public
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """Those that all ranks have, best first."""
+        """Transports that all ranks have, best first."""
         return self.ledger.desk.identity.transport_names
 
-    # --- a life
+    # --- lifecycle
 
     def start(self) -> None:
         if self._links is not None:
             self._links.start()
         self.loop.start()
+        if self._member is not None:
+            self._member.on_keyring = self._take_membership
+            self._take_membership(self._member.keyring)
 
     def join(
         self, registry: tuple[str, str], registration: Registration, on_drain: OnDrain = lambda: None
-    ) -> RegistryClient:
-        """Be listed from now on, and know the others. `registry`: its name in the key directory, and its endpoint.
+    ) -> RegistryGroup:
+        """Be listed from now on, and know the others. `registry`: its name in the key directory, and its endpoint; or
+        several as `registry_places` takes them, with the name of those that give none.
 
-        The keyring is not loaded again for it: the registry tells the others under which key this node listens.
+        The keyring is not reloaded: the registry tells the others this node's key.
         """
-        self.client = RegistryClient(
+        try:
+            places = registry_places(registry[1], registry[0])
+        except ValueError as error:
+            raise ControlError(f"registry: {error}") from None
+        self.client = RegistryGroup(
             self.keyring,
-            (WorkerId(registry[0]), registry[1]),
+            places,
             registration,
             on_directory=self._on_directory,
             on_departed=self._on_departed,
@@ -206,25 +230,30 @@ class ClusterNode:
             on_discard=self._on_discard,
             report=self.watch.report,
             on_show=self.watch.recorder.show,
+            on_membership=self._member.take if self._member is not None else lambda *_: None,
         )
         self.client.start()
+        if self._member is not None:
+            self._member.start(self._is_listed)
         return self.client
 
     def leave(self) -> None:
-        """Off the registry's list."""
+        """Deregister."""
         client, self.client = self.client, None
         if client is not None:
-            with contextlib.suppress(Exception):  # a registry notices an engine that is gone without being told
+            with contextlib.suppress(Exception):  # the registry notices by itself
                 client.close()
 
     def end_store(self, timeout_s: float = STOP_S) -> None:
-        """Everything that the store was asked for ends now, nothing begins; the doorway and the store tell of it."""
+        """Ends all store operations and starts no new ones; the doorway and the store report them."""
         if self.store is not None:
-            with contextlib.suppress(Exception):  # a loop that is stuck or has died takes no duties either
+            with contextlib.suppress(Exception):  # a stuck or dead loop performs no duties either
                 self.loop.call(self.store.close).result(timeout_s)
 
     def stop(self, timeout_s: float = STOP_S) -> None:
         self.leave()
+        if self._member is not None:
+            self._member.close()
         self.loop.stop(timeout_s)
         self.watch.close()
         if self.store is not None:
@@ -232,10 +261,13 @@ class ClusterNode:
         if self._links is not None:
             self._links.stop(timeout_s)
 
-    # --- what others are told, and what is known of them
+    # --- registration and peers
 
     def registration(self, http_address: str, modes: Sequence[str] = (), *, stays: bool = False) -> Registration:
-        """How this engine presents itself to a registry. `stays`: its process does not end when it has drained."""
+        """How this engine presents itself to a registry. `stays`: its process does not end when it has drained.
+
+        Without an HTTP address it is known to its peers, and no router asks it.
+        """
         facts = self.facts
         return Registration(
             worker=facts.me.worker,
@@ -250,20 +282,27 @@ class ClusterNode:
             model=facts.model[-MODEL_CHARS_MAX:],
             host=boot_id(),
             stays=stays,
+            dp_rank=facts.dp_rank,
+            dp_size=facts.dp_size,
+            born=self._born,
         )
 
-    def know(self, directory: Mapping[WorkerId, tuple[str, str]]) -> None:
+    def know(
+        self, directory: Mapping[WorkerId, tuple[str, str]], joined: Mapping[WorkerId, Membership] | None = None
+    ) -> None:
         """These peers, at these endpoints under these keys, and no others. From any thread.
 
-        An empty key stands for whichever the key directory gives by then.
+        An empty key stands for whichever the key directory gives by then. `joined`: who of them is a member by a
+        certificate.
         """
         me = self.peer.worker
         others = {worker: address for worker, address in directory.items() if worker != me}
         self.book.replace({**{worker: endpoint for worker, (endpoint, _) in others.items()}, me: self.control.endpoint})
-        self.control.set_directory(others)
+        self.control.set_directory(others, joined)
 
     def held(self) -> HeldReport:
-        """What is kept for others, and must end before this engine can go at no one's cost. Reads of lengths only."""
+        """What is held for others, and must end before this engine can leave without cost to them. Only reads
+        lengths."""
         ledger = self.ledger
         return HeldReport(
             leases=len(ledger.producer.leases),
@@ -272,7 +311,7 @@ class ClusterNode:
         )
 
     def _on_directory(self, entries: Sequence[DirectoryEntry]) -> None:
-        self.know(addresses(entries))
+        self.know(addresses(entries), self._acquaintances.told(entries, self.keyring.admission))
 
     def _on_departed(self, worker: WorkerId, incarnation: Incarnation) -> None:
         self.loop.tell(Departed(worker, incarnation))
@@ -280,6 +319,16 @@ class ClusterNode:
     def _on_discard(self, tickets: Sequence[str]) -> None:
         for event in discarded(self.doorway, tickets):
             self.loop.tell(event)
+
+    def _is_listed(self) -> bool:
+        client = self.client
+        return client is not None and client.state is MemberState.LISTED
+
+    def _take_membership(self, keyring: Keyring) -> None:
+        """From any thread."""
+        self.control.set_keyring(keyring)
+        if (client := self.client) is not None:
+            client.set_keyring(keyring)
 
     def _take_keys(self, keyring: Keyring) -> None:
         for event in renewed_keys(self.node, self.keyring, keyring):

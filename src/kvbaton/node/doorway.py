@@ -1,8 +1,8 @@
-"""The door between an engine's scheduler thread and its node: two queues, nothing else crosses.
+"""The doorway between an engine's scheduler thread and its node: two queues, nothing else crosses.
 
 Laws: only the engine's thread calls the methods marked *engine*, and only it touches the block pool; only the node's
-loop calls those marked *node*. Nothing here blocks, and nothing raises for what a client or a peer did: a bad ticket is
-a failed match. Every hold and pin noted here comes back exactly once from `duties`.
+loop calls those marked *node*. Nothing here blocks, and nothing raises because of a client or a peer: a bad ticket is a
+failed match. Every hold and pin recorded here comes back exactly once from `duties`.
 
 The vLLM adapter, the embedded engine and the simulator's engine all use this class, so the hooks' contract (one
 report per rank and load, also after an abort) is kept in one place.
@@ -33,27 +33,27 @@ TAKEN_MAX = 4096
 
 
 class MatchState(enum.Enum):
-    UNKNOWN = "unknown"  # not a request we were told about, or already answered
+    UNKNOWN = "unknown"  # not a known request, or already answered
     NOT_YET = "not_yet"  # ask again at the next step
     FOUND = "found"  # allocate blocks now
-    FAILED = "failed"  # told once; the policy decides
+    FAILED = "failed"  # reported once; the policy decides
 
 
 class Match(msgspec.Struct, frozen=True):
     state: MatchState
     end: fx.End | None = None
-    asked: bool = True  # the node knows of it; false for what was refused at the door
-    computed: bool = False  # P has the whole prompt and only has to say so: blocks for it wait for one answer
+    asked: bool = True  # the node knows of it; false if the doorway refused it
+    computed: bool = False  # P has the whole prompt: allocation waits for one answer only
 
 
 class UnpinBlocks(msgspec.Struct, frozen=True):
-    """Drop P's pins; go through the pool's `unpin`, so that reuse raises the epochs."""
+    """Drop P's pins; use the pool's `unpin`, so that reuse raises the epochs."""
 
     blocks: tuple[int, ...]
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """One rank's one report of one load."""
+    """One rank's only report of one load."""
 
     request: RequestId
     rank: int
@@ -71,7 +71,7 @@ Duty = UnpinBlocks | LoadReport | DropBlocks
 
 
 class DoorwayConfig(msgspec.Struct, frozen=True):
-    """What the door needs to know of its node."""
+    """What the doorway needs to know about its node."""
 
     me: PeerId
     ranks: int
@@ -83,7 +83,7 @@ class DoorwayConfig(msgspec.Struct, frozen=True):
 
 
 class Doorway:
-    """One engine's door."""
+    """One engine's doorway."""
 
     def __init__(self, config: DoorwayConfig, epochs: EpochTable) -> None:
         self.config = config
@@ -95,7 +95,7 @@ class Doorway:
         self._pins: dict[LeaseId | tuple[str, PutId], list[int]] = {}
         self._wants: dict[RequestId, Match] = {}
         self._holds: dict[RequestId, tuple[int, ...]] = {}
-        self.taken: deque[tuple[RequestId, float]] = deque(maxlen=TAKEN_MAX)  # reports, when the engine took them
+        self.taken: deque[tuple[RequestId, float]] = deque(maxlen=TAKEN_MAX)  # reports and when the engine took them
         self._last = 0
 
     # --- P (engine)
@@ -112,7 +112,7 @@ class Doorway:
         request: RequestId = NOBODYS,
         trace: str = "",
     ) -> LeaseId:
-        """A prompt that somebody will read or be sent has been scheduled."""
+        """A prompt that will be read or pushed has been scheduled."""
         self._last += 1
         lease = LeaseId(self._last)
         self._pins[lease] = []
@@ -122,7 +122,7 @@ class Doorway:
         return lease
 
     def pin(self, lease: LeaseId, blocks: Groups) -> tuple[int, ...]:
-        """Add blocks to a lease. Returns what the engine must touch now: nothing when the lease is over."""
+        """Add blocks to a lease. Returns the blocks that the engine must touch now: none when the lease is over."""
         pins = self._pins.get(lease)
         if pins is None:
             return ()
@@ -155,7 +155,7 @@ class Doorway:
         request: RequestId = NOBODYS,
         trace: str = "",
     ) -> tuple[str, tuple[int, ...]]:
-        """Lease a finished prompt (pull). Returns the ticket and what the engine must touch now."""
+        """Lease a finished prompt (pull). Returns the ticket and the blocks that the engine must touch now."""
         config = self.config
         handoff = handoff_id(config.mint())
         lease = self.begin(
@@ -176,7 +176,7 @@ class Doorway:
         return seal(ticket, config.ticket_keys[0]), pinned
 
     def put(self, blocks: Groups, keys: tuple[bytes, ...]) -> tuple[int, ...]:
-        """Store blocks under content keys. Returns what the engine must touch now."""
+        """Store blocks under content keys. Returns the blocks that the engine must touch now."""
         self._last += 1
         put = PutId(self._last)
         pinned = _real(blocks)
@@ -189,13 +189,13 @@ class Doorway:
     def want(
         self, request: RequestId, ticket: str, digest: bytes, tokens: int, *, push: bool = False, trace: str = ""
     ) -> None:
-        """A request came whose prompt KV a ticket promises."""
+        """A request arrived whose prompt KV a ticket promises."""
         handoff = HandoffId("")
-        # What is wrong with a ticket is found out here and not by P: a forged one would make this node dial whom a
-        # client names, and KV of another prompt must not even be asked for. P judges all of it again.
+        # Tickets are checked here and not only by P: a forged one would make this node connect to whatever address a
+        # client names, and KV of another prompt must not even be requested. P checks everything again.
         try:
             if request in self._holds:
-                raise ProtocolError(Reason.DUPLICATE, "request: its blocks of an earlier handoff are not at rest")
+                raise ProtocolError(Reason.DUPLICATE, "request: its blocks from an earlier handoff are not at rest")
             opened = self.open_ticket(ticket)
             handoff = opened.handoff
             if opened.digest not in (b"", digest):
@@ -205,18 +205,18 @@ class Doorway:
         except ProtocolError as error:
             self._wants[request] = Match(MatchState.FAILED, fx.End(error.reason, error.detail), asked=False)
             self._post(ev.TurnedAway(request, error.reason, error.detail, trace, handoff))
-            self.disown(ticket, error.reason)  # if P signed it, its blocks need not stay pinned for a whole lease
+            self.disown(ticket, error.reason)  # if P signed it, its blocks must not stay pinned for a whole lease
             return
         deferred = opened.lease == 0
         self._wants[request] = Match(MatchState.NOT_YET, computed=not deferred)
         self._post(ev.Wanted(request, opened.handoff, opened.source, ticket, digest, tokens, push, deferred, trace))
 
     def disown(self, ticket: object, reason: Reason) -> None:
-        """A ticket came with a request that is not served by it: who leased for it need not wait. From any thread."""
+        """A ticket came with a request that does not use it: its lease can end. From any thread."""
         try:
             opened = self.open_ticket(ticket)
         except ProtocolError:
-            return  # it is nobody's, or its lease is over as well
+            return  # not this cluster's, or its lease is over as well
         assert isinstance(ticket, str)
         if opened.target in ("", self.config.me.worker):
             deferred = opened.lease == 0
@@ -229,25 +229,26 @@ class Doorway:
         return unseal(ticket, self.config.ticket_keys, self.config.wall())
 
     def match(self, request: RequestId) -> Match:
-        """How the claim stands. Without side effects until FAILED, which is said once."""
+        """The state of the claim. Without side effects until FAILED, which is returned once."""
         found = self._wants.get(request, Match(MatchState.UNKNOWN))
         if found.state is MatchState.FAILED:
-            # Schedulers ask about a waiting request as often as they like. Were the failure told twice, the policy for
-            # it would be applied twice; forgotten without a word, the ledger would keep the handoff until a deadline.
+            # Schedulers poll a waiting request as often as they like. If the failure were reported twice, the policy
+            # would be applied twice; if it were dropped silently, the ledger would keep the handoff until a deadline.
             del self._wants[request]
             if found.asked:
                 self._post(ev.NotNeeded(request))
         return found
 
     def waits(self, request: RequestId) -> bool:
-        """Whether P's answer is still to come. Without side effects, whatever it is."""
+        """Whether P's answer is still outstanding. Without side effects, whatever it is."""
         found = self._wants.get(request)
         return found is not None and found.state is MatchState.NOT_YET
 
     def allocated(self, request: RequestId, blocks: Groups, first_token: int) -> tuple[int, ...]:
-        """The engine has blocks for the load. Returns what it must touch now, on top of its own references."""
-        # The hold is ours, and outlives the request: bytes of a load that was given up may still land, and until they
-        # cannot, the blocks must be no other request's. `DropHold` gives it back, after the report, whatever happens.
+        """The engine has blocks for the load. Returns the blocks that it must touch now, on top of its own
+        references."""
+        # The hold is ours and outlives the request: bytes of an aborted load may still land, and until they cannot, the
+        # blocks must not go to another request. `DropHold` releases it, after the report, whatever happens.
         self._wants.pop(request, None)
         held = _real(blocks)
         self._holds[request] = held
@@ -260,18 +261,18 @@ class Doorway:
             self._post(ev.NotNeeded(request))
 
     def gave_up(self, request: RequestId) -> None:
-        """The request ended in the engine; a load under way still gets its report."""
+        """The request ended in the engine; a load in flight still gets its report."""
         if self._wants.pop(request, None) is not None or request in self._holds:
             self._post(ev.GaveUp(request))
 
     def holds(self, request: RequestId) -> bool:
-        """Whether a load of this request has blocks, so that its report is still to come, or they are not at rest."""
+        """Whether a load of this request has blocks: its report is outstanding, or they are not at rest."""
         return request in self._holds
 
     # --- both (engine)
 
     def duties(self) -> list[Duty]:
-        """What the engine must do now; called at every step."""
+        """The engine's duties now; called at every step."""
         found: list[Duty] = []
         while self._to_engine:
             effect = self._to_engine.popleft()
@@ -281,7 +282,7 @@ class Doorway:
                 case fx.UnpinPut(put):
                     found += self._unpinned(("put", put))
                 case fx.MatchFound(request):
-                    if request in self._wants:  # else the engine gave it up while this was on its way
+                    if request in self._wants:  # otherwise the engine aborted it meanwhile
                         self._wants[request] = Match(MatchState.FOUND)
                 case fx.MatchFailed(request, end):
                     if request in self._wants:
@@ -297,17 +298,17 @@ class Doorway:
         return found
 
     def cache_replaced(self) -> None:
-        """What was leased, or is on its way here, cannot be vouched for any more; told in its turn."""
+        """Leased blocks, and blocks being loaded, can no longer be trusted; processed in order."""
         self._post(ev.CacheReplaced())
 
     @property
     def holding(self) -> bool:
-        """Whether blocks are pinned or held, or there is news: an engine without requests must be kept stepping."""
+        """Whether blocks are pinned or held, or there is news: an engine without requests must keep stepping."""
         return bool(self._pins or self._holds or self._to_engine)
 
     @property
     def busy(self) -> bool:
-        """Whether the engine must be kept stepping although it has nothing to compute (rule 19)."""
+        """Whether the engine must keep stepping although it has nothing to compute (rule 19)."""
         return bool(self._pins or self._holds or self._to_engine or self._wants)
 
     @property
@@ -346,6 +347,6 @@ class Doorway:
 
 
 def _real(blocks: Groups) -> tuple[int, ...]:
-    """All of them, of all groups, that are blocks."""
+    """All non-null blocks of all groups."""
     found = tuple(chain.from_iterable(blocks))
     return tuple(block for block in found if block != NO_BLOCK) if NO_BLOCK in found else found

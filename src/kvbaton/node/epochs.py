@@ -1,8 +1,8 @@
-"""One number per block, raised before the block is handed out again (rule 7).
+"""One number per block, raised before the block is reused (rule 7).
 
-The engine's scheduler thread raises; any thread may read. No lock: the raise happens before the step that overwrites
-the block is dispatched, so an epoch that is unchanged after a copy proves the copy. Where the pool may not have told of
-a reuse, a judge sees an epoch that no pin ever had.
+The engine's scheduler thread raises epochs; any thread may read. No lock: the raise happens before the step that
+overwrites the block is dispatched, so an epoch that is unchanged after a copy proves the copy. Where the pool may have
+missed a reuse, the judge sees an epoch that no pin ever had.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class EpochTable:
 
     def all_of(self, blocks: Sequence[int]) -> list[int]:
         epochs, count = self._epochs, len(self._epochs)
-        if len(blocks) > 1 and min(blocks) >= 0 and max(blocks) < count:  # a commit is judged by a thousand of them
+        if len(blocks) > 1 and min(blocks) >= 0 and max(blocks) < count:  # a commit checks a thousand of them
             return list(itemgetter(*blocks)(epochs))
         return [epochs[block] if 0 <= block < count else 0 for block in blocks]
 
     def all_judged(self, blocks: Sequence[int]) -> list[int]:
-        """The epochs, for whoever judges a commit by them. What is told is asked first: who pins a block that was
-        reused unseen raises its epoch, and only then is told of it again."""
+        """The epochs, for judging a commit. `told` is read first: pinning a block that was reused unseen raises its
+        epoch, and only then is its reuse reported again."""
         if self.are_told(blocks):
             return self.all_of(blocks)
         told = [self.are_told((block,)) for block in blocks]

@@ -1,9 +1,9 @@
 """The node: one ledger and its ports. `step(now)` is run by the production loop and by the simulator alike.
 
-Laws: inputs noted before a message was received are handled before it (a ticket can reach D, and D's claim this node,
-faster than the loop turns). Effects are carried out in order, after the input that caused them. An exception of a
-port costs the copy, put or frame concerned, and is counted; it never leaves `step`. A stop, a fence or a farewell that
-a port threw at is asked for again, and so is news: nothing waits for ever because a port threw once.
+Laws: inputs recorded before a message was received are handled before it (a ticket can reach D, and D's claim this
+node, faster than the loop turns). Effects are carried out in order, after the input that caused them. An exception of a
+port costs the copy, put or frame concerned, and is counted; it never leaves `step`. A stop, a fence or a goodbye at
+which a port raised is retried, and so is polling: nothing waits forever because a port raised once.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _ENGINE_EFFECTS = (fx.Unpin, fx.UnpinPut, fx.MatchFound, fx.MatchFailed, fx.Repo
 
 
 def log_fault(what: str, count: int, error: Exception) -> None:
-    """Say what a port threw, the first few times."""
+    """Log an exception of a port, the first few times."""
     if count <= FAULTS_LOGGED_MAX:
         log.error("[port-failed] a port failed (%s, %d so far)", what, count, exc_info=error)
 
 
 class _Faults:
-    """What ports threw: counted, reported, and what is owed since, to be asked for again after `AGAIN_S`."""
+    """Exceptions of ports: counted, logged, with the effects still owed, which are retried after `AGAIN_S`."""
 
     __slots__ = ("_report_fault", "counts", "due", "owed")
 
@@ -67,7 +67,7 @@ class _Faults:
 
     def note(self, what: str, error: Exception, now: float) -> None:
         self.counts[what] += 1
-        if self.due is None:  # also where nothing is owed: news that could not be had must be looked for again
+        if self.due is None:  # also where nothing is owed: a failed poll must be repeated
             self.due = now + AGAIN_S
         self._report_fault(what, self.counts[what], error)
 
@@ -81,9 +81,9 @@ class _Faults:
 
 @dataclass(slots=True)
 class _Held:
-    """A data connection with a peer: who needs it, and how many ranks that peer has ever said to have.
+    """A data connection with a peer: its holders, and the highest number of ranks that the peer ever announced.
 
-    One that says four and then three has been invited with four, and keeps none of them.
+    A peer that says four and then three was invited with four, and keeps none of them.
     """
 
     by: set[fx.Holder] = field(default_factory=set)
@@ -109,35 +109,35 @@ class Node:
         self.ranks = ranks
         self.doorway = doorway
         self.store = store
-        self.extra = extra  # what ranks tell besides their transports' events, such as progress; asked at each step
-        self.recorder = recorder  # told what becomes of each handoff
+        self.extra = extra  # rank events besides their transports', such as progress; polled at each step
+        self.recorder = recorder  # records each handoff
         self._backlog: dict[tuple[int, str], deque[fx.Copy]] = {}
         self._next_events: deque[Event] = deque()
         self._given_up = 0
         self._stepped_at = 0.0
-        self.say: Callable[..., None] = log.warning  # what an operator should know
+        self.say: Callable[..., None] = log.warning  # messages for operators
         self._held: dict[tuple[PeerId, str], _Held] = {}
         self._faults = _Faults(report_fault or log_fault)
         self._lay_out()
 
     @property
     def faults(self) -> Counter[str]:
-        """What ports threw, by what they were asked for."""
+        """Exceptions of ports, counted by call."""
         return self._faults.counts
 
     def step(self, now: float) -> None:
-        """Take in all that has happened, decide, and do what follows."""
+        """Take in everything that happened, decide, and carry out the effects."""
         self._stepped_at = now
         self._ask_again(now)
-        # Frames are taken first and handled last. One may follow from what the engine did just before it was sent, as a
-        # claim follows from a ticket. What caused a frame is then surely among what is taken after it; the other way
-        # round the claim could be refused for a lease that is not known yet.
+        # Frames are received first and handled last. A frame may result from something that the engine did just before
+        # it was sent, as a claim follows from a ticket. Its cause is then certainly among the inputs collected after
+        # it; the other way round the claim could be refused for a lease that is not known yet.
         frames: Sequence[tuple[WorkerId, bytes]] = ()
         try:
             frames = self.control.receive()
         except Exception as error:  # noqa: BLE001 - as in `_guarded`, which costs each step more than it looks
             self._fault("receive", error)
-        of_ports = self._port_events()  # before the engine's, handled after them: a rank may speak of what they begin
+        of_ports = self._port_events()  # read before the engine's, handled after them: ranks may refer to them
         self._next_events.extend(self.doorway.take_events())
         self._next_events.extend(of_ports)
         self._handle_events(now)
@@ -148,25 +148,25 @@ class Node:
         self.ledger.on_time(now)
         self._carry_out()
         self._submit_backlog()
-        self._handle_events(now)  # what effects brought about themselves, such as a copy that could not be started
+        self._handle_events(now)  # results of the effects, such as a copy that could not be started
         self._record(now)
 
     def set_wall(self, wall: float, now: float) -> None:
-        """What the wall clock says; it may be set right while we run, and tickets are judged by it."""
+        """The wall clock; it may be adjusted while we run, and tickets are judged by it."""
         self.ledger.desk.identity.wall_offset_s = wall - now
 
     def next_deadline(self) -> float | None:
-        """When something is due, by the time of the last step at the latest."""
+        """The time of the next deadline, no later than the last step's if something is pending."""
         look = self.recorder.next_look(self._stepped_at) if self.recorder is not None else None
         times = [at for at in (self.ledger.next_deadline(), look, self._faults.due) if at is not None]
         return min(times, default=None)
 
     def tell(self, event: Event) -> None:
-        """Note something from the surroundings for the next step (loop thread only)."""
+        """Record an event from outside for the next step (loop thread only)."""
         self._next_events.append(event)
 
     def close(self, now: float) -> None:
-        """Say goodbye and shut the data planes."""
+        """Say goodbye and close the transports."""
         self.ledger.leave(now)
         self._carry_out()
         self._record(now)
@@ -237,7 +237,7 @@ class Node:
 
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
-        """A port that throws costs what it was asked to do, never the step: deadlines and the other inputs go on."""
+        """A port that raises costs what it was asked to do, never the step: deadlines and other inputs go on."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - an adapter may throw anything
@@ -270,7 +270,7 @@ class Node:
             self._store(effect)
 
     def _lay_out(self) -> None:
-        """Tell data planes that lend blocks, and not memory, where blocks are."""
+        """Tell transports that lend blocks, rather than memory, where the blocks are."""
         for index, rank in enumerate(self.ranks):
             for name, transport in rank.items():
                 if transport.capabilities.enforces:
@@ -280,7 +280,7 @@ class Node:
                         lending.lay_out(pages(self.ledger.desk.identity.layout, index))
 
     def _lend(self, effect: fx.Lend) -> None:
-        """One that throws has lent nothing: its reader is refused, and its loan is over."""
+        """A transport that raises has lent nothing: its reader is refused, and its loan is over."""
         try:
             cast(LendingTransport, self.ranks[effect.rank][effect.transport]).lend(effect.loan)
         except Exception as error:
@@ -291,14 +291,14 @@ class Node:
     def _send(self, effect: fx.Send) -> None:
         message = effect.message
         if effect.invitation is not None and isinstance(message, Welcome | Joined):
-            # The ledger decides that a peer is invited; only here are there transports that can mint it an endpoint. An
-            # answer that is not sent is not lost: the peer greets again.
+            # The ledger decides that a peer is invited; only here are there transports that can create its endpoint. If
+            # the answer is not sent, nothing is lost: the peer sends its hello again.
             invitation = effect.invitation
             if not self._fenced(invitation):
                 return
             try:
                 message = msgspec.structs.replace(message, endpoints=self._endpoints(invitation))
-            except TimeoutError:  # a rank that is slow, which says nothing about its transport
+            except TimeoutError:  # a slow rank, which says nothing about its transport
                 raise
             except Exception as error:
                 detail = str(error)[:DETAIL_CHARS_MAX]
@@ -322,7 +322,7 @@ class Node:
         held.ranks = max(held.ranks, effect.ranks)
 
     def _fenced(self, invitation: fx.Invitation) -> bool:
-        """Whether no fence is owed: one that threw and came later would shut out the endpoint that is minted now."""
+        """Whether no fence is owed: a retried one would shut out the endpoint that is created now."""
         invited = {rank_peer(invitation.peer, remote) for remote in range(invitation.ranks)}
         fences = [each for each in self._faults.owed if isinstance(each, fx.StartFence) and each.peer in invited]
         for fence in fences:
@@ -333,21 +333,21 @@ class Node:
 
     def _connect(self, effect: fx.Connect) -> None:
         ours = len(self.ranks)
-        self._hold(effect)  # before the first connect: what is half open when one throws is closed by `_disconnect`
+        self._hold(effect)  # before the first connect: if one raises, `_disconnect` closes the half-open rest
         try:
             for remote in range(effect.ranks):
                 for index, rank in enumerate(self.ranks):
                     endpoint = effect.endpoints[remote * ours + index]
                     rank[effect.transport].connect(rank_peer(effect.peer, remote), endpoint)
-            log.info("KV to and from %s goes over %s", effect.peer.worker, effect.transport)
+            log.info("KV to and from %s uses transport %s", effect.peer.worker, effect.transport)
         except Exception as error:  # whatever it was, nothing can be moved between the two
             peer, detail = effect.peer, str(error)[:DETAIL_CHARS_MAX]
             self._next_events.append(PlaneFailed(peer, effect.holder, detail))
-            if not isinstance(error, ValueError):  # which says that the endpoint is of no use, not that the plane broke
+            if not isinstance(error, ValueError):  # ValueError: the endpoint is unusable, the transport is not broken
                 raise
 
     def _plane_failed(self, transport: str, event: OpenFailed) -> list[Event]:
-        """For all who hold the connection: whose `connect` it was is not known any more, and all go over it."""
+        """For all holders of the connection: whose `connect` it was is no longer known, and all use it."""
         peer = owner_of(event.peer)
         held = self._held.get((peer, transport), _Held())
         return [PlaneFailed(peer, holder, event.detail) for holder in sorted(held.by)]
@@ -359,14 +359,14 @@ class Node:
             self.say(said, effect.worker, effect.transport, effect.detail)
 
     def _disconnect(self, effect: fx.Disconnect) -> None:
-        """Both roles of a pair share one data connection: the last holder to let go closes it."""
+        """Both roles of a pair share one data connection: the last holder to release it closes it."""
         key = (effect.peer, effect.transport)
         held = self._held.get(key, _Held())
         held.by.discard(effect.holder)
         if held.by:
             return
         self._held.pop(key, None)
-        ranks = max(effect.ranks, held.ranks)  # all that were ever opened, also if the peer now says to have fewer
+        ranks = max(effect.ranks, held.ranks)  # all that were ever opened, also if the peer has fewer now
         threw = self.faults[f"disconnect.{effect.transport}"]
         for rank in self.ranks:
             for remote in range(ranks):
@@ -375,12 +375,12 @@ class Node:
         if self.faults[f"disconnect.{effect.transport}"] > threw and len(self._faults.owed) < PARTINGS_MAX:
             self._faults.owed.append(
                 msgspec.structs.replace(effect, ranks=ranks)
-            )  # unless somebody holds it again by then
+            )  # unless it has a holder again by then
 
     def _submit(self, rank: int, name: str) -> None:
-        """Hand over as much of the backlog as the data plane takes."""
-        # A transport that is full says so, and what it did not take waits here, in order: a bounded queue below must
-        # not become a failed handoff above.
+        """Hand over as much of the backlog as the transport accepts."""
+        # A full transport says so, and the rest waits here, in order: a bounded queue below must not become a failed
+        # handoff above.
         backlog = self._backlog[rank, name]
         transport = self.ranks[rank][name]
         while backlog:

@@ -1,8 +1,8 @@
-"""The one thread of a process that runs its node: sleep until something comes or is due, step, repeat.
+"""The one thread of a process that runs its node: sleep until an input or a deadline, step, repeat.
 
-Laws: only this thread touches the node and the control plane; from other threads there are `tell` and `call`. Idle, it
-sleeps in the kernel. An exception out of a step is a bug: it is logged, counted and followed by a short pause, and the
-node goes on. Stopping says goodbye to the peers and closes the node's data planes and the control plane.
+Laws: only this thread touches the node and the control plane; other threads use `tell` and `call`. When idle it sleeps
+in the kernel. An exception out of a step is a bug: it is logged, counted and followed by a short pause, and the node
+continues. Stopping says goodbye to the peers and closes the node's transports and the control plane.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LoopControl(ControlPort, Protocol):
 
 
 class NodeLoop:
-    """Runs one node. The node, its control plane and its data planes are this loop's from `start` on."""
+    """Runs one node. The node, its control plane and its transports belong to this loop from `start` on."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class NodeLoop:
         return self._thread.is_alive
 
     def start(self) -> None:
-        """Have everything that makes news wake this loop, and begin."""
+        """Connect the wakers of all inputs, and start."""
         self.node.doorway.wake_node = self._control.wake
         for rank in self.node.ranks:
             for transport in rank.values():
@@ -78,7 +78,7 @@ class NodeLoop:
         return self._thread.stop(timeout_s)
 
     def tell(self, event: Event) -> bool:
-        """Note something from the surroundings for the node; False when too much is queued. From any thread."""
+        """Record an event from outside for the node; False when the queue is full. From any thread."""
         if len(self._tells) >= QUEUED_MAX:
             return False
         self._tells.append(event)
@@ -96,10 +96,10 @@ class NodeLoop:
                 except Exception as error:  # noqa: BLE001 - it is the caller's, who gets it
                     future.set_exception(error)
 
-        if self._thread.is_current:  # queued, it would wait for the very turn that waits for it
+        if self._thread.is_current:  # queued, it would deadlock with the turn that waits for it
             run()
             return future
-        with self._lock:  # queued before the queue closes, it is run; else it fails. No caller waits for nothing
+        with self._lock:  # queued before the queue closes, it runs; otherwise it fails at once
             if self._open and len(self._calls) < QUEUED_MAX:
                 self._calls.append(run)
             else:
@@ -116,13 +116,13 @@ class NodeLoop:
         return self.node.next_deadline()
 
     def _run_calls(self) -> None:
-        for _ in range(len(self._calls)):  # those that are here now, so that the node gets its turn
+        for _ in range(len(self._calls)):  # only those queued now, so that the node gets its turn
             self._calls.popleft()()
 
     def _finish(self) -> None:
         with self._lock:
             self._open = False
-        self._run_calls()  # whatever was accepted has a caller that waits for it
+        self._run_calls()  # every accepted call has a caller waiting for it
         try:
             self.node.close(self._clock())
         finally:

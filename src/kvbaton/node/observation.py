@@ -1,20 +1,22 @@
-"""What one engine shows of itself: records of its handoffs, the metrics made of them, files, spans and reports.
+"""Observability of one engine: records of its handoffs, metrics derived from them, files, spans and reports.
 
-Law: whatever watches costs no handoff: records are made on the node's thread and handed on; files and spans have
-threads of their own; a report is made when the registry's client asks.
+Law: observation delays no handoff: records are made on the node's thread and handed on; files and spans have their own
+threads; a report is made when the registry's client asks.
 """
 
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from kvbaton import __version__
 from kvbaton.node.node import Node
 from kvbaton.observe.flight.dumps import Dumps, default_directory
-from kvbaton.observe.flight.flight_records import Flight
+from kvbaton.observe.flight.flight_records import DELIVERED, QUIET, Flight
 from kvbaton.observe.flight.recorder import KEPT_MAX, Recorder
 from kvbaton.observe.metrics import node_metrics as figures
 from kvbaton.observe.metrics.handoff_metrics import HandoffMetrics
@@ -26,7 +28,7 @@ _COUNTED = ("bytes_total", "copies_total", "leases_total", "leases_expired_total
 
 
 def dump_on_signal(dumps: Dumps) -> bool:
-    """SIGUSR2 has all records written, where nobody else uses it and this is the thread that may say so."""
+    """SIGUSR2 dumps all records, if the signal is unused and this is the main thread."""
     if threading.current_thread() is not threading.main_thread():
         return False
     if signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
@@ -36,7 +38,7 @@ def dump_on_signal(dumps: Dumps) -> bool:
 
 
 class NodeObservation:
-    """Made before the node, which is told of its recorder; `begin` when the node is there."""
+    """Made before the node, which gets its recorder; `begin` when the node exists."""
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class NodeObservation:
         self.recorder = Recorder(me)
         self.handoffs = HandoffMetrics()
         self.dumps = Dumps(Path(directory) if directory else default_directory(), me.worker, self.flights)
-        self._keeps_failures = bool(directory)  # without a place of its own only what was asked for is written
+        self._keeps_failures = bool(directory)  # without a directory only requested dumps are written
         self._spans = spans
         self._clock = clock
         self._wall = wall
@@ -67,12 +69,12 @@ class NodeObservation:
             self.recorder.on_flight.append(self._spans.take)
 
     def flights(self) -> Iterator[Flight]:
-        """All that is known, oldest first."""
+        """All records, oldest first."""
         over = {id(each): each for each in (*self.recorder.last(KEPT_MAX, failed=True), *self.recorder.last(KEPT_MAX))}
         yield from sorted((*over.values(), *self.recorder.under_way()), key=lambda each: each.began)
 
     def report(self) -> bytes | None:
-        """For the router: how things stand, and what became of handoffs since the last one."""
+        """For the router: the current state, and the handoffs since the last report."""
         if self._node is None:
             return None
         ledger = self._node.ledger
@@ -82,14 +84,15 @@ class NodeObservation:
         ends = counted["ends_total"]
         assert isinstance(ends, dict)
         told["handoffs_total"] = float(sum(ends.values()))
-        told["delivered_total"] = float(ends.get("delivered", 0))
+        told["delivered_total"] = float(ends.get(DELIVERED, 0))
+        told["failed_total"] = float(sum(count for end, count in ends.items() if end not in (DELIVERED, *QUIET)))
         told["pins"] = float(self._node.doorway.pinned_blocks)
         links = {
             str(link.worker): link.transport.name
             for link in list(ledger.consumer.links.by_worker.values())
             if link.transport is not None
         }
-        return self.recorder.report(self._wall(), {**told, **self._more()}, links)
+        return self.recorder.report(self._wall(), {**told, **self._more()}, links, __version__, socket.gethostname())
 
     def close(self) -> None:
         self.dumps.close()

@@ -1,4 +1,4 @@
-"""What a node needs of the world: a control plane, data planes per rank, an engine's door, perhaps a store."""
+"""The ports of a node: a control plane, transports per rank, an engine's doorway, optionally a store."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ControlPort(Protocol):
         """Queue a frame; False when no such worker is known (a full queue loses the frame and says True)."""
 
     def receive(self) -> Sequence[tuple[WorkerId, bytes]]:
-        """What has come since the last call, each with its authenticated sender."""
+        """Frames received since the last call, each with its authenticated sender."""
 
 
 class StorePort(Protocol):
-    """Takes blocks for a shared store. Never blocks; each put ends exactly once, when it reads no more."""
+    """Accepts blocks for a shared store. Never blocks; each put ends exactly once, when it no longer reads."""
 
     def put(self, put: PutId, blocks: Groups, keys: tuple[bytes, ...]) -> None: ...
 

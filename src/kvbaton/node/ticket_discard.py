@@ -1,6 +1,6 @@
-"""Tickets that a router took back, as events for the node that leased what they promise.
+"""Tickets that a router discarded, as events for the node that leased their blocks.
 
-Law: only a ticket that this cluster signed, for this worker in this life, says anything here.
+Law: only a ticket signed by this cluster for this incarnation of this worker has an effect.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvbaton.protocol.events import Discarded
 
 
 def discarded(doorway: Doorway, tickets: Iterable[str]) -> Iterator[Discarded]:
-    """What to tell the node. A ticket that is forged says nothing, nor does one that has expired: its lease has too."""
+    """The event for the node. A forged ticket has no effect, nor has an expired one: its lease has expired too."""
     me = doorway.config.me
     for ticket in tickets:
         with contextlib.suppress(ProtocolError):

@@ -1,1 +1,1 @@
-"""Seeing a handoff: records, metrics, traces, codes, and the dashboard."""
+"""Observability of handoffs: records, metrics, traces, codes, and the dashboard."""

@@ -1,1 +1,1 @@
-"""Starting, watching and ending processes: children with their logs, free ports, and what an operator is told."""
+"""Starting, watching and ending processes: children with their logs, free ports, and errors for operators."""

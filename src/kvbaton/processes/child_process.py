@@ -1,9 +1,9 @@
-"""Starting, awaiting and ending the processes that a command has of its own.
+"""Starting, awaiting and ending the child processes of a command.
 
-Laws: a child leads a session of its own, so that Ctrl-C is for the parent alone, which then ends its children in order.
-It is ended by its pid, and what it started with it, in bounded time: asked, waited for, made to. Every wait has a
-deadline and tells how far it is; a child that dies meanwhile ends the wait, with the end of its log. Nothing is
-restarted. Children that outlive a killed parent see their stdin end and stop.
+Laws: a child leads its own session, so that Ctrl-C reaches only the parent, which then ends its children in order. A
+child and its descendants are ended by pid, in bounded time: SIGTERM, wait, SIGKILL. Every wait has a deadline and
+reports progress; a child that exits meanwhile ends the wait, with the end of its log. Nothing is restarted. Children
+that outlive a killed parent see EOF on stdin and stop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvbaton.processes.operator_errors import CommandError, StoppedError
 KVBATON_ARGV = (sys.executable, "-m", "kvbaton.cli.main")
 """Starts a process of this program."""
 GUARD = (sys.executable, "-m", "kvbaton.local_cluster.vllm_child")
-"""In front of a command that does not look at its stdin: it keeps the pid, and ends with this process."""
+"""Prefix for a command that does not read its stdin: it keeps the pid, and ends with this process."""
 STOP_S = 5.0
 NEWS_S = 15.0
 LOG_LINES = 5
@@ -35,23 +35,23 @@ Say = Callable[[str], None]
 
 
 class ChildError(CommandError):
-    """A child ended or was not ready in time; the message says which, and what it logged last."""
+    """A child exited or was not ready in time; the message names it and quotes the end of its log."""
 
 
 class Program(msgspec.Struct, frozen=True):
-    """What to start: what runs it, and what an operator types to run it again."""
+    """A command to start: the program, and what an operator types to run it again."""
 
     name: str
     role: str
     argv: Sequence[str]
     command: str = ""
-    env: Mapping[str, str] = {}  # on top of this process's
-    stop: signal.Signals = signal.SIGTERM  # ends it soon; one that would drain on this is told otherwise
+    env: Mapping[str, str] = {}  # in addition to this process's
+    stop: signal.Signals = signal.SIGTERM  # ends it quickly; one that would drain on SIGTERM gets another
 
 
 @dataclass(slots=True)
 class Child:
-    """A program that was started."""
+    """A started program."""
 
     program: Program
     process: asyncio.subprocess.Process
@@ -84,8 +84,8 @@ class Child:
     def how_it_ended(self) -> str:
         status = self.process.returncode or 0
         if status < 0:
-            return f"(pid {self.pid}) was ended by {signal.Signals(-status).name}"
-        return f"(pid {self.pid}) ended with status {status}"
+            return f"(pid {self.pid}) was killed by {signal.Signals(-status).name}"
+        return f"(pid {self.pid}) exited with status {status}"
 
     def signal(self, number: signal.Signals) -> None:
         if self.is_alive:
@@ -102,9 +102,9 @@ def tail(log: Path, count: int) -> list[str]:
 async def start(
     program: Program, log: Path | None, *, deaths: asyncio.Queue[Child] | None = None, **more: Any
 ) -> Child:
-    """Start a program whose output is added to `log`; `more` is `create_subprocess_exec`'s, and goes first.
+    """Start a program whose output is appended to `log`; `more` goes to `create_subprocess_exec`.
 
-    Whoever starts one ends it with `end`. `deaths` gets the child when it ends before that.
+    The caller ends it with `end`. `deaths` gets the child if it exits before that.
     """
     with contextlib.ExitStack() as stack:
         output = None if log is None else stack.enter_context(log.open("ab"))
@@ -134,7 +134,7 @@ async def ready(
     verb: str = "serve",
     look_s: float = 0.1,
 ) -> None:
-    """Ask until nobody is missing. `missing` gives names of children; an OSError of it means that all still are."""
+    """Poll until no name is missing. `missing` returns names of children; an OSError means that all still are."""
     loop = asyncio.get_running_loop()
     begun = told = loop.time()
     names: Collection[str] = [child.name for child in children]
@@ -164,7 +164,7 @@ async def ready(
 
 
 async def with_news(work: Awaitable[Any], tell: Callable[[float], None], every_s: float = NEWS_S) -> None:
-    """Wait for `work`, which has a deadline of its own, and `tell` now and then how many seconds it has taken."""
+    """Await `work`, which has its own deadline, and now and then `tell` how many seconds it has taken."""
     loop = asyncio.get_running_loop()
     begun, working = loop.time(), asyncio.ensure_future(work)
     try:
@@ -178,7 +178,7 @@ async def with_news(work: Awaitable[Any], tell: Callable[[float], None], every_s
 
 
 async def end(children: Sequence[Child], within_s: float = STOP_S) -> None:
-    """Ask, wait, and then insist; then the rest of each one's session. May be called twice."""
+    """SIGTERM, wait, then SIGKILL; then the rest of each session. May be called twice."""
     for child in children:
         if child.watcher is not None:
             child.watcher.cancel()
@@ -201,6 +201,6 @@ async def _alive(children: Sequence[Child], within_s: float) -> list[Child]:
 
 
 def end_group(pid: int) -> None:
-    """End what a child's first process left behind when it ended: the rest of the group that it led."""
+    """End what a child's first process left behind when it exited: the rest of the group that it led."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)

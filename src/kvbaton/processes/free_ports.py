@@ -1,7 +1,7 @@
-"""Ports for processes that bind them later.
+"""Free ports for processes that bind them later.
 
-Law: outside of what the kernel hands out to connections (Linux: ip_local_port_range begins at 32768), so that a port
-which is free now is free when the process that was told of it has started.
+Law: outside the kernel's range for outgoing connections (Linux: ip_local_port_range starts at 32768), so that a port
+that is free now is still free when the process that was given it has started.
 """
 
 from __future__ import annotations

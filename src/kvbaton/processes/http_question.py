@@ -1,8 +1,8 @@
 """One HTTP request to a cluster.
 
-Law: the whole of it, from the name to the last byte, takes no longer than its time-out, also where the other side sends
-a byte now and then; no more is read than asked for. No proxy stands between: this machine is asked by this machine.
-What an error says can be shown on a terminal, and the body of a refusal was read within the same time-out.
+Law: the whole request, from name resolution to the last byte, takes no longer than its timeout, also if the other side
+sends a byte now and then; no more is read than allowed. No proxy is used: the requests stay on this machine. Error
+texts are safe to show on a terminal, and the body of an error response is read within the same timeout.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from kvbaton.observe.flight.sanitize import printable
 
 SAID_CHARS_MAX = 200
-"""Of what the other side put into its first line."""
+"""Of the characters in the other side's first line."""
 
 
 class HttpAnswer(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ class HttpAnswer(msgspec.Struct, frozen=True):
 
 
 def asked(url: str, timeout_s: float, bytes_max: int) -> HttpAnswer:
-    """What it answers; OSError, ValueError or HTTPException as urllib raises them, TimeoutError when the time is up."""
+    """The response; OSError, ValueError or HTTPException as urllib raises them, TimeoutError when the time is up."""
     found: list[HttpAnswer | Exception] = []
 
     def ask() -> None:

@@ -7,7 +7,7 @@ import resource
 
 
 def raise_file_limit() -> None:
-    """As many open files as this process may have."""
+    """Raise the soft limit of open files to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):

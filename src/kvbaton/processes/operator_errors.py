@@ -1,6 +1,6 @@
-"""Errors that carry the whole line which the operator of a command reads, with the next step.
+"""Errors whose message is the whole line that the operator of a command reads, with the next step.
 
-Law: nothing is imported here, so that `--help` and a typing mistake are answered at once.
+Law: nothing is imported here, so that `--help` and typing mistakes are answered at once.
 """
 
 from __future__ import annotations
@@ -11,4 +11,4 @@ class CommandError(Exception):
 
 
 class StoppedError(Exception):
-    """The operator ended the command before it was done."""
+    """The operator stopped the command before it was done."""

@@ -1,6 +1,6 @@
-"""Processes as the kernel counts them: state, parent, session and CPU seconds, of /proc/PID/stat.
+"""Processes as the kernel accounts for them: state, parent, session and CPU seconds, from /proc/PID/stat.
 
-Law: reads only. A process that is gone by the time it is read is None, never zero. Figures are in clock ticks (10 ms).
+Law: read-only. A process that is gone by the time it is read is None, never zero. Figures are in clock ticks (10 ms).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 class Stat(NamedTuple):
-    """Of one process with all its threads."""
+    """One process with all its threads."""
 
     state: str
     parent: int
@@ -24,7 +24,7 @@ class Stat(NamedTuple):
 
     @property
     def is_there(self) -> bool:
-        """One that ended and was not waited for is not."""
+        """A zombie is not alive."""
         return self.state not in "ZX"
 
 
@@ -38,7 +38,7 @@ def stat(pid: int) -> Stat | None:
 
 
 def all_stats() -> dict[int, Stat]:
-    """Of every process that there is now."""
+    """Every process that exists now."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
     return {pid: found for pid in pids if (found := stat(pid)) is not None}
 
@@ -52,5 +52,5 @@ def foreign_cpu_s(*pids: int) -> float:
 
 
 def cpu_s(*pids: int) -> float:
-    """CPU seconds that these have used together; one that is gone counts nothing."""
+    """CPU seconds that these have used together; one that is gone counts as zero."""
     return sum(found.cpu_s for pid in pids if (found := stat(pid)) is not None)

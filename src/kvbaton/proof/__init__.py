@@ -1,1 +1,2 @@
-"""What proves the product: may import everything; of the product only the command line imports it."""
+"""Proof of the product: simulation, chaos, conformance, contracts and benchmarks. May import everything; of the product
+only the command line imports it."""

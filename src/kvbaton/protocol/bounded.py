@@ -1,4 +1,4 @@
-"""Memories with a bound: what happens at the bound is the caller's decision, told by the return value."""
+"""Bounded memories: what happens at the bound is the caller's decision, based on the return value."""
 
 from __future__ import annotations
 

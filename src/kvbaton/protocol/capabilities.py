@@ -1,4 +1,4 @@
-"""Capabilities of a data plane. The protocol decides by capabilities, never by a transport's name."""
+"""Capabilities of a transport. The protocol decides by capabilities, never by a transport's name."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import msgspec
 
 
 class Capabilities(msgspec.Struct, frozen=True):
-    """Promises of one data plane."""
+    """Promises of one transport."""
 
     name: str
     one_sided: bool  # the remote engine's process takes no part in a copy
     can_write: bool  # WRITE is offered at all
-    can_fence: bool  # `fence` can shut one peer's writes out
-    cancels: bool  # `cancel` brings a copy to rest; otherwise it rests when it pleases
+    can_fence: bool  # `fence` can shut out one peer's writes
+    cancels: bool  # `cancel` brings a copy to rest; otherwise it rests at an unknown time
     same_host: bool  # reaches only processes of this host
     device_kinds: tuple[str, ...] = ("cpu",)
-    weaves: bool = False  # takes spans in product form (`Copy.weave`); every other gets them one by one
-    enforces: bool = False  # a peer reaches only blocks that are lent to it now (`effects.Loan`), whatever it asks for
+    weaves: bool = False  # accepts spans in product form (`Copy.weave`); others get them one by one
+    enforces: bool = False  # a peer reaches only blocks that are lent to it now (`effects.Loan`)

@@ -1,8 +1,8 @@
 """Deadlines. Time is an argument everywhere: nothing in this package reads a clock.
 
-Laws: a key has at most one due time; setting it again replaces it, and a popped key is gone. Whatever is set once a
-time has been popped for is due after that time, so all that is due at one time is popped in so many steps as there were
-keys: a key that is armed again for now, whatever made it, waits for the next look at the clock.
+Laws: a key has at most one due time; setting it again replaces it, and a popped key is gone. A key set after a time has
+been popped is due after that time, so everything due at one time is popped in as many steps as there were keys: a key
+that is set again for now waits for the next reading of the clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SLACK = 64
 
 
 class Timers(Generic[K]):
-    """A set of keys with due times; cheap to move forward, which is what renewals do all day."""
+    """A set of keys with due times; cheap to move forward, which is what renewals do."""
 
     __slots__ = ("_at", "_heap", "_order", "_soonest")
 
@@ -27,10 +27,10 @@ class Timers(Generic[K]):
         self._at: dict[K, float] = {}
         self._heap: list[tuple[float, int, K]] = []
         self._order = itertools.count()
-        self._soonest = -math.inf  # just after the latest time that was popped for
+        self._soonest = -math.inf  # just after the latest popped time
 
     def set(self, key: K, at: float) -> None:
-        at = max(self._soonest, at)  # in this order: a NaN, which the heap would lose, is due at the next look
+        at = max(self._soonest, at)  # in this order: a NaN, which the heap would lose, is due next
         self._at[key] = at
         heapq.heappush(self._heap, (at, next(self._order), key))
         if len(self._heap) > 2 * len(self._at) + _SLACK:

@@ -1,8 +1,8 @@
 """The compatibility key: named facts that must be equal for an engine's KV to mean the same elsewhere.
 
-Law: `difference` is None exactly when the digests are equal. What may differ (versions, host facts) goes
-under "info." and is for people to read; what shapes the KV (model, weights, dtype, scales, rope, tokenizer,
-backend and isa for opaque pages) never does. A field that only one side states differs: silence is no proof.
+Law: `difference` is None exactly when the digests are equal. What may differ (versions, host facts) goes under "info."
+and is for people to read; everything that the KV depends on (model, weights, dtype, scales, rope, tokenizer, backend
+and isa for opaque pages) never does. A field that only one side states differs: absence is no proof.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DIGEST_BYTES = 16
 
 
 def validate_key(key: Mapping[str, str]) -> Mapping[str, str]:
-    """The key itself, or `BAD_MESSAGE` naming the field that breaks a bound: keys come from peers."""
+    """The key itself, or `BAD_MESSAGE` naming the field that exceeds a bound: keys come from peers."""
     if len(key) > FIELDS_MAX:
         raise ProtocolError(Reason.BAD_MESSAGE, f"compat: {len(key)} fields, at most {FIELDS_MAX}")
     for name, value in key.items():
@@ -46,7 +46,7 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str | None
 
 
 def digest(key: Mapping[str, str]) -> str:
-    """32 hex digits that stand for the key, whatever the order of its fields."""
+    """32 hex digits that identify the key, whatever the order of its fields."""
     binding = sorted(item for item in key.items() if not item[0].startswith(INFO_PREFIX))
     return hashlib.blake2b(msgspec.msgpack.encode(binding), digest_size=DIGEST_BYTES).hexdigest()
 

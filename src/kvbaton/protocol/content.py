@@ -16,7 +16,7 @@ DIGEST_BYTES = 16
 
 
 class Content(msgspec.Struct, frozen=True):
-    """Everything about a request that shapes the KV of its prompt."""
+    """Everything about a request that the KV of its prompt depends on."""
 
     tokens: Sequence[int]
     position: int  # how many of the tokens are handed over (Mamba needs one fewer than all)

@@ -1,4 +1,4 @@
-"""Effects, in the imperative: all that the ledger ever returns. The node carries them out."""
+"""Effects, in the imperative: everything that the ledger returns. The node carries them out."""
 
 from __future__ import annotations
 

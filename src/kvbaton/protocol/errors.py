@@ -1,6 +1,6 @@
 """Why a handoff failed: one closed list, shared by messages, metrics, logs and documentation.
 
-A new way to fail gets a new member here and a row in `MEANING`; nothing else may invent a reason.
+A new way to fail needs a new member here and a row in `MEANING`; reasons are defined nowhere else.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class Blame(enum.Enum):
     CALLER = "caller"  # the client or router that sent the request
     PEER = "peer"  # the other engine
     OPERATOR = "operator"  # configuration, capacity, network
-    NOBODY = "nobody"  # an ordinary course of events
+    NOBODY = "nobody"  # part of normal operation
 
 
 class Reason(enum.StrEnum):
@@ -57,28 +57,28 @@ class Reason(enum.StrEnum):
 
 
 MEANING: dict[Reason, tuple[Blame, str]] = {
-    Reason.ABORTED: (Blame.NOBODY, "The engine gave the request up while its KV was on the way."),
-    Reason.BAD_MESSAGE: (Blame.PEER, "A control message could not be decoded or broke a bound."),
-    Reason.BAD_SPAN: (Blame.PEER, "A copy named memory outside what was registered."),
+    Reason.ABORTED: (Blame.NOBODY, "The engine aborted the request while its KV was in transfer."),
+    Reason.BAD_MESSAGE: (Blame.PEER, "A control message could not be decoded or exceeded a limit."),
+    Reason.BAD_SPAN: (Blame.PEER, "A copy named memory outside the registered regions."),
     Reason.BUSY: (Blame.OPERATOR, "A bounded queue is full; try again later or elsewhere."),
     Reason.CANCELLED: (Blame.NOBODY, "The copy was cancelled because its handoff had ended."),
-    Reason.CHECKSUM_MISMATCH: (Blame.OPERATOR, "What arrived is not what was sent: suspect memory, NIC or network."),
+    Reason.CHECKSUM_MISMATCH: (Blame.OPERATOR, "Data changed on the way: suspect memory, NIC or network."),
     Reason.CLAIM_TIMEOUT: (Blame.PEER, "P did not answer the claim in time."),
-    Reason.CONTENT_MISMATCH: (Blame.CALLER, "The ticket or offer is for another prompt than the request's."),
-    Reason.DEFER_TIMEOUT: (Blame.PEER, "The other side knew of the request too late, or never."),
-    Reason.DISCARDED: (Blame.NOBODY, "The router took the ticket back: the client left, or another pair was asked."),
-    Reason.DRAINING: (Blame.OPERATOR, "The peer takes no new handoffs because it is about to stop."),
+    Reason.CONTENT_MISMATCH: (Blame.CALLER, "The ticket or offer is for a different prompt than the request's."),
+    Reason.DEFER_TIMEOUT: (Blame.PEER, "The other side received the request too late, or never."),
+    Reason.DISCARDED: (Blame.NOBODY, "The router took the ticket back: client gone, or another pair chosen."),
+    Reason.DRAINING: (Blame.OPERATOR, "The peer takes no new handoffs because it is shutting down."),
     Reason.DUPLICATE: (Blame.CALLER, "The transfer id is already in use by a live handoff."),
-    Reason.FORBIDDEN: (Blame.OPERATOR, "A member's key has a role that may not do this; mint it with another role."),
+    Reason.FORBIDDEN: (Blame.OPERATOR, "The member's role does not allow this; create its key with another."),
     Reason.HANDSHAKE_TIMEOUT: (Blame.PEER, "The peer did not answer the handshake in time."),
-    Reason.INCOMPATIBLE: (Blame.OPERATOR, "P and D differ in a field that shapes the KV; the detail names it."),
-    Reason.LEASE_EXPIRED: (Blame.OPERATOR, "The lease ran out before D could read."),
+    Reason.INCOMPATIBLE: (Blame.OPERATOR, "P and D differ in a field that the KV depends on; the detail names it."),
+    Reason.LEASE_EXPIRED: (Blame.OPERATOR, "The lease expired before D could read."),
     Reason.NO_TRANSPORT: (Blame.OPERATOR, "P and D have no data plane in common."),
     Reason.OTHER: (Blame.PEER, "The peer gave a reason that this version does not know."),
-    Reason.PEER_GONE: (Blame.PEER, "The peer said goodbye or was replaced by a new incarnation."),
+    Reason.PEER_GONE: (Blame.PEER, "The peer shut down or was replaced by a new incarnation."),
     Reason.PEER_UNKNOWN: (Blame.CALLER, "No registered peer has that name."),
     Reason.QUARANTINE_FULL: (Blame.OPERATOR, "Too many blocks wait for transfers that are not at rest."),
-    Reason.SOURCE_PREEMPTED: (Blame.NOBODY, "P preempted the request while streaming it."),
+    Reason.SOURCE_PREEMPTED: (Blame.NOBODY, "P preempted the request while streaming its KV."),
     Reason.SOURCE_ABORTED: (Blame.NOBODY, "P's request ended before its prefill was complete."),
     Reason.STALE: (Blame.OPERATOR, "P's blocks were reused before the copy was confirmed."),
     Reason.STORE_FAILED: (Blame.OPERATOR, "The shared store refused, failed or timed out."),
@@ -87,9 +87,9 @@ MEANING: dict[Reason, tuple[Blame, str]] = {
     Reason.TICKET_SPENT: (Blame.CALLER, "The ticket's readers have all used it."),
     Reason.TRANSFER_FAILED: (Blame.OPERATOR, "The data plane reported an error."),
     Reason.TRANSFER_TIMEOUT: (Blame.PEER, "The bytes did not arrive within transfer_timeout."),
-    Reason.UNKNOWN_LEASE: (Blame.PEER, "P has no such lease, or no longer remembers it."),
-    Reason.UNREACHABLE: (Blame.OPERATOR, "The data plane could not be opened to the peer; the next best is tried."),
-    Reason.WRONG_INCARNATION: (Blame.PEER, "The message or ticket belongs to an earlier life of this worker."),
+    Reason.UNKNOWN_LEASE: (Blame.PEER, "P has no such lease, or has forgotten it."),
+    Reason.UNREACHABLE: (Blame.OPERATOR, "The peer cannot be reached over this data plane; the next best is tried."),
+    Reason.WRONG_INCARNATION: (Blame.PEER, "The message or ticket belongs to an earlier incarnation of this worker."),
     Reason.WRONG_VERSION: (
         Blame.OPERATOR,
         "P and D have no protocol version in common, or one requires a feature that the other lacks.",
@@ -98,7 +98,7 @@ MEANING: dict[Reason, tuple[Blame, str]] = {
 
 
 def reason_of(text: str) -> Reason:
-    """The reason that a peer named; a newer peer may know more of them."""
+    """The reason that a peer named, `OTHER` where a newer peer knows one that this version does not."""
     try:
         return Reason(text)
     except ValueError:
@@ -106,7 +106,7 @@ def reason_of(text: str) -> Reason:
 
 
 class ProtocolError(Exception):
-    """A peer, caller or operator did something the protocol refuses; carries the reason and a detail."""
+    """A peer, caller or operator did something that the protocol refuses; carries the reason and a detail."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else str(reason))

@@ -1,6 +1,6 @@
-"""Events, in the past tense: everything the ledger can be told besides messages and time.
+"""Events, in the past tense: all inputs of the ledger besides messages and time.
 
-Engine events are noted on the engine's scheduler thread and queued; rank and store events come from data planes.
+Engine events are recorded on the engine's scheduler thread and queued; rank and store events come from transports.
 Block lists are per KV group; `NO_BLOCK` marks a place that has no block (outside a sliding window).
 """
 
@@ -24,7 +24,7 @@ class _Event(msgspec.Struct, frozen=True):
 
 
 class LeaseBegun(_Event, frozen=True):
-    """P has scheduled a prompt that somebody may read or be sent (streaming, push), or finished one (pull)."""
+    """P has scheduled a prompt that will be read or pushed (streaming, push), or finished one (pull)."""
 
     lease: LeaseId
     handoff: HandoffId
@@ -33,13 +33,13 @@ class LeaseBegun(_Event, frozen=True):
     groups: int
     max_readers: int = 1
     target: WorkerId = WorkerId("")
-    deferred: bool = False  # D may learn of it much later than P (streaming, push): wait `defer_timeout` for a claim
+    deferred: bool = False  # D may get it much later than P (streaming, push): wait `defer_timeout` for a claim
     request: RequestId = RequestId("")  # these two for observers
     trace: str = ""
 
 
 class LeaseExtended(_Event, frozen=True):
-    """These blocks were pinned, with these epochs, and belong to the end of the lease's lists."""
+    """These blocks were pinned, with these epochs, and are appended to the lease's lists."""
 
     lease: LeaseId
     blocks: Groups
@@ -80,12 +80,12 @@ class Wanted(_Event, frozen=True):
     digest: bytes
     tokens: int
     push: bool = False
-    deferred: bool = False  # P may begin later than D asks (streaming, push)
+    deferred: bool = False  # P may start later than D claims (streaming, push)
     trace: str = ""  # for observers
 
 
 class TurnedAway(_Event, frozen=True):
-    """A request came with a ticket that was refused at the door; nothing is owed to it."""
+    """A request came with a ticket that the doorway refused; nothing is owed to it."""
 
     request: RequestId
     reason: Reason
@@ -95,7 +95,7 @@ class TurnedAway(_Event, frozen=True):
 
 
 class Disowned(_Event, frozen=True):
-    """A ticket came to this engine, which will not read by it: its source need not keep what it promises."""
+    """A ticket came to this engine, which will not use it: its source need not hold the blocks."""
 
     handoff: HandoffId
     source: WorkerId
@@ -125,7 +125,7 @@ class GaveUp(_Event, frozen=True):
     request: RequestId
 
 
-# --- data planes
+# --- transports
 
 
 class CopyEnded(_Event, frozen=True):
@@ -172,7 +172,7 @@ class StoreEnded(_Event, frozen=True):
 
 
 class Departed(_Event, frozen=True):
-    """The registry says that this worker (in this life, if given) is gone, or that there never was one."""
+    """The registry reports that this worker (in this incarnation, if given) is gone, or never existed."""
 
     worker: WorkerId
     incarnation: Incarnation = Incarnation(0)
@@ -180,7 +180,7 @@ class Departed(_Event, frozen=True):
 
 
 class PlaneFailed(_Event, frozen=True):
-    """A data plane could not be opened here, for one link or session with that peer."""
+    """A transport could not be opened here, for one link or session with that peer."""
 
     peer: PeerId
     holder: tuple[str, int]
@@ -188,17 +188,17 @@ class PlaneFailed(_Event, frozen=True):
 
 
 class Discarded(_Event, frozen=True):
-    """The router took this handoff's ticket back: a D that has not claimed with it by now never will."""
+    """The router discarded this handoff's ticket: a D that has not claimed with it by now never will."""
 
     handoff: HandoffId
 
 
 class CacheReplaced(_Event, frozen=True):
-    """The engine dropped its cache, or its weights: what was leased or is on its way cannot be vouched for."""
+    """The engine dropped its cache, or its weights: leased blocks and blocks in transfer can no longer be trusted."""
 
 
 class DrainStarted(_Event, frozen=True):
-    """Park no more claims; leases that were granted are still read, and what is on its way still arrives."""
+    """Park no more claims; granted leases can still be read, and transfers still arrive."""
 
 
 Event = (

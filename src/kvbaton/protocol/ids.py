@@ -49,7 +49,7 @@ _HANDOFF = re.compile(r"([0-9a-f]{32})\.(0|[1-9][0-9]{0,3})")
 
 
 class PeerId(msgspec.Struct, frozen=True, array_like=True, order=True):
-    """A worker in one of its lives; a restart at the same address is a different peer."""
+    """A worker in one incarnation; a restart at the same address is a different peer."""
 
     worker: WorkerId
     incarnation: Annotated[Incarnation, ID]
@@ -59,7 +59,7 @@ class PeerId(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 def rank_peer(peer: PeerId, rank: int) -> PeerId:
-    """One rank of a peer, as data planes know it: each rank has its own memory, sockets and secrets."""
+    """One rank of a peer, as transports know it: each rank has its own memory, sockets and secrets."""
     return PeerId(WorkerId(f"{peer.worker}#{rank}"), peer.incarnation)
 
 

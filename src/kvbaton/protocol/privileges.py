@@ -1,8 +1,8 @@
-"""Privileges by role: the one table of what a member's key is for.
+"""Privileges by role: the one table of what a member's key allows.
 
-Law: a member without the privilege is not heard, whatever its key proves. A role says which part a member plays, no
-more: what a D may read, and a P may write, is decided handoff by handoff (`effects.Loan`). The page docs/security.md
-prints this table, and a test walks it cell by cell.
+Law: a member without the privilege is refused, whatever its key proves. A role only says which part a member plays:
+what a D may read, and a P may write, is decided handoff by handoff (`effects.Loan`). The page docs/security.md prints
+this table, and a test walks it cell by cell.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ class Role(enum.StrEnum):
     ROUTER = "router"
     OPERATOR = "operator"
     STORE = "store"
+    REGISTRY = "registry"
 
 
 class Act(enum.StrEnum):
     """Anything that a member can do to another."""
 
-    REGISTER = "register"  # be listed by the registry, and hear who else is
-    HELLO = "hello"  # greet a P, and get the addresses and secrets of its data planes
+    REGISTER = "register"  # be listed by the registry, and get the list
+    HELLO = "hello"  # say hello to a P, and get the addresses and secrets of its transports
     CLAIM = "claim"  # ask a P for a prompt's KV
-    OFFER = "offer"  # have a P write into blocks of its own
+    OFFER = "offer"  # let a P write into its own blocks
     READ = "read"  # blocks of a P that are lent to it
-    GRANT = "grant"  # answer a D's greetings and claims: be a P
+    GRANT = "grant"  # answer a D's hellos and claims: be a P
     WRITE = "write"  # blocks of a D that are lent to it
     KEEP = "keep"  # ask the shared store, and put there
     REPORT = "report"  # tell the router how it fares
     DRAIN = "drain"  # have a worker finish and go
+    WATCH = "watch"  # read a registry's whole list and the workers' reports; have tickets discarded
 
 
 _READS = frozenset({Act.HELLO, Act.CLAIM, Act.OFFER, Act.READ})
@@ -47,9 +49,10 @@ MAY: Mapping[Role, frozenset[Act]] = {
     Role.PREFILL: _WORKS | _WRITES,
     Role.DECODE: _WORKS | _READS,
     Role.BOTH: _WORKS | _WRITES | _READS,
-    Role.ROUTER: frozenset(),  # others come to it; it asks workers over HTTP
+    Role.ROUTER: frozenset({Act.WATCH}),  # else others come to it; it asks workers over HTTP
     Role.OPERATOR: frozenset({Act.DRAIN}),
     Role.STORE: frozenset(),  # others come to it
+    Role.REGISTRY: frozenset(),  # others come to it
 }
 
 SAYS: Mapping[type, frozenset[Act]] = {
@@ -91,8 +94,8 @@ def may_say(role: Role, kind: type) -> bool:
 
 
 def role_by_name(name: str) -> Role:
-    """Of a key whose file says none, as they all were: operators, router and store by their names, all others work."""
-    for role in (Role.OPERATOR, Role.ROUTER, Role.STORE):
+    """Of a key whose file says none: operators, routers, stores and registries by their names, all others work."""
+    for role in (Role.OPERATOR, Role.ROUTER, Role.STORE, Role.REGISTRY):
         if name == role or name.startswith(f"{role}-"):
             return role
     return Role.BOTH

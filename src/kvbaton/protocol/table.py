@@ -1,8 +1,8 @@
 """Legality as a table: every (state, event) pair is decided as a transition, as LATE or as ILLEGAL.
 
-LATE is what a healthy network makes (duplicates, crossings): ignored and counted.
-ILLEGAL is somebody's fault: refused and counted against the sender. A pair in neither list cannot be
-constructed into a table, so a new state or event asks all its questions at import.
+LATE is what a healthy network produces (duplicates, crossings): ignored and counted. ILLEGAL is a peer's fault: refused
+and counted against the sender. A pair in neither list cannot be constructed into a table, so a new state or event asks
+all its questions at import.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ E = TypeVar("E", bound=enum.Enum)
 
 
 class Verdict(enum.Enum):
-    """The verdict on a pair that is no transition."""
+    """The verdict on a pair that is not a transition."""
 
     LATE = "late"
     ILLEGAL = "illegal"

@@ -1,14 +1,14 @@
-"""One rank's way into the store where the rank's memory is a device's. Implements `shelves.RankShelf`.
+"""One rank's access to the store where the rank's memory is on a device. Implements `RankStoreInterface`.
 
-Blocks travel through slots of pinned memory, some at a time: a put gathers them into a slot by one launch and stores
-what is there, a get fetches into a slot and scatters by one launch. To the store below (`rank_shelf`) the slots are the
+Blocks travel through slots of pinned memory, a few at a time: a put gathers them into a slot with one launch and stores
+the slot, a get fetches into a slot and scatters with one launch. To the store below (`rank_store`) the slots are the
 engine's memory.
 
-Laws: what is put is on the device and done when it is ordered; what was got is, when its order ends. A slot belongs to
-one order from its first block to its end, gets and puts have slots of their own, and an order that waits for one ends
-by its time-out. An order ends when neither the store nor the device touches anything of it: a launch cannot be stopped,
-but it rests within milliseconds. Everything is decided on the thread that calls; other threads only leave a note, and
-wake it. Slots are pinned by the first order that needs one, and no later than `close` they are let go of.
+Laws: blocks of a put are complete on the device when it is ordered; blocks of a get are complete when its order ends. A
+slot belongs to one order from its first block to its end, gets and puts have separate slots, and an order that waits
+for one ends by its timeout. An order ends when neither the store nor the device touches its memory any more: a launch
+cannot be stopped, but it finishes within milliseconds. Everything is decided on the calling thread; other threads only
+queue a callback and wake it. Slots are pinned by the first order that needs one, and released by `close` at the latest.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ CLOSE_S = 5.0
 
 
 class StagingShape:
-    """How blocks lie in slots, and the tables that move them. ValueError for values that no slot can hold."""
+    """The layout of blocks in slots, and the tables that move them. ValueError for values that no slot can hold."""
 
     def __init__(self, values: RankValues, memory: Sequence[DeviceMemory]) -> None:
         size = values.space.value_bytes
         if size not in range(1, SLOT_BYTES.stop):
-            raise NotStorable(f"a block has {size} bytes on this rank; of a device's at most {SLOT_BYTES.stop - 1}")
+            raise NotStorable(f"a block has {size} bytes on this rank; on a device at most {SLOT_BYTES.stop - 1}")
         for run in values.runs:
             last = run.offset + (values.block_count - 1) * run.block_stride + run.bytes
             if run.offset < 0 or last > memory[run.region].nbytes:
@@ -82,7 +82,7 @@ class _Job:
     blocks: Sequence[int]
     deadline: float
     slot: int = -1
-    at: int = 0  # blocks that are dealt with
+    at: int = 0  # blocks already processed
     part: int = 0  # blocks in the slot
     count: int = 0
     asked: OrderId | None = None  # of the store below, now
@@ -97,7 +97,7 @@ class _DeviceLane:
 
 
 class _Below:
-    """The store below, which knows orders by numbers of its own; each end goes to the one that asked."""
+    """The store below, which numbers orders itself; each end goes to the order that asked."""
 
     def __init__(self, store: LocalShelf) -> None:
         self.store = store
@@ -133,14 +133,14 @@ class _Staging:
             self.stager.open(self.slots, ended)
 
     def close(self) -> bool:
-        """Whether the device has let go of the slots, so that their memory can be freed."""
+        """Whether the device no longer uses the slots, so that their memory can be freed."""
         if self.is_pinned is not False:
             self.stager.release(self.slots, lambda: None)
         return self.stager.close(CLOSE_S)
 
 
 class DeviceRankStore:
-    """Values of one rank, through any `Backend`, which is this rank's alone and closed with it."""
+    """Values of one rank, through any `Backend`, which belongs to this rank and is closed with it."""
 
     def __init__(
         self,
@@ -165,13 +165,13 @@ class DeviceRankStore:
         self._lookups: dict[OrderId, OrderId] = {}  # of the caller, as the store below knows them
         self._notes: deque[Callable[[], None]] = deque()  # left by the device's threads
         self._ends: list[OrderEnded] = []
-        self._open = 0  # accepted, and the end not drained
+        self._open = 0  # accepted, end not drained
         self._closed = False
         self._waker: Callable[[], None] = lambda: None
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Those of the store below; `pins`: blocks that are being put."""
+        """Counters of the store below; `pins`: blocks being put."""
         pins = sum(len(job.blocks) for job in list(self._jobs.values()) if job.kind == "put")
         return {**self._below.store.counters, "pins": pins}
 
@@ -221,7 +221,7 @@ class DeviceRankStore:
         self._below.store.set_waker(waker)
 
     def close(self) -> None:
-        """End all orders; bounded in time even if the back end or the device hangs. What ended can still be drained."""
+        """End all orders; bounded in time even if the backend or the device hangs. Ends can still be drained."""
         if self._closed:
             return
         self._closed = True
@@ -254,7 +254,7 @@ class DeviceRankStore:
         return True
 
     def _problem(self, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> str:
-        """What cannot be an order."""
+        """Invalid orders."""
         wrong = next((block for block in blocks if not 0 <= block < self._shape.block_count), None)
         if wrong is not None:
             return f"block {wrong} is outside 0..{self._shape.block_count - 1}"
@@ -267,7 +267,7 @@ class DeviceRankStore:
     # --- turns
 
     def _turn(self) -> None:
-        """Go on with whatever has news."""
+        """Continue every order that has news."""
         while self._notes:
             self._notes.popleft()()
         self._below.turn()
@@ -275,11 +275,11 @@ class DeviceRankStore:
         for lane in self._lanes.values():
             for job in [job for job in lane.waiting if job.deadline <= now]:
                 lane.waiting.remove(job)
-                self._finish(job, Reason.TRANSFER_TIMEOUT, "other orders had all slots until it was too late")
+                self._finish(job, Reason.TRANSFER_TIMEOUT, "timed out: other orders held all slots")
         self._begin()
 
     def _begin(self) -> None:
-        """Give slots to those that wait for one."""
+        """Give slots to the orders that wait for one."""
         if not any(lane.waiting for lane in self._lanes.values()):
             return
         self._staging.pin(self._on_pinned)
@@ -317,7 +317,7 @@ class DeviceRankStore:
                 self._ask(job, left_s)
 
     def _ask(self, job: _Job, left_s: float) -> None:
-        """Let the store below fetch into the slot, or keep what is in it."""
+        """Let the store below fetch into the slot, or store its contents."""
         store, gets = self._below.store, job.kind == "get"
         act, ended = (store.get, self._got) if gets else (store.put, self._kept)
         first = job.slot * self._shape.stride
@@ -327,7 +327,7 @@ class DeviceRankStore:
             self._finish(job, Reason.BUSY, "the rank's store has no room for more orders")
 
     def _move(self, job: _Job, count: int) -> None:
-        """Have the device gather `count` blocks into the slot, or scatter them from it."""
+        """Let the device gather `count` blocks into the slot, or scatter them from it."""
         blocks, gathers = job.blocks[job.at : job.at + count], job.kind == "put"
         rows, size = self._shape.rows(blocks, gathers), count * self._shape.value_bytes
         moved = self._gathered if gathers else self._scattered
@@ -368,7 +368,7 @@ class DeviceRankStore:
         self._go_on(job, job.ended)
 
     def _go_on(self, job: _Job, end: OrderEnded) -> None:
-        """After the blocks that `end` is about: with the next, or to the end."""
+        """Continue after the blocks that `end` refers to: with the next, or to the end."""
         job.at += job.part
         if end.reason is not None or job.at >= len(job.blocks) or (job.kind == "get" and end.count < job.part):
             self._finish(job, end.reason, end.detail)

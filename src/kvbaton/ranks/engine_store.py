@@ -1,10 +1,9 @@
-"""An engine's one access to the shared store, over all of its ranks: what one rank lacks, the engine lacks.
+"""An engine's access to the shared store, over all of its ranks: a value that one rank lacks, the engine lacks.
 
-Laws: two threads use a shelf, and two queues are all they share. The *engine's* thread leaves what it asks in one and
-takes what came of it from the other; only the *node's* thread talks to the ranks, within `drain` and `put`. Nothing
-waits, nothing raises for a back end. Each put ends once (`StoreEnded`), and each accepted question once
-(`StoreTold`), when
-every rank has ended its part: from then on no byte of it moves. Counts are the minimum over the ranks.
+Laws: two threads use it, and share only two queues. The *engine's* thread puts requests into one and takes results from
+the other; only the *node's* thread talks to the ranks, within `drain` and `put`. Nothing waits, nothing raises because
+of a backend. Each put ends once (`StoreEnded`), and each accepted request once (`StoreTold`), when every rank has ended
+its part: from then on no byte of it moves. Counts are the minimum over the ranks.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ CLOSED = "the store was closed"
 
 
 class ShelfSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Time-outs and bounds. A put's time-out should be below the node's `transfer_timeout`, which cancels it."""
+    """Timeouts and bounds. A put's timeout should be below the node's `transfer_timeout`, which cancels it."""
 
     lookup_timeout_s: float = 2.0
     get_timeout_s: float = 10.0
     put_timeout_s: float = 20.0
-    hashes_max: int = 4096  # of one question or put: the rest of a longer prompt is computed
-    asks_max: int = 128  # accepted, and not taken
-    puts_max: int = 96  # under way; a put beyond it costs a miss later
+    hashes_max: int = 4096  # of one request or put: the rest of a longer prompt is computed
+    asks_max: int = 128  # accepted, result not taken
+    puts_max: int = 96  # in flight; a put beyond it costs a miss later
 
 
 class StoreTold(msgspec.Struct, frozen=True):
-    """What came of a question: so many of its hashes are there, or have landed in their blocks."""
+    """The result of a request: how many of its hashes are in the store, or have landed in their blocks."""
 
     ask: AskId
     count: int
@@ -70,7 +69,7 @@ class _Forget(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Open:
-    """One order on its way, on all ranks."""
+    """One order in flight, on all ranks."""
 
     of: PutId | AskId
     what: str  # put, lookup, get
@@ -94,7 +93,7 @@ class EngineStore:
 
     def __init__(self, ranks: Sequence[RankStoreInterface], settings: ShelfSettings | None = None) -> None:
         if not ranks:
-            raise ValueError("ranks: none given; a shelf needs one for each rank of the engine")
+            raise ValueError("ranks: none given; give one for each rank of the engine")
         self.settings = settings or ShelfSettings()
         self.counters: Counter[str] = Counter()
         self.wake_engine: Callable[[], None] = lambda: None
@@ -107,34 +106,34 @@ class EngineStore:
         self._asks_taken = 0  # the engine's
         self._last = 0
         self._open: dict[OrderId, _Open] = {}
-        self._orders: dict[tuple[bool, int], OrderId] = {}  # by what they are for
+        self._orders: dict[tuple[bool, int], OrderId] = {}  # by purpose
         self._ended: list[StoreEnded] = []
 
     @property
     def pins(self) -> int:
-        """Blocks that stores of this process read now. From any thread."""
+        """Blocks that stores of this process are reading now. From any thread."""
         return sum(rank.counters.get("pins", 0) for rank in self._ranks)
 
     # --- engine's thread
 
     def lookup(self, hashes: Sequence[bytes]) -> AskId | None:
-        """Ask how many of these, from the first on, are there. None: no room, or nothing to ask."""
+        """Look up how many of these, from the first on, are in the store. None: no room, or nothing to look up."""
         return self._ask(hashes, lambda ask: _Lookup(ask, tuple(hashes[: self.settings.hashes_max])))
 
     def get(self, hashes: Sequence[bytes], blocks: Sequence[int]) -> AskId | None:
-        """Have the longest prefix of these brought into the blocks, which are the shelf's until it is `StoreTold`."""
+        """Load the longest prefix of these into the blocks, which belong to the store until `StoreTold`."""
         if len(hashes) != len(blocks):
             raise ValueError(f"blocks: {len(blocks)} for {len(hashes)} hashes")
         most = self.settings.hashes_max
         return self._ask(hashes, lambda ask: _Get(ask, tuple(hashes[:most]), tuple(blocks[:most])))
 
     def forget(self, ask: AskId) -> None:
-        """The answer is not needed any more. It still comes, perhaps sooner."""
+        """The result is no longer needed. It still arrives, perhaps sooner."""
         self._asked.append(_Forget(ask))
         self._waker()
 
     def take(self) -> list[StoreTold]:
-        """What was answered since the last call."""
+        """Results since the last call."""
         told = []
         while self._told:
             told.append(self._told.popleft())
@@ -158,19 +157,19 @@ class EngineStore:
         if not row or len(row) != len(keys) or NO_BLOCK in row:
             opened.fail(Reason.BAD_SPAN, f"{len(keys)} keys for blocks of {[len(each) for each in blocks]}")
         elif sum(is_put for is_put, _ in self._orders) >= self.settings.puts_max:
-            opened.fail(Reason.BUSY, f"{self.settings.puts_max} puts are under way")
+            opened.fail(Reason.BUSY, f"{self.settings.puts_max} puts are in flight")
         most, timeout_s = self.settings.hashes_max, self.settings.put_timeout_s
         self._begin(opened, lambda rank, order: rank.put(order, keys[:most], row[:most], timeout_s))
 
     def cancel(self, put: PutId) -> None:
-        """It took too long."""
+        """The timeout of a put has passed."""
         order = self._orders.get((True, put))
         if order is not None:
             self._open[order].fail(Reason.TRANSFER_TIMEOUT, "the put was not done in time")
             self._cancel((True, put))
 
     def drain(self) -> Sequence[StoreEnded]:
-        """Hand over what the engine asked, and take what has ended."""
+        """Hand over the engine's requests, and collect what has ended."""
         self._collect()
         while self._asked:
             self._carry_out(self._asked.popleft())
@@ -183,7 +182,7 @@ class EngineStore:
             rank.set_waker(waker)
 
     def close(self) -> None:
-        """End everything; bounded in time. One more `drain` and `take` tell what ended. Idempotent."""
+        """End everything; bounded in time. One more `drain` and `take` return the ends. Idempotent."""
         self._closed = True
         for rank in self._ranks:
             with self._guarded("close"):
@@ -209,7 +208,7 @@ class EngineStore:
                 self._cancel((False, ask))
 
     def _begin(self, opened: _Open, act: Act) -> None:
-        """Have all ranks begin, or none go on: what one refused is taken back from the others."""
+        """Start on all ranks or on none: if one refuses, the others are cancelled."""
         self._last += 1
         order = OrderId(self._last)
         self._open[order] = opened
@@ -274,10 +273,10 @@ class EngineStore:
 
     @contextlib.contextmanager
     def _guarded(self, what: str) -> Iterator[None]:
-        """A rank that throws costs what it was asked; it is counted."""
+        """An exception of a rank fails the operation only; it is counted."""
         try:
             yield
-        except Exception as error:  # an adapter may throw anything
+        except Exception as error:  # an adapter may raise anything
             self.counters["faults"] += 1
             if self.counters["faults"] <= FAULTS_LOGGED_MAX:
                 log.error("[rank-store-fault] a rank's store failed (%s)", what, exc_info=error)

@@ -1,11 +1,11 @@
-"""What carries a rank link, as its two ends see it: they decide (`rank_link`, `rank_host`), and this brings and wakes.
+"""The carrier of a rank link: the two ends (`rank_link`, `rank_host`) decide, the carrier delivers and wakes.
 
 In production that is `rank_sockets` (ZeroMQ and threads), in the simulator a seeded channel under its clock
 (`sim.rank_channel`); the ends are the same code.
 
-Laws: a line may lose frames, but never alters or misattributes one; what it hands over of one connection is in order.
-No call waits but `Sleeper.wait` and `Arrival.wait_for`. A loop calls `turn` and `finish` one at a time, `finish` once
-and last; whatever `turn` throws does not end it.
+Laws: a line may lose frames, but never alters or misattributes one; frames of one connection are delivered in order. No
+call waits except `Sleeper.wait` and `Arrival.wait_for`. A loop calls `turn` and `finish` one at a time, `finish` once
+and last; an exception of `turn` does not end it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Lines(Sleeper, Protocol):
     counters: Counter[str]
 
     def send(self, rank: int, frame: bytes) -> None:
-        """Queue a frame; where the queue is full it is lost and counted."""
+        """Queue a frame; if the queue is full it is lost and counted."""
 
     def receive(self) -> Sequence[tuple[int, bytes]]:
-        """What has come, each frame with the rank that sent it."""
+        """Received frames, each with the rank that sent it."""
 
     def close(self) -> None: ...
 
@@ -46,10 +46,10 @@ class RankLine(Sleeper, Protocol):
 
     @property
     def strangers(self) -> int:
-        """Connections that came and were not the engine's."""
+        """Connections that were not the engine's."""
 
     def send(self, frame: bytes) -> None:
-        """Lost where there is no connection."""
+        """Lost if there is no connection."""
 
     def receive(self) -> Sequence[bytes]: ...
 
@@ -69,7 +69,7 @@ class CarrierLoop(Protocol):
 
 
 class Arrival(Protocol):
-    """A lock, and the wait for what another thread brings, during which the lock is free."""
+    """A lock, and a wait for another thread's result, during which the lock is free."""
 
     def __enter__(self) -> object: ...
 
@@ -83,15 +83,15 @@ class Arrival(Protocol):
 
 
 class Carrier(Protocol):
-    """Makes all of these."""
+    """The factory of all of these."""
 
     def session(self) -> int:
-        """The number of a new stream: not 0, and nobody guesses it."""
+        """The number of a new stream: not 0, and unguessable."""
 
     def dial(self, invitations: Sequence[RankInvitation], clock: Clock) -> Lines: ...
 
     def listen(self, rank: int, host: str, clock: Clock) -> RankLine:
-        """With keys minted for it. ValueError when `host` is nothing that the engine can dial."""
+        """With keys minted for it. ValueError when the engine cannot connect to `host`."""
 
     def loop(
         self,

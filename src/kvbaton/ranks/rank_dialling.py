@@ -1,7 +1,7 @@
-"""The sockets of an engine towards its ranks: one context, one poll and one thread, but a key pair for each rank.
+"""The sockets of an engine to its ranks: one context, one poll and one thread, but a key pair per rank.
 
-Each rank minted the engine's keys for itself, and a `ZmqControl` has one identity; so its parts are put together here
-with one identity per rank. Laws as there: only the loop's thread touches sockets, `wake` is for all; only `wait`
+Each rank minted the engine's keys for itself, and a `ZmqControl` has one identity; so its parts are combined here with
+one identity per rank. Laws as there: only the loop's thread touches sockets, any thread may call `wake`; only `wait`
 waits; a frame belongs to the rank whose key the connection has proven.
 """
 
@@ -26,7 +26,7 @@ FRAMES_PER_RANK_MAX = 64
 
 
 class RankDialler:
-    """Connections to all ranks; dialled on first use, kept up by libzmq."""
+    """Connections to all ranks; opened on first use, kept up by libzmq."""
 
     def __init__(self, invitations: Sequence[RankInvitation], clock: Callable[[], float]) -> None:
         self.counters: Counter[str] = Counter()  # as `ZmqControl.counters`
@@ -37,11 +37,11 @@ class RankDialler:
         self._lines = {each.rank: self._line(each, clock) for each in invitations}
 
     def send(self, rank: int, frame: bytes) -> None:
-        """Queue a frame; where the queue is full it is lost and counted."""
+        """Queue a frame; if the queue is full it is lost and counted."""
         self._lines[rank].send(rank_name(rank), frame)
 
     def receive(self) -> list[tuple[int, bytes]]:
-        """What has come, each frame with the rank that sent it."""
+        """Received frames, each with the rank that sent it."""
         events: dict[object, int] = dict(self._poller.poll(0))
         found: list[tuple[int, bytes]] = []
         for rank, line in self._lines.items():
@@ -59,11 +59,11 @@ class RankDialler:
             self._waker.clear()
 
     def wake(self) -> None:
-        """End the wait that is under way, or else the next. From any thread."""
+        """End the current wait, or else the next. From any thread."""
         self._waker.wake()
 
     def close(self) -> None:
-        """Waits at most `linger_s` for what is on its way. Idempotent."""
+        """Waits at most `linger_s` for queued frames. Idempotent."""
         if self._context.closed:
             return
         for line in self._lines.values():

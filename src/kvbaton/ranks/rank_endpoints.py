@@ -1,9 +1,9 @@
-"""Endpoints that a rank makes for peers, for a node that needs them at once.
+"""Endpoints that a rank creates for peers, for a node that needs them at once.
 
-Laws: the caller waits at most `ENDPOINT_WAIT_S`, and not at all while an earlier question is overdue, so a rank that
-stalls costs the node's thread one such wait, not one per peer. An endpoint that comes late is there for the next call;
-a failure is not, which asks anew: it is of another time.
-An answer to a question from before a disconnect or fence is dropped: the secret in it is no longer valid.
+Laws: the caller waits at most `ENDPOINT_WAIT_S`, and not at all while an earlier request is overdue, so a rank that
+stalls costs the node's thread one such wait, not one per peer. An endpoint that arrives late is kept for the next call;
+a failure is not: the next call asks again. A response to a request from before a disconnect or fence is dropped: the
+secret in it is no longer valid.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ENDPOINT_WAIT_S = 0.5
 
 
 class Endpoints:
-    """Those of one data plane. `get` and `forget` by the node's thread, `take` by the link's."""
+    """The endpoints of one transport. `get` and `forget` by the node's thread, `take` by the link's."""
 
     def __init__(self, whose: str, ask: Callable[[int, PeerId], None], came: Arrival) -> None:
         self._whose = whose
@@ -45,9 +45,9 @@ class Endpoints:
             if isinstance(answer, Minted):
                 return answer.endpoint
             if answer is None:
-                raise TimeoutError(f"{self._whose} has not made an endpoint for {peer} yet; ask again")
+                raise TimeoutError(f"{self._whose} has not created an endpoint for {peer} yet; try again")
             del self._answers[peer]
-        raise RuntimeError(f"{self._whose} could not make an endpoint for {peer}: {answer.detail}")
+        raise RuntimeError(f"{self._whose} could not create an endpoint for {peer}: {answer.detail}")
 
     def forget(self, peer: PeerId) -> None:
         with self._came:

@@ -1,17 +1,16 @@
-"""The rank's end of a rank link: carries out in the worker's process what the engine's process asks of its data planes.
+"""The rank's end of a rank link: carries out the engine process's commands on the transports of the worker process.
 
     host = RankHost(rank, {"tcp": transport})     # memory is registered already
     host.start(); hand_to_engine(host.invitation.encode())
 
 Laws: one thread, asleep in the kernel when idle; only it touches the transports from `start` on, and `stop` closes
-them. Commands are carried out in the order in which they came, except that a copy for which a data plane has no room
-waits without holding up what can end it (cancel, disconnect, fence, close). Whatever a transport throws becomes news.
-The rank's shelf, where there is one, is driven by the same thread and closed before the data planes.
-One engine is served: the holder of the invitation who speaks first, for as long as this host lives. Its keys are
-minted for it and never leave memory, but for the invitation. An engine that lives in this process, as vLLM's does with
-one worker, takes the data planes (`give`) instead of speaking to them: from then on they are its node's, and this host
-does no more than to close them when it stops, should the node not have done so. The shelf stays with this host. What
-carries frames and turns is `rank_carrying`'s.
+them. Commands are carried out in order, except that a copy for which a transport has no room waits without delaying
+what can end it (cancel, disconnect, fence, close). Every exception of a transport becomes news. The rank's store, if
+any, is driven by the same thread and closed before the transports. One engine is served: the first holder of the
+invitation to speak, for the lifetime of this host. Its keys are minted for it and never leave memory except in the
+invitation. An engine in this process, as vLLM with one worker, takes the transports (`give`) instead of sending
+commands: from then on they belong to its node, and this host only closes them when it stops, if the node has not. The
+store stays with this host. Frames and turns are carried by `rank_carrying`.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ os.register_at_fork(after_in_child=_HERE.clear)  # a child has neither their thr
 
 
 class RankHost:
-    """Serves one rank's data planes to the engine. Construct, `start`, hand the invitation over; `stop` at the end."""
+    """Serves one rank's transports to the engine. Construct, `start`, hand over the invitation; `stop` at the end."""
 
     def __init__(
         self,
@@ -86,11 +85,11 @@ class RankHost:
         self._stream = Stream()
         self.leases_max, self.batch_max = LEASES_MAX, NEWS_BATCH_MAX
         self._progress: dict[LeaseId, Progress] = {}
-        self._refusals_at = -math.inf  # when to look next who was turned away
+        self._refusals_at = -math.inf  # when to read the refusal counters next
         self._lock = threading.Lock()  # of `_progress`
-        self._serving = threading.Lock()  # held through each turn, so that data planes are given between two
+        self._serving = threading.Lock()  # held through each turn, so that transports are given between two
         self._given: dict[str, HostedPlane] = {}
-        self._tell = self._line.wake  # whoever takes the progress
+        self._tell = self._line.wake  # wakes the consumer of progress
         self.counters: Counter[str] = Counter()  # malformed, unknown_transport, no_shelf, progress_lost
         self._thread = carrier.loop(f"kvbaton-{rank_name(rank)}", self._line, self._turn, self._finish, clock)
         able = {name: transport.capabilities for name, transport in transports.items()}
@@ -108,10 +107,10 @@ class RankHost:
     def give(
         self, invitation: RankInvitation, session: int, tell: Callable[[], None]
     ) -> Mapping[str, HostedPlane] | None:
-        """The data planes, for an engine of this process that will speak in `session` about all else; once.
+        """The transports, for an engine of this process that uses `session` for everything else; once.
 
-        None for a holder of other keys than were minted here, and when an engine is served already. `tell` is called
-        when there is progress to take, from any thread.
+        None for other keys than were minted here, and when an engine is served already. `tell` is called when there is
+        progress to take, from any thread.
         """
         with self._serving:
             if invitation != self.invitation or self._stream.session or self._thread.is_stopping:
@@ -121,7 +120,7 @@ class RankHost:
             return self._given
 
     def stop(self, timeout_s: float = STOP_S) -> bool:
-        """Close the data planes and the link; False when that took longer than `timeout_s`."""
+        """Close the transports and the link; False when that took longer than `timeout_s`."""
         return self._thread.stop(timeout_s)
 
     def progressed(self, lease: LeaseId, progress: Progress) -> None:
@@ -134,7 +133,7 @@ class RankHost:
         self._tell()
 
     def take_progress(self) -> list[Progressed]:
-        """By whom the data planes were given to: how far this rank's device has come since the last call."""
+        """For the owner of the transports: the device's progress since the last call."""
         with self._lock:
             found = [Progressed(lease, progress) for lease, progress in self._progress.items()]
             self._progress.clear()
@@ -142,7 +141,7 @@ class RankHost:
 
     @property
     def strangers(self) -> int:
-        """Connections that came and were not the engine's."""
+        """Connections that were not the engine's."""
         return self._line.strangers
 
     @property
@@ -171,7 +170,7 @@ class RankHost:
                 return
             command = decode_command(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            self._count("malformed", f"a frame that cannot be read: {error}")
+            self._count("malformed", f"a frame that cannot be decoded: {error}")
             return
         if isinstance(command, ShelfCommand):
             self._order(command)
@@ -190,7 +189,7 @@ class RankHost:
 
     def _send(self, now: float) -> None:
         news: list[News] = []
-        look = now >= self._refusals_at and self._stream.is_open  # else what waits to be sent grows with the strangers
+        look = now >= self._refusals_at and self._stream.is_open  # otherwise unauthenticated peers grow the send queue
         if look:
             self._refusals_at = now + REFUSALS_S
         for plane in self._planes.values():
@@ -204,7 +203,7 @@ class RankHost:
         for start in range(0, len(news), self.batch_max):
             self._stream.add(encode_news(news[start : start + self.batch_max]))
         for frame in self._stream.due(now) if self._stream.session else ():
-            self._line.send(frame)  # lost where there is no connection; sent again when there is
+            self._line.send(frame)  # lost without a connection; sent again when there is one
 
     def _some_progress(self) -> list[News]:
         with self._lock:
@@ -220,7 +219,7 @@ class RankHost:
                 if self._shelf is not None:
                     self._shelf.close()
                 for plane in self._given.values():
-                    plane.shut()  # what has ended by it is for the node to drain
+                    plane.shut()  # the node drains what ended
                 for plane in self._planes.values():
                     plane.close()
                 self._send(self._clock())
@@ -234,5 +233,5 @@ class RankHost:
 
 
 def host_of(invitation: RankInvitation) -> RankHost | None:
-    """Whoever made this invitation, where that was in this process."""
+    """The host that made this invitation, if it is in this process."""
     return _HERE.get(invitation.rank_public)

@@ -4,17 +4,16 @@
     node = Node(ledger, control, [links.transports(rank) for rank in range(len(invitations))], doorway,
                 extra=links.drain_progress)
 
-A rank whose host lives in this very process (vLLM with one worker) is not spoken to: its data planes are taken from it,
-and the node drives them itself. That saves each command and each end two threads and a way through the kernel. Such a
-rank cannot be lost without this process. Its shelf, where it has one, is reached over the sockets as every other's, and
-so is a rank whose data planes another engine has.
+A rank whose host lives in this very process (vLLM with one worker) gets no messages: its transports are taken from it,
+and the node drives them itself. That saves each command and each end two threads and a trip through the kernel. Such a
+rank cannot be lost without this process. Its store, if it has one, is reached over the sockets like every other's, and
+so is a rank whose transports another engine has.
 
-Laws: what is posted for a rank arrives in that order, once, or is still on its way (`rank_stream`, whose window is
-smaller than a queue of the sockets, so that none of it is lost at a full one). A rank is lost when it left all pings
-of `lost_s` unanswered: its copies then end, not at rest, and new ones fail at once. Pings are counted, not seconds, so
-a stall of this process takes no rank from it; a rank that stalls for less than `lost_s` loses nothing. A rank that
-answers again is back. What a loss means for orders of a shared store is in `rank_store_link`; what carries frames and
-turns is `rank_carrying`'s.
+Laws: what is posted for a rank arrives in that order, once, or is still in flight (`rank_stream`, whose window is
+smaller than a socket queue, so that none of it is lost at a full one). A rank is lost when it left all pings of
+`lost_s` unanswered: its copies then end, not at rest, and new ones fail at once. Pings are counted, not seconds, so a
+stall of this process loses no rank; a rank that stalls for less than `lost_s` loses nothing. A rank that answers again
+is back. `rank_store_link` says what a loss means for store orders; frames and turns are carried by `rank_carrying`.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class RankLink:
         tell: Callable[[], None] = lambda: None,
         carrier: Carrier = SOCKETS,
     ) -> None:
-        """`wake`: the link's thread; `tell`: whoever takes the progress."""
+        """`wake`: wakes the link's thread; `tell`: wakes the consumer of progress."""
         self.rank = invitation.rank
         self.lost = False
         self.counters: Counter[str] = Counter()  # losses, malformed
@@ -95,7 +94,8 @@ class RankLink:
         self._wake()
 
     def take(self, frame: bytes, now: float) -> None:
-        """A frame of the rank's, which is there, then. One that cannot be read may have held the end of any copy."""
+        """A frame of the rank, which is alive then. One that cannot be decoded may have contained the end of any
+        copy."""
         before = self.stream.heard
         try:
             body = self.stream.take(frame, now)
@@ -105,14 +105,14 @@ class RankLink:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self.counters["malformed"] += 1
             if worth_saying(self.counters["malformed"]):
-                log.error("[rank-unreadable] rank %d sent what cannot be read: %s", self.rank, error)
-            self.end(f"rank {self.rank} sent what cannot be read")
+                log.error("[rank-unreadable] rank %d sent a message that cannot be decoded: %s", self.rank, error)
+            self.end(f"rank {self.rank} sent a message that cannot be decoded")
             return
         for each in news:
             self._take_news(each)
 
     def due(self, now: float) -> list[bytes]:
-        """What to send now, after looking whether the rank is still there."""
+        """The frames to send now, after checking whether the rank is still alive."""
         if now >= self._ping_at:
             if self._pings >= self._pings_max and not self.lost:
                 self._lose()
@@ -143,12 +143,12 @@ class RankLink:
 
     def _lose(self) -> None:
         self.counters["losses"] += 1
-        detail = f"rank {self.rank} did not answer {self._pings} pings; what its memory holds is unknown"
+        detail = f"rank {self.rank} did not answer {self._pings} pings; the state of its memory is unknown"
         log.error("[rank-lost] %s", detail)
         self.end(detail)
 
     def end(self, detail: str) -> None:
-        """From now on nothing is started; what is under way ends, and nobody knows whether it is at rest."""
+        """From now on nothing is started; copies in flight end, and whether they are at rest is unknown."""
         self.lost = True
         for transport in self.transports.values():
             transport.on_lost(detail)
@@ -156,7 +156,7 @@ class RankLink:
             self.shelf.on_lost(detail)
 
     def stop(self, detail: str) -> None:
-        """Nothing is heard of the rank from now on."""
+        """Nothing more will arrive from the rank."""
         self.end(detail)
         if self.shelf is not None:
             self.shelf.on_stopped(detail)
@@ -190,11 +190,11 @@ class RankLinks:
         tell: Callable[[], None] = lambda: None,
         carrier: Carrier = SOCKETS,
     ) -> None:
-        """With `me`, the ranks' data planes are told whose they are, before anything else. `tell` is called, from any
+        """With `me`, the ranks' transports are told whose they are, before anything else. `tell` is called, from any
         thread, when there is progress to drain."""
         ranks = [invitation.rank for invitation in invitations]
         if not ranks or sorted(ranks) != list(range(len(ranks))):
-            raise ValueError(f"invitations: got ranks {ranks}; one of each rank 0..n-1 is needed")
+            raise ValueError(f"invitations: got ranks {ranks}; expected one for each rank 0..n-1")
         self._lines = carrier.dial(invitations, clock)
         self._thread = carrier.loop("kvbaton-ranks", self._lines, self._turn, self._finish, clock)
         self._clock = clock
@@ -231,25 +231,26 @@ class RankLinks:
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> bool:
-        """End the links, sending what is still to be sent; False when that took longer than `timeout_s`."""
+        """End the links after sending what is queued; False when that took longer than `timeout_s`."""
         return self._thread.stop(timeout_s)
 
     def transports(self, rank: int) -> Mapping[str, Transport]:
-        """The data planes of one rank, by name."""
+        """The transports of one rank, by name."""
         return self._transports[rank]
 
     def shelf(self, rank: int) -> RemoteShelf | None:
-        """The rank's way to a shared store, where it has one."""
+        """The rank's access to a shared store, if it has one."""
         return self._links[rank].shelf if rank in self._links else None
 
     def drain_progress(self) -> list[LeaseProgressed]:
-        """How far the ranks' devices have come since the last call."""
+        """Progress of the ranks' devices since the last call."""
         near = [(rank, each) for rank, host in self._near.items() for each in host.take_progress()]
         far = [event for link in self._links.values() for event in link.take_progress()]
         return [*(LeaseProgressed(each.lease, rank, each.progress) for rank, each in near), *far]
 
     def data_refused(self) -> Mapping[str, int]:
-        """`metrics.node.data_refused` of all ranks, for one thread that asks often: summed anew when there is news."""
+        """`metrics.node.data_refused` of all ranks, for one thread that polls often: summed again when there is
+        news."""
         told = [_refusals(each) for rank in self._transports.values() for each in rank.values()]
         if told != self._refusals_told:
             self._refusals_told = told
@@ -257,7 +258,7 @@ class RankLinks:
         return self._refused
 
     def mapped_bytes(self) -> int:
-        """What all ranks keep open of other processes' device memory."""
+        """Device memory of other processes that all ranks have mapped."""
         return sum(each.mapped_bytes for link in self._links.values() for each in link.transports.values())
 
     def is_lost(self, rank: int) -> bool:
@@ -291,5 +292,5 @@ class RankLinks:
 
 
 def _refusals(transport: Transport) -> Mapping[str, int]:
-    """What a rank has told stays as it is; what a data plane of this process counts does not."""
+    """Counters reported by a rank are stable; those of a transport in this process are not."""
     return transport.refusals if isinstance(transport, RemoteTransport) else refusals_of(transport)

@@ -1,12 +1,11 @@
-"""What the engine's process and the process of one of its ranks say to each other, as typed and bounded msgpack.
+"""Messages between the engine's process and the process of one of its ranks, as typed and bounded msgpack.
 
-The ledger lives with the scheduler; memory and data planes live in the rank (rule 20). Commands go down, news comes up.
+The ledger lives with the scheduler; memory and transports live in the rank (rule 20). Commands go down, news comes up.
 
-Laws: each command names the transport that it is for, or is for the rank's shelf (`rank_store_messages`). A device
-event cannot cross: it belongs to the process that made it, so a copy that must wait for one is started where the event
-is. What a copy has to move (spans, and a weave's column and shifts) crosses as one table, in parts, so no frame is
-larger than `FRAME_BYTES_MAX`; one that came torn is refused. The invitation is a secret: whoever holds it can be the
-engine.
+Laws: each command names its transport, or is for the rank's store (`rank_store_messages`). A device event cannot cross:
+it belongs to the process that made it, so a copy that must wait for one is started where the event is. A copy's table
+(spans, and a weave's column and shifts) crosses in parts, so no frame is larger than `FRAME_BYTES_MAX`; an incomplete
+table is refused. The invitation is a secret: its holder can act as the engine.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class _Command(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Open(_Command, frozen=True):
-    """Tell a data plane whose it is; the first command of an engine to planes that were made without a name."""
+    """Tell a transport whose it is; the first command of an engine to transports made without a name."""
 
     me: PeerId
 
@@ -96,7 +95,7 @@ class TablePart(_Command, frozen=True):
 
 class Submit(_Command, frozen=True):
     """Start a copy. Its table is its spans, then the column and the shifts of its weave, if it has one; `table` is the
-    last of it, and the sizes say how much there must be, so that a table with a part missing is never used."""
+    last part, and the sizes say how much there must be, so that an incomplete table is never used."""
 
     job: JobId
     peer: PeerId
@@ -114,13 +113,14 @@ class Cancel(_Command, frozen=True):
 
 
 class LayOut(_Command, frozen=True):
-    """Which bytes make which block; before anything is lent."""
+    """The memory layout of blocks; before anything is lent."""
 
     tables: Annotated[tuple[PageTable, ...], Meta(max_length=TABLES_MAX)]
 
 
 class RankLend(_Command, frozen=True):
-    """Let a peer at some blocks; `Cancel` takes it back, and `RankEnded` says that nothing moves by it any more."""
+    """Give a peer access to some blocks; `Cancel` revokes it, and `RankEnded` says that nothing moves by it any
+    more."""
 
     job: JobId
     peer: PeerId
@@ -134,7 +134,7 @@ class RankLend(_Command, frozen=True):
 
     @property
     def loan(self) -> Loan:
-        """ValueError when a list is torn."""
+        """ValueError when a list is incomplete."""
         return Loan(self.job, self.peer, self.direction, tuple(tuple(_int32(ids)) for ids in self.blocks))
 
 
@@ -204,13 +204,13 @@ class Fenced(_News, frozen=True):
 
 
 class RankRefusals(_News, frozen=True):
-    """Who was turned away at the rank's data port so far, by cause; only where that has changed."""
+    """Refusals at the rank's data port so far, by cause; sent only on change."""
 
     counts: Annotated[dict[Name, Number], Meta(max_length=CAUSES_MAX)]
 
 
 class MappedBytes(_News, frozen=True):
-    """How much of other processes' device memory the rank keeps open; only where that has changed."""
+    """Device memory of other processes that the rank has mapped; sent only on change."""
 
     nbytes: Number
 
@@ -254,7 +254,7 @@ _NOTHING = array("q")
 
 
 def table_bytes(copy: Copy) -> int:
-    """How much has to cross for a copy."""
+    """The size of a copy's table."""
     return sum(len(each) * each.itemsize for each in _table(copy))
 
 
@@ -276,12 +276,12 @@ def submit_commands(transport: str, copy: Copy, part_bytes: int = PART_BYTES_MAX
 
 
 def copy_of(submit: Submit, before: bytes | bytearray = b"") -> Copy:
-    """The copy that a `Submit` starts; `before` are the parts that came ahead. ValueError when the table is torn."""
+    """The copy that a `Submit` starts; `before` are the earlier parts. ValueError when the table is incomplete."""
     sizes = submit.spans_bytes, submit.column_bytes, submit.shifts_bytes
     _check_sizes(*sizes)
     came_bytes = len(before) + len(submit.table)
     if came_bytes != sum(sizes):
-        raise ValueError(f"copy: {came_bytes} bytes of its table came of {sum(sizes)}")
+        raise ValueError(f"copy: received {came_bytes} of {sum(sizes)} bytes of its table")
     numbers = array("q")
     numbers.frombytes(before)
     numbers.frombytes(submit.table)
@@ -299,7 +299,7 @@ def _table(copy: Copy) -> tuple[array[int], array[int], array[int]]:
 
 
 def _check_sizes(spans: int, column: int, shifts: int) -> None:
-    """Of a table, in bytes. A weave must not stand for more rows than a table can have either."""
+    """Size of a table in bytes. A weave must not stand for more rows than a table can have either."""
     rows = (column // SPAN_BYTES) * (shifts // SHIFT_BYTES)
     if spans % SPAN_BYTES or column % SPAN_BYTES or shifts % SHIFT_BYTES or bool(column) != bool(shifts):
         told = f"{spans} bytes of spans, {column} of a weave's column, {shifts} of its shifts"
@@ -310,7 +310,7 @@ def _check_sizes(spans: int, column: int, shifts: int) -> None:
 
 
 def _int32(data: bytes) -> array[int]:
-    """Both ends are processes of one engine, on machines of one kind."""
+    """Both ends are processes of one engine, on machines of the same kind."""
     found = array("i")
     found.frombytes(data)
     return found
@@ -323,11 +323,11 @@ def _little_endian(spans: array[int]) -> array[int]:
     return spans
 
 
-# --- how the two find each other
+# --- rendezvous
 
 
 class RankInvitation(msgspec.Struct, frozen=True):
-    """All that the engine needs to reach one rank, and to be the only one who can. Hand it over in private."""
+    """Everything that the engine needs to reach one rank, and to be the only one who can. Hand it over in private."""
 
     rank: Annotated[int, Meta(ge=0, lt=RANKS_MAX)]
     endpoint: Annotated[str, Meta(max_length=300)]
@@ -349,7 +349,7 @@ class RankInvitation(msgspec.Struct, frozen=True):
             raise ValueError(f"not an invitation of a rank: {error}") from None
         check_endpoint(found.endpoint)
         if not all(is_public_key(key) for key in (found.rank_public, found.engine_public, found.engine_secret)):
-            raise ValueError("an invitation of a rank holds a key that is not 40 characters of Z85")
+            raise ValueError("a rank's invitation has a key that is not 40 characters of Z85")
         return found
 
     def __repr__(self) -> str:

@@ -1,10 +1,10 @@
-"""One data plane of a rank as its host drives it: commands in, news out.
+"""One transport of a rank as its host drives it: commands in, news out.
 
-Laws: every `Submit` is answered by one end, also one that the data plane had no room for or threw at. Copies that wait
-for room are started in order, and end with their peer: a disconnect, a fence, a cancel or a close does not wait for
-them. No exception of the transport leaves this module. A stop, a fence or a farewell that the transport threw at is
-asked for again, and so is news, as the node does with a plane of its own process: the engine waits for them, and cannot
-know that they threw. Those of a peer come before its next endpoint, or there is none.
+Laws: every `Submit` gets one end, also one that the transport had no room for or raised at. Copies that wait for room
+are started in order, and end with their peer: a disconnect, a fence, a cancel or a close does not wait for them. No
+exception of the transport leaves this module. A stop, a fence or a goodbye at which the transport raised is retried,
+and so is polling, as the node does with a transport of its own process: the engine waits for them, and cannot know that
+they failed. Those of a peer come before its next endpoint, or there is none.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ AGAIN_MAX = 4096
 
 
 class HostedPlane:
-    """A transport, what waits for it, and what it has to say."""
+    """A transport, its waiting copies, and its news."""
 
     def __init__(self, name: str, transport: Transport) -> None:
         self.name = name
@@ -103,7 +103,7 @@ class HostedPlane:
             self.close()
 
     def turn(self, now: float) -> float | None:
-        """Collect what happened, and start what there is room for now; when to do so again, if something threw."""
+        """Collect events, and start copies for which there is room now; returns when to retry, if something raised."""
         if self._again_at is not None and now >= self._again_at:
             self._again_at = None
             for _ in range(len(self._again)):
@@ -121,7 +121,7 @@ class HostedPlane:
         return news
 
     def note_refusals(self) -> None:
-        """Make news of who was turned away since the last call, and of what is mapped now."""
+        """Report refusals since the last call, and memory mapped now."""
         self._guarded(self._count_refusals)
         self._guarded(self._count_mapped)
 
@@ -137,7 +137,7 @@ class HostedPlane:
         self._drain()
 
     def shut(self) -> None:
-        """Close the transport and nothing more."""
+        """Close the transport and nothing else."""
         self._guarded(self.transport.close)
 
     # --- commands
@@ -156,7 +156,7 @@ class HostedPlane:
             self._waiting.append(copy)
 
     def _stop(self, command: Cancel | RankDisconnect | Fence) -> bool:
-        """Whether the data plane took it; one that threw is asked again."""
+        """Whether the transport accepted it; a call that raised is retried."""
         try:
             if isinstance(command, Cancel):
                 self.transport.cancel(command.job)
@@ -172,12 +172,12 @@ class HostedPlane:
         return True
 
     def _welcome(self, peer: PeerId) -> None:
-        """Who is let go and is connected anew is not let go any more: the new connection takes the old one's place."""
+        """A peer that connects again is no longer being disconnected: the new connection replaces the old one."""
         with contextlib.suppress(ValueError):
             self._again.remove(RankDisconnect(self.name, peer))
 
     def _owed_to(self, peer: PeerId) -> RankDisconnect | Fence | None:
-        """What threw, and would take away the endpoint that is minted now if it came later."""
+        """Calls that raised, and would invalidate the endpoint that is created now if they were retried later."""
         owed = RankDisconnect(self.name, peer), Fence(self.name, peer)
         return next((command for command in owed if command in self._again), None)
 
@@ -198,10 +198,10 @@ class HostedPlane:
         if isinstance(transport, UnnamedTransport):
             self._guarded(lambda: transport.open(command.me))
         else:
-            self._fault(f"told to be {command.me}, but it was made with a name")
+            self._fault(f"named {command.me}, but it was constructed with a name")
 
     def _gather(self, command: TablePart) -> None:
-        """At a bound the table stays torn, and its `Submit` is refused."""
+        """At a bound the table stays incomplete, and its `Submit` is refused."""
         found = self._parts.get(command.job, b"")
         if self._closed or len(self._parts) >= self.waiting_max or len(found) + len(command.table) > TABLE_BYTES_MAX:
             self._fault(f"the table of job {command.job} beyond the bounds")
@@ -209,7 +209,7 @@ class HostedPlane:
         self._parts.setdefault(command.job, bytearray()).extend(command.table)
 
     def _started(self, copy: Copy) -> bool:
-        """Whether the data plane has taken the copy, or it has ended here."""
+        """Whether the transport has accepted the copy, or it has ended here."""
         try:
             return self.transport.submit(copy)
         except Exception as error:  # noqa: BLE001 - an adapter may throw anything
@@ -219,10 +219,10 @@ class HostedPlane:
     def _mint(self, command: Mint) -> None:
         try:
             if self._owed_to(command.peer) is not None:
-                raise TimeoutError(f"{command.peer} is not let go or fenced yet")
+                raise TimeoutError(f"{command.peer} is not disconnected or fenced yet")
             endpoint = self.transport.endpoint(command.peer)
             if len(endpoint) > ENDPOINT_BYTES_MAX:
-                raise ValueError(f"an endpoint of {len(endpoint)} bytes; at most {ENDPOINT_BYTES_MAX} can be told")
+                raise ValueError(f"an endpoint of {len(endpoint)} bytes; at most {ENDPOINT_BYTES_MAX} are allowed")
         except Exception as error:  # noqa: BLE001 - an adapter may throw anything
             self._news.append(MintFailed(self.name, command.ask, _told(error)))
         else:

@@ -1,6 +1,6 @@
-"""Rank links over ZeroMQ, one thread for each end: nothing here decides.
+"""Rank links over ZeroMQ, one thread per end: no decisions here.
 
-Law: keys are minted for each line and never leave memory, but for the invitation.
+Law: keys are minted for each line and never leave memory except in the invitation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvbaton.ranks.rank_stream import LIMITS
 
 
 class RankListener:
-    """One rank's end: a `ZmqControl` that lets in nobody but the holder of its invitation."""
+    """One rank's end: a `ZmqControl` that accepts only the holder of its invitation."""
 
     def __init__(self, rank: int, host: str, clock: Clock) -> None:
         (engine_public, engine_secret), (public, secret) = (_mint(), _mint())
@@ -79,7 +79,7 @@ def _mint() -> tuple[str, str]:
 
 
 def _bind(host: str) -> str:
-    """Where to listen: a numeric address that the engine can dial as it is."""
+    """The listening address: numeric, so that the engine can connect to it as it is."""
     address = ipaddress.ip_address(host)
     where = f"[{host}]" if address.version == 6 else host
     check_endpoint(f"tcp://{where}:1")

@@ -1,9 +1,8 @@
-"""One rank's way into the store, in the process that has the rank's memory. Implements `shelves.RankShelf`.
+"""One rank's access to the store, in the process that has the rank's memory. Implements `RankStoreInterface`.
 
-Laws: a block's value is what `RankValues` says, and nothing else of the memory is touched; the store's own copies do
-that, and none after the end of the order (`store.base`, law 3). What cannot be an order (a block that does not exist)
-ends as failed, it does not raise. The caller pins: the pins of the store below are only counted, to prove that none is
-left.
+Laws: `RankValues` defines a block's value, and no other memory is touched; only the store's own copies touch it, and
+none after the end of the order (`store.interface`, law 3). An invalid order (a block that does not exist) ends as
+failed, it does not raise. The caller pins: the pins of the store below are only counted, to prove that none is left.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ CLOSE_S = 1.0
 class KeepingStore(Store, Protocol):
     @property
     def stuck(self) -> int:
-        """Calls that were given up and have not come back."""
+        """Abandoned calls that have not returned."""
 
 
 Keep = Callable[[Backend, Pins, StoreSettings], KeepingStore]
@@ -70,9 +69,9 @@ class PinCount:
 
 
 class LocalShelf:
-    """Values of one rank, through any `Backend`. `owned`: the back end is this rank's alone, and closed with it.
+    """Values of one rank, through any `Backend`. `owned`: the backend belongs to this rank, and is closed with it.
 
-    Ranks of one process may share a back end: make all their shelves before the first order, and close it after them.
+    Ranks of one process may share a backend: construct all of them before the first order, and close it after them.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class LocalShelf:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """Those of the store; `pins`: blocks that it reads now; `stuck`: calls that it gave up and are not back."""
+        """Counters of the store; `pins`: blocks that it reads now; `stuck`: abandoned calls that have not returned."""
         return {**self._store.counters, "pins": self._pins.blocks, "stuck": self._store.stuck}
 
     def lookup(self, order: OrderId, hashes: Sequence[bytes], timeout_s: float) -> bool:
@@ -122,7 +121,7 @@ class LocalShelf:
         self._store.set_waker(waker)
 
     def close(self) -> None:
-        """End all orders; bounded in time even if the back end hangs. What ended can still be drained."""
+        """End all orders; bounded in time even if the backend hangs. Ends can still be drained."""
         self._store.close()
 
     def _pieces(self, blocks: Sequence[int]) -> tuple[Pieces, ...]:

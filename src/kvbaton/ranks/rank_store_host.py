@@ -1,8 +1,8 @@
-"""A rank's shelf as its host drives it: commands in, news out.
+"""A rank's store as its host drives it: commands in, news out.
 
-Laws: the shelf is made when the engine has said whose it is, since a rank has its memory before that is known. Every
-order is answered by one end, also one that came too early, could not be read, or that the shelf refused or threw at. No
-exception of the shelf leaves this module.
+Laws: the store is opened when the engine has said whose it is, since a rank has its memory before that is known. Every
+order gets one end, also one that came too early, could not be decoded, or that the store refused or raised at. No
+exception of the store leaves this module.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MakeShelf = Callable[[str], RankStoreInterface]
 
 
 class HostedShelf:
-    """One rank's shelf, the orders that are open, and what is to be said. All on the host's thread, but `set_waker`."""
+    """One rank's store, its open orders, and its news. All on the host's thread, except `set_waker`."""
 
     def __init__(self, make: MakeShelf) -> None:
         self.faults = 0
@@ -51,7 +51,7 @@ class HostedShelf:
         self._open: set[OrderId] = set()
         self._news: list[ShelfNews] = []
         self._told: dict[str, int] = {}
-        self._why = "the engine has not said whose shelf this is"
+        self._why = "the engine has not named the store's owner yet"
         self._closed = False
 
     def set_waker(self, waker: Callable[[], None]) -> None:
@@ -63,13 +63,13 @@ class HostedShelf:
         elif isinstance(command, ShelfCancel):
             self._guarded(lambda: self._shelf.cancel(OrderId(command.order)) if self._shelf is not None else None)
         elif isinstance(command, ShelfAsk):
-            self._drain()  # an end that is known is told before the answer
+            self._drain()  # known ends are reported before the answer
             self._news.append(ShelfHas(command.ask, pack_ids(sorted(self._open)[:ORDERS_MAX])))
         else:
             self._begin(command)
 
     def turn(self) -> None:
-        """Collect what has ended."""
+        """Collect the orders that have ended."""
         self._drain()
 
     def take_news(self) -> list[ShelfNews]:
@@ -88,14 +88,14 @@ class HostedShelf:
             self._guarded(shelf.close)
             self._drain()
         self._waker = waker
-        for order in sorted(self._open):  # a shelf that broke its promise
+        for order in sorted(self._open):  # a store that broke its contract
             self._end(order, Reason.CANCELLED, self._why)
 
     # --- commands
 
     def _open_shelf(self, command: ShelfOpen) -> None:
         if self._shelf is not None or self._closed:
-            self._fault("told twice whose shelf this is")
+            self._fault("the store's owner was named twice")
             return
         try:
             self._shelf = self._make(command.compat)

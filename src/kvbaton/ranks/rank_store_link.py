@@ -1,10 +1,10 @@
-"""A rank's shelf that lives in another process of this engine: the `RankShelf` that the engine sees for it.
+"""The store of a rank in another process of this engine: the `RankStoreInterface` that the engine sees for it.
 
-Laws, beyond those of `RankShelf`: an order that touches blocks ends when the rank says so, and not before, since after
-its end the blocks may be reused; so while a rank is lost its gets and puts stay open, and whoever waits for one has a
-deadline of his own and keeps the blocks. (vLLM's step waits for the same process: nothing could go on earlier.) A
-look-up touches nothing, and ends with the loss. A rank that is back is asked which orders are open; those that it does
-not know have ended. When the link is stopped, everything ends. New orders of a lost rank end at once, as failed.
+Laws, beyond those of `RankStoreInterface`: an order that touches blocks ends when the rank says so, and not before,
+since after its end the blocks may be reused; so while a rank is lost its gets and puts stay open, and a waiter has its
+own deadline and keeps the blocks. (vLLM's step waits for the same process: nothing could continue earlier.) A lookup
+touches nothing, and ends with the loss. A rank that is back is asked which orders are open; those that it does not know
+have ended. When the link is stopped, everything ends. New orders of a lost rank end at once, as failed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from kvbaton.store.interface import OrderEnded, OrderId
 
 
 class ShelfUplink(Protocol):
-    """The way to one rank, as its shelf uses it."""
+    """The connection to one rank, as its store uses it."""
 
     rank: int
 
@@ -49,7 +49,7 @@ class ShelfUplink(Protocol):
 
 
 class RemoteShelf:
-    """See `shelves.RankShelf`. Called by the engine; told the news by the link's thread."""
+    """See `RankStoreInterface`. Called by the engine; the link's thread delivers the news."""
 
     def __init__(self, link: ShelfUplink) -> None:
         self.orders_max = ORDERS_MAX
@@ -62,7 +62,7 @@ class RemoteShelf:
         self._theirs: dict[str, int] = {}
         self._waker: Callable[[], None] = lambda: None
         self._asks = 0
-        self._asked: frozenset[OrderId] = frozenset()  # open when the last question was put
+        self._asked: frozenset[OrderId] = frozenset()  # open when the last query was sent
         self._closed = False
 
     @property
@@ -75,7 +75,7 @@ class RemoteShelf:
         return len(self._open)
 
     def open(self, compat: str) -> None:
-        """Tell the rank in whose name it puts and gets; once, before any order."""
+        """Tell the rank whose values it puts and gets; once, before any order."""
         self._link.post([ShelfOpen(compat)])
 
     def lookup(self, order: OrderId, hashes: Sequence[bytes], timeout_s: float) -> bool:
@@ -90,7 +90,7 @@ class RemoteShelf:
     def cancel(self, order: OrderId) -> None:
         with self._lock:
             if order in self._open and order not in self._cancelled:
-                self._cancelled.add(order)  # asked once
+                self._cancelled.add(order)  # sent once
                 self._link.post([ShelfCancel(order)])
 
     def drain(self) -> list[OrderEnded]:
@@ -106,7 +106,7 @@ class RemoteShelf:
             waker()
 
     def close(self) -> None:
-        """Returns at once: what is open is cancelled, and ends when the rank says so or the link is stopped."""
+        """Returns at once: open orders are cancelled, and end when the rank says so or the link is stopped."""
         with self._lock:
             self._closed = True
             for order in list(self._open):
@@ -119,10 +119,10 @@ class RemoteShelf:
                 self._own["busy"] += 1
                 return False
             if number in self._open:
-                raise ValueError(f"order: {number} is open already; mint another")
+                raise ValueError(f"order: {number} is open already; use another")
             if self._link.lost:
                 self._own["lost"] += 1
-                self._finish(number, Reason.STORE_FAILED, f"rank {self._link.rank} is lost; nothing was begun")
+                self._finish(number, Reason.STORE_FAILED, f"rank {self._link.rank} is lost; nothing was started")
             else:
                 self._open[number] = order
                 self._link.post([order])
@@ -146,7 +146,7 @@ class RemoteShelf:
             self._waker()
 
     def on_lost(self, detail: str) -> None:
-        """The rank does not answer. What touches no block is over."""
+        """The rank does not respond. Orders that touch no block are over."""
         with self._lock:
             ended = [order for order, asked in self._open.items() if isinstance(asked, ShelfLookup)]
             self._own["lost"] += len(ended)
@@ -156,7 +156,7 @@ class RemoteShelf:
             self._waker()
 
     def on_back(self) -> None:
-        """The rank answers again, but the end of an order may have been in a frame that could not be read."""
+        """The rank responds again, but the end of an order may have been in a frame that could not be decoded."""
         with self._lock:
             if self._open:
                 self._asks += 1
@@ -164,7 +164,7 @@ class RemoteShelf:
                 self._link.post([ShelfAsk(self._asks)])
 
     def on_stopped(self, detail: str) -> None:
-        """Nothing will be heard of this rank any more, and its engine is about to go."""
+        """Nothing more will arrive from this rank, and its engine is about to stop."""
         with self._lock:
             self._closed = True
             ended = list(self._open)
@@ -187,7 +187,7 @@ class RemoteShelf:
         gone = [order for order in self._asked if order in self._open and order not in known]
         self._own["forgotten"] += len(gone)
         for order in gone:
-            self._finish(order, Reason.STORE_FAILED, f"rank {self._link.rank} has ended it; how, was lost on the way")
+            self._finish(order, Reason.STORE_FAILED, f"rank {self._link.rank} has ended it; the result was lost")
         return bool(gone)
 
     def _finish(self, order: OrderId, reason: Reason, detail: str) -> None:

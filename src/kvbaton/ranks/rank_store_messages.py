@@ -1,7 +1,7 @@
-"""What an engine's process and one of its ranks say to each other about the shared store, as typed, bounded msgpack.
+"""Messages about the shared store between an engine's process and one of its ranks, as typed, bounded msgpack.
 
-Laws: hashes and block ids cross as one value of bytes each, so that an order of thousands of blocks is one small frame
-and nothing in it is looked at one by one. What does not fit together is refused where it is read, by its field.
+Laws: hashes and block ids cross as one bytes value each, so that an order of thousands of blocks is one small frame and
+its items are not handled one by one. Inconsistent fields are refused by name where they are decoded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from kvbaton.store.content_keys import HASH_BYTES
 from kvbaton.store.interface import OrderEnded, OrderId
 
 KEYS_MAX = 4096  # of one order, as in `store.base.StoreSettings`
-ORDERS_MAX = 256  # of one rank, accepted and their end not drained
+ORDERS_MAX = 256  # of one rank, accepted, end not drained
 COUNTERS_MAX = 128
 DETAIL_CHARS_MAX = 512
 _ID_BYTES = 8
@@ -101,14 +101,14 @@ class ShelfEnded(_Tagged, frozen=True):
 
 
 class ShelfHas(_Tagged, frozen=True):
-    """The orders whose end was not told yet."""
+    """The orders whose end was not reported yet."""
 
     ask: _Order
     orders: _Orders
 
 
 class ShelfCounts(_Tagged, frozen=True):
-    """How the rank's counters stand; those that changed."""
+    """The rank's counters that changed."""
 
     counts: Annotated[dict[_Counter, int], Meta(max_length=COUNTERS_MAX)]
 
@@ -120,7 +120,7 @@ ShelfNews = ShelfEnded | ShelfHas | ShelfCounts
 
 
 def pack_hashes(hashes: Sequence[bytes]) -> bytes:
-    """ValueError for none, for too many, and for one that is no hash."""
+    """ValueError for none, for too many, and for an invalid hash."""
     if not 0 < len(hashes) <= KEYS_MAX:
         raise ValueError(f"hashes: {len(hashes)}; give 1..{KEYS_MAX}")
     wrong = next((each for each in hashes if len(each) != HASH_BYTES), None)

@@ -1,14 +1,14 @@
-"""A stream of frames over a control plane that may lose some: each arrives once and in order, or is still on its way.
+"""A stream of frames over a lossy control plane: each frame arrives once and in order, or is still in flight.
 
-Both ends number what they send and say, with every frame, how far they have received. Frames are lost only with their
-connection or at a full queue; who then hears that the other end lacks frames sent a while ago sends them again. Pure:
-time is an argument, and whoever owns the sockets asks `due` what to send.
+Both ends number their frames and say, with every frame, how far they have received. Frames are lost only with their
+connection or at a full queue; an end that learns that the other lacks frames sent a while ago sends them again. Pure:
+time is an argument, and the owner of the sockets asks `due` what to send.
 
-Laws: never more than `WINDOW_FRAMES_MAX` numbered frames are sent and unanswered, and a queue of the control plane
+Laws: never more than `WINDOW_FRAMES_MAX` numbered frames are sent and unacknowledged, and a queue of the control plane
 holds `QUEUED_MAX` of them, so a numbered frame is never lost at a full queue. What waits behind the window is bounded
-by who adds to it. One session only: frames of another are refused, so nobody can take the place of either end. Nor can
-a new process that was given the old one's place: it does not take over a session in which somebody was heard already,
-and who knows less than was said before is not who said it (`heard`).
+by its producer. One session only: frames of another are refused, so no other process can take the place of either end.
+Nor can a new process that was given the old one's place: it does not take over a session in which frames were already
+received, and an end that knows less than it acknowledged before is not the same one (`heard`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvbaton.ranks.rank_messages import FRAME_BYTES_MAX
 
 WINDOW_FRAMES_MAX = 1024
 QUEUED_MAX = 4 * WINDOW_FRAMES_MAX  # room for pings and for what is sent again
-ANSWER_FRAMES = WINDOW_FRAMES_MAX // 4  # received since the other end was last told how far we are
+ANSWER_FRAMES = WINDOW_FRAMES_MAX // 4  # received since our last acknowledgement
 ANSWER_BYTES = 8 << 20
 RESEND_S = 1.0
 ENVELOPE_BYTES = 64
@@ -37,7 +37,7 @@ LIMITS = ControlLimits(
 
 
 class StreamEnvelope(msgspec.Struct, frozen=True, array_like=True):
-    """One frame. Number 0 carries nothing but how far the sender is."""
+    """One frame. Number 0 carries only the acknowledgement."""
 
     session: int
     number: int
@@ -51,12 +51,12 @@ _decoder = msgspec.msgpack.Decoder(StreamEnvelope)
 
 
 class Stream:
-    """One end. `session` 0 takes that of the first frame that comes."""
+    """One end. `session` 0 adopts that of the first frame."""
 
     def __init__(self, session: int = 0) -> None:
         self.session = session
         self.counters: Counter[str] = Counter()  # refused, repeated, resent, gaps
-        self.heard = 0  # frames that prove that the other end is there
+        self.heard = 0  # frames that prove that the other end is alive
         self.window_max, self.answer_frames = WINDOW_FRAMES_MAX, ANSWER_FRAMES
         self._waiting: deque[bytes] = deque()
         self._flight: deque[bytes] = deque()  # sent and unanswered; the first has number `_answered + 1`
@@ -76,19 +76,19 @@ class Stream:
 
     @property
     def is_open(self) -> bool:
-        """Whether what is added now is sent now."""
+        """Whether a frame added now is sent now."""
         return not self._waiting and len(self._flight) < self.window_max
 
     def add(self, body: bytes) -> None:
-        """Send this after all that was added before."""
+        """Send this after everything added before."""
         self._waiting.append(body)
 
     def ask(self) -> None:
-        """Have the other end say how far it is."""
+        """Make the other end acknowledge."""
         self._asks = True
 
     def take(self, frame: bytes, now: float) -> bytes | None:
-        """A frame that came; its body if it is the next. Raises `msgspec.MsgspecError` when it is not a frame."""
+        """A received frame; its body if it is the next. Raises `msgspec.MsgspecError` when it is not a frame."""
         envelope = _decoder.decode(frame)
         if not self.session and not envelope.received:
             self.session = envelope.session

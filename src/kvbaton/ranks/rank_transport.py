@@ -1,11 +1,11 @@
-"""A data plane that lives in another process of this engine: the `Transport` that the node sees for it.
+"""A transport in another process of this engine: the `Transport` that the node sees for it.
 
 Laws, beyond those of `Transport`: memory is registered in the rank's process, and a copy that waits for a device event
-is refused, since neither can cross. `submit` says False at `COPIES_MAX` copies (or `TABLES_QUEUED_BYTES_MAX` of their
-tables) whose end was not drained; commands other than copies are bounded by what they undo or by `COMMANDS_MAX`. Only
-`endpoint` waits for the rank (`rank_endpoints`). While the link is lost, copies end at once as failed and those that
-were under way have ended with `at_rest=False`: nobody knows what they still do. If the link comes back, `CopyRested`
-and `FenceEnded` follow when the rank says so, and never otherwise.
+is refused, since neither can cross. `submit` returns False at `COPIES_MAX` copies (or `TABLES_QUEUED_BYTES_MAX` of
+their tables) whose end was not drained; other commands are bounded by what they undo or by `COMMANDS_MAX`. Only
+`endpoint` waits for the rank (`rank_endpoints`). While the link is lost, new copies fail at once and those in flight
+have ended with `at_rest=False`: their state is unknown. If the link comes back, `CopyRested` and `FenceEnded` follow
+when the rank says so, and never otherwise.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ RESTLESS_MAX = 4096
 
 
 class Uplink(Protocol):
-    """The way to one rank, as its transports use it."""
+    """The connection to one rank, as its transports use it."""
 
     rank: int
 
@@ -90,14 +90,14 @@ class Uplink(Protocol):
 
 
 class RemoteTransport:
-    """See `base.Transport`. Called by the node's thread; told the news by the link's."""
+    """See `base.Transport`. Called by the node's thread; the link's thread delivers the news."""
 
     def __init__(self, name: str, capabilities: Capabilities, link: Uplink, came: Arrival) -> None:
         """`came`: how the node's thread waits for an endpoint."""
         self.capabilities = capabilities
         self.counters: Counter[str] = Counter()  # connects_refused
-        self.refusals: Mapping[str, int] = {}  # as the rank last said
-        self.mapped_bytes = 0  # as the rank last said
+        self.refusals: Mapping[str, int] = {}  # as last reported by the rank
+        self.mapped_bytes = 0  # as last reported by the rank
         self.part_bytes, self.tables_bytes_max = PART_BYTES_MAX, TABLES_QUEUED_BYTES_MAX
         self.commands_max = COMMANDS_MAX
         self._name = name
@@ -106,18 +106,18 @@ class RemoteTransport:
         self._tables_bytes = 0
         self._restless: Remembered[JobId, CopyJob] = Remembered(RESTLESS_MAX)
         self._endpoints = Endpoints(f"rank {link.rank} ({name})", self._mint, came)
-        self._loans: set[JobId] = set()  # that the rank has not said to have ended
-        self._known: set[PeerId] = set()  # for whom the rank may hold an endpoint or a connection
+        self._loans: set[JobId] = set()  # that the rank has not reported as ended
+        self._known: set[PeerId] = set()  # peers for which the rank may hold an endpoint or a connection
 
     def register(self, region: int, memory: memoryview) -> None:
         raise NotImplementedError("memory is registered in the rank's process, before its RankHost starts")
 
     def endpoint(self, peer: PeerId) -> bytes:
-        """The rank's answer, kept until `peer` is disconnected or fenced. TimeoutError: ask again later."""
+        """The rank's answer, kept until `peer` is disconnected or fenced. TimeoutError: try again later."""
         return self._endpoints.get(peer)
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        """What only the rank can judge it refuses later: `OpenFailed` follows, and copies with `peer` end."""
+        """Problems that only the rank can detect come later: `OpenFailed` follows, and copies with `peer` end."""
         _check_endpoint(self.capabilities.name, peer, endpoint)
         self._check_room()
         self._known.add(peer)
@@ -130,9 +130,9 @@ class RemoteTransport:
             self._link.post([RankDisconnect(self._name, peer)])
 
     def fence(self, peer: PeerId) -> None:
-        """While the link is lost this does not end: nothing is known about the rank's memory.
+        """While the link is lost this does not end: the state of the rank's memory is unknown.
 
-        Each ends by itself, in the order in which they were begun: the ledger counts them so.
+        Each ends by itself, in the order in which they were started: the ledger counts on it.
         """
         if not self.capabilities.can_fence:
             raise NotImplementedError(f"{self._name} cannot fence: see capabilities.can_fence")
@@ -160,7 +160,7 @@ class RemoteTransport:
         self._link.post([LayOut(self._name, tuple(tables))])
 
     def lend(self, loan: Loan) -> None:
-        """While the link is lost nothing is known of the rank: what it has lent ends when it says so, or never."""
+        """While the link is lost the rank's state is unknown: its loans end when it says so, or never."""
         with self._jobs:
             self._loans.add(loan.job)
         self._link.post([RankLend.of(self._name, loan)])
@@ -172,7 +172,7 @@ class RemoteTransport:
                 return
             found = self._jobs.find(job)
             if found is not None and not found.halt[0]:
-                found.halt[0] = 1  # asked once
+                found.halt[0] = 1  # sent once
                 self._link.post([Cancel(self._name, job)])
 
     def drain(self) -> Sequence[TransportEvent]:
@@ -182,7 +182,7 @@ class RemoteTransport:
         self._jobs.set_waker(waker)
 
     def close(self) -> None:
-        """Returns at once; what was accepted ends when the rank has closed, or is lost."""
+        """Returns at once; accepted copies end when the rank has closed, or is lost."""
         if self._jobs.close():
             self._link.post([Close(self._name)])
 
@@ -210,7 +210,7 @@ class RemoteTransport:
                 log.warning("[rank-refused] rank %d refused to reach %s: %s", self._link.rank, news.peer, news.detail)
 
     def on_lost(self, detail: str) -> None:
-        """Nothing is known about the copies under way: they end, not at rest, and are to stop if they can be told."""
+        """The state of copies in flight is unknown: they end, not at rest, and are to stop if they can be told."""
         with self._jobs:
             for job in self._jobs.of_peer():
                 self.cancel(job.copy.job)
@@ -245,15 +245,15 @@ class RemoteTransport:
         self._link.post([Mint(self._name, number, peer)])
 
     def _check_room(self) -> None:
-        """New obligations are refused while the rank does not keep up; what ends them never is."""
+        """New obligations are refused while the rank lags behind; what ends them never is."""
         if self._link.lost:
             raise ConnectionError(f"rank {self._link.rank} is lost")
         if self._link.backlog >= self.commands_max:
-            raise TimeoutError(f"rank {self._link.rank} has not answered for {self.commands_max} commands")
+            raise TimeoutError(f"rank {self._link.rank} has not acknowledged {self.commands_max} commands")
 
 
 def _check_endpoint(kind: str, peer: PeerId, endpoint: bytes) -> None:
-    """As much as can be told without the rank; ValueError on nonsense."""
+    """What can be checked without the rank; ValueError if invalid."""
     if not 0 < len(endpoint) <= ENDPOINT_BYTES_MAX:
         raise ValueError(f"an endpoint of {len(endpoint)} bytes; 1..{ENDPOINT_BYTES_MAX} expected")
     known = endpoint_type(kind)

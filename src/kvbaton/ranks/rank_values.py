@@ -1,8 +1,8 @@
-"""What one rank's part of a block is as a value of the store: which bytes, in which order, under which keys. Pure.
+"""One rank's part of a block as a value of the store: which bytes, in which order, under which keys. Pure.
 
-Law: two ranks, of one engine or of two, have the same `Space` only if their values are interchangeable byte by byte.
-It is named by what the bytes are (layers, heads, tokens, order of the cells), not by a rank's number: ranks that hold
-the same heads share values (MLA, more ranks than heads), and so do engines whose blocks lie differently in memory.
+Law: two ranks, of one engine or of two, have the same `Space` only if their values are interchangeable byte by byte. It
+is named by what the bytes are (layers, heads, tokens, order of the cells), not by a rank's number: ranks that hold the
+same heads share values (MLA, more ranks than heads), and so do engines with different memory layouts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ CELLS_MAX = 1 << 20  # of one page: sorted once, when an engine starts
 PIECES_MAX = 4096  # of one value
 
 _WHY = {
-    GroupKind.SLIDING: "its blocks leave the window while the prompt goes on, so no prefix of them is whole",
-    GroupKind.CHUNKED: "its blocks leave the window while the prompt goes on, so no prefix of them is whole",
-    GroupKind.STATE: "a state is changed in place, so it stands for one position and not for a block of tokens",
+    GroupKind.SLIDING: "its blocks leave the window as the prompt grows, so no prefix of them is complete",
+    GroupKind.CHUNKED: "its blocks leave the window as the prompt grows, so no prefix of them is complete",
+    GroupKind.STATE: "a state is updated in place, so it represents one position, not a block of tokens",
 }
 
 
@@ -32,7 +32,7 @@ class NotStorable(ValueError):
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True):
-    """Bytes that lie side by side: `bytes` at `offset + block * block_stride` of a region."""
+    """Contiguous bytes: `bytes` at `offset + block * block_stride` of a region."""
 
     region: int
     offset: int
@@ -48,7 +48,7 @@ class RankValues(msgspec.Struct, frozen=True):
     runs: tuple[Run, ...]
 
     def pieces(self, regions: Sequence[memoryview], block: int) -> Pieces:
-        """A block's value as it lies in the rank's memory; ValueError when there is no such block."""
+        """A block's value in the rank's memory; ValueError when there is no such block."""
         if not 0 <= block < self.block_count:
             raise ValueError(f"block {block} is outside 0..{self.block_count - 1}")
         found = []
@@ -63,7 +63,7 @@ def rank_values(layout: EngineLayout, rank: int, compat: str) -> RankValues:
     group = _storable(layout)
     share = layout.ranks[rank].shares[0]
     if not share.places:
-        raise NotStorable(f"group {group.name!r}: rank {rank} has none of its layers; the store needs all ranks to")
+        raise NotStorable(f"group {group.name!r}: rank {rank} has none of its layers, which the store requires")
     pages, order = _page(group, share, layout.page_tokens(0))
     places = sorted(share.places, key=lambda place: place.layer)
     runs: list[Run] = []
@@ -99,7 +99,7 @@ def rank_values(layout: EngineLayout, rank: int, compat: str) -> RankValues:
 
 
 def _storable(layout: EngineLayout) -> Group:
-    """The one group; the store keeps a value for each block of a prefix, so each must be whole by itself."""
+    """The one group; the store keeps a value for each block of a prefix, so each must be complete by itself."""
     for group in layout.groups:
         if group.kind in _WHY:
             raise NotStorable(f"group {group.name!r} is {group.kind}: {_WHY[group.kind]}; run without the store")
@@ -110,7 +110,7 @@ def _storable(layout: EngineLayout) -> Group:
 
 
 def _page(group: Group, share: Share, tokens: int) -> tuple[list[tuple[int, int]], bytes]:
-    """(offset, bytes) of what a page holds, in the order of memory, and what stands for that order."""
+    """(offset, bytes) of a page's contents, in memory order, and the name of that order."""
     cells: list[tuple[int, int, int, int, int]] = []
     for index, (plane, cell) in enumerate(zip(share.planes, group.cells, strict=True)):
         size, heads, run = cell_axes(cell, share.head_count, tokens)
@@ -135,7 +135,7 @@ def _page(group: Group, share: Share, tokens: int) -> tuple[list[tuple[int, int]
 
 
 def _join(runs: list[Run], run: Run) -> None:
-    """Append, or grow the last where both are one run in every block."""
+    """Append, or extend the last where both are contiguous in every block."""
     last = runs[-1] if runs else Run(-1, 0, 0, 0)
     if (last.region, last.block_stride) == (run.region, run.block_stride) and last.offset + last.bytes == run.offset:
         runs[-1] = Run(last.region, last.offset, last.block_stride, last.bytes + run.bytes)

@@ -1,10 +1,10 @@
-"""Where a shared store is, as an operator writes it, and the way there.
+"""The address of a shared store as an operator writes it, and how to open it.
 
     tcp://host:port                                   a `kvbaton store` process
     mooncake://host:port?lend=256MiB&host=10.0.0.1    a `mooncake_master`; also metadata=, protocol=, devices=
 
-Laws: a text is checked where it enters, and what is wrong is named. Opening a place connects to nothing: a store that
-is not there yet, or not any more, costs misses and counted errors.
+Laws: an address is checked where it enters, and the error names the field. Opening a store connects to nothing: a store
+that is not running costs misses and counted errors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Served(msgspec.Struct, frozen=True):
 
 
 class Mooncake(msgspec.Struct, frozen=True):
-    """A `mooncake_master` and what this engine lends to it."""
+    """A `mooncake_master` and the memory that this engine lends to it."""
 
     settings: MooncakeSettings
 
@@ -59,7 +59,7 @@ def bytes_of(text: str) -> int:
 
 
 def store_place(text: str) -> StorePlace:
-    """What an operator wrote; ValueError says what is wrong."""
+    """Parses an operator's address; ValueError says what is wrong."""
     parts = urlsplit(text)
     if parts.scheme == "tcp":
         return Served(check_endpoint(text, names=True))
@@ -79,9 +79,9 @@ def store_place(text: str) -> StorePlace:
 def opener(
     place: StorePlace, keyring: Keyring, *, ranks: int = 1, server: str = STORE_NAME, timeout_s: float = 4.0
 ) -> tuple[Callable[[], Backend], bool]:
-    """What makes a rank's back end, and whether each rank of this process owns its own; else they share one.
+    """A factory of a rank's backend, and whether each rank of this process owns its own; otherwise they share one.
 
-    What is lent is lent by all ranks together.
+    Memory is lent by all ranks together.
     """
     match place:
         case Served(endpoint):
@@ -95,6 +95,6 @@ def opener(
 
 def _served(endpoint: str, keyring: Keyring, server: WorkerId, timeout_s: float) -> LinedBackend:
     control = ZmqControl(keyring, None)
-    control.set_directory({server: (endpoint, "")})  # under whichever key it has by then
+    control.set_directory({server: (endpoint, "")})  # with the key that it has by then
     host = urlsplit(endpoint).hostname or ""
     return LinedBackend(InvitationClient(control, server), host, timeout_s=timeout_s)

@@ -1,13 +1,11 @@
-"""How an engine reaches the shared store: one `RankStoreInterface` for each of its ranks, since each has only its own
-memory.
+"""An engine's interface to the shared store: one `RankStoreInterface` per rank, since each has only its own memory.
 
-Blocks are named by id and values by the hash of their content (`store.keys.chain`): which bytes of the rank's memory
-belong to a block, and which key a hash gets in this rank's space, is the rank's own knowledge.
+Blocks are named by id and values by the hash of their content (`store.content_keys.chain`): only the rank knows which
+bytes of its memory belong to a block, and which key a hash gets in its space.
 
 Laws: no call waits. Each order ends exactly once (`OrderEnded`), and after its end the store touches no block of it. A
-rank that is lost ends its look-ups as failed; its gets and puts end when it is back or its link is stopped
-(`rank_store_link`), so whoever waits for one has a deadline of his own. Orders are minted by the caller and are never
-used twice.
+lost rank ends its lookups as failed; its gets and puts end when it is back or its link is stopped (`rank_store_link`),
+so a waiter needs its own deadline. Order ids are chosen by the caller and never reused.
 """
 
 from __future__ import annotations
@@ -27,13 +25,13 @@ class RankStoreInterface(Protocol):
     def counters(self) -> Mapping[str, int]: ...
 
     def lookup(self, order: OrderId, hashes: Sequence[bytes], timeout_s: float) -> bool:
-        """How many of these, from the first on, are there? False: no room now, and nothing was begun."""
+        """How many of these, from the first on, are in the store? False: no room now, and nothing was started."""
 
     def get(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
-        """Bring the longest prefix of these into the blocks, one hash each."""
+        """Load the longest prefix of these into the blocks, one hash each."""
 
     def put(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
-        """Keep what is in the blocks. The caller has pinned them, and drops its pin at the end of the order."""
+        """Store the contents of the blocks. The caller has pinned them, and unpins at the end of the order."""
 
     def cancel(self, order: OrderId) -> None: ...
 

@@ -11,32 +11,42 @@ import contextlib
 import functools
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import msgspec
 
 from kvbaton.api.api_errors import ApiError
-from kvbaton.api.bodies import BodyKind
 from kvbaton.api.gather import cancel
+from kvbaton.control.registry.roster_news import RosterNews, WorkerSeen
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.client_quotas import ClientQuotas
 from kvbaton.router.dialect_table import TicketMinter
+from kvbaton.router.front_access import AUTHORIZATION, OPEN_PATHS, ClientKeys, Cors, KeyFileError
+from kvbaton.router.front_secrets import FrontSecrets
 from kvbaton.router.http.http_types import Answer, Handler, Request
-from kvbaton.router.openai_api import OpenAiApi
-from kvbaton.router.operator_access import FlightsPage, Show, guarded
+from kvbaton.router.invocations import Invocations
+from kvbaton.router.openai_api import NOT_TO_WORKERS, OpenAiApi
+from kvbaton.router.operator_access import FlightsPage, Show, guarded, why_not
 from kvbaton.router.operator_api import OperatorApi
+from kvbaton.router.passing import Passing
 from kvbaton.router.request_flow import Discard, Flow
+from kvbaton.router.route_table import Treatment, of, refusal
 from kvbaton.router.router_flights import LogBook
-from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.router_settings import OperatorPages, RouterSettings
 from kvbaton.router.router_stats import RouterStats
 from kvbaton.router.worker_calls import LegError, Legs
 from kvbaton.router.workers.available import AvailableWorkers
 from kvbaton.router.workers.directory import ListedEngine, WorkerDirectory
 from kvbaton.router.workers.health import Health
+from kvbaton.router.workers.prefixes import Prefixes
+from kvbaton.router.workers.worker_load import Loads
 
 log = logging.getLogger(__name__)
 
+OPERATORS_PATHS = ("/health", "/ping", "/workers", "/metrics", "/stats")
+"""What every operator may see, of the router as a whole."""
 LOOK_S = 0.25
 """How often the router looks whom to probe and who has left."""
 
@@ -58,6 +68,38 @@ whoever may not see it), and lists it among its paths. `Request.query` has what 
 """
 
 
+@dataclass(slots=True)
+class RouterParts:
+    """What one process of a router may share with its others; by default it has none."""
+
+    stats: RouterStats
+    health: Health
+    loads: Loads
+    prefixes: Prefixes
+    operators: Handler | None = None  # answers operators in the place of this process
+    probes: bool = True  # whether it is this process that probes workers
+
+    @classmethod
+    def alone(cls, settings: RouterSettings) -> RouterParts:
+        return cls(
+            RouterStats(room=ClientQuotas(settings.held_bytes_max)),
+            Health(settings.suspect_s, settings.breaker_failures, settings.probe_min_s, settings.probe_max_s),
+            Loads(),
+            Prefixes(settings.prefix_pieces_max),
+        )
+
+
+class RunningRouter(Protocol):
+    """A router as what started it sees it: of one process, or of several."""
+
+    @property
+    def gathering(self) -> Gathering: ...
+    @property
+    def stats(self) -> RouterStats: ...
+    def set_ticket_key(self, key: bytes) -> None: ...
+    async def drained(self, timeout_s: float) -> bool: ...
+
+
 class Router:
     """What the door leads to: paths, and who answers there."""
 
@@ -70,6 +112,9 @@ class Router:
         minter: TicketMinter | None,
         gathering: Gathering,
         pages: Mapping[str, Handler],
+        passing: Passing,
+        keys: ClientKeys,
+        operators: Handler | None = None,
     ) -> None:
         self.gathering = gathering
         self._minter = minter
@@ -78,16 +123,30 @@ class Router:
         self.room = stats.room
         self.stats = stats
         self.draining = front.draining
+        self._keys = keys
+        self._cors = Cors(
+            settings.origins_allowed, settings.cors_methods, settings.cors_headers, settings.cors_credentials
+        )
         self._routes: dict[str, dict[str, Handler]] = {
-            BodyKind.COMPLETION.value: {"POST": front.completions},
-            BodyKind.CHAT.value: {"POST": front.chat},
-            BodyKind.RESPONSES.value: {"POST": front.responses},
+            "/v1/completions": {"POST": front.completions},
+            "/v1/chat/completions": {"POST": front.chat},
+            "/v1/responses": {"POST": front.responses},
+            "/v1/messages": {"POST": front.messages},
+            "/invocations": {"POST": Invocations(front, passing).answer},
             "/v1/models": {"GET": desk.models},
             "/health": {"GET": desk.health},
-            "/workers": {"GET": desk.workers},
+            "/ping": {"GET": desk.health, "POST": desk.health},
+            "/version": {"GET": desk.version},
+            "/load": {"GET": desk.load},
             "/metrics": {"GET": desk.metrics},
+            "/openapi.json": {"GET": desk.openapi},
+            "/workers": {"GET": desk.workers},
             "/stats": {"GET": desk.stats},
         }
+        if operators is not None:
+            self._routes |= {path: dict.fromkeys(self._routes[path], operators) for path in OPERATORS_PATHS}
+        for route in of(Treatment.PASSED):
+            self._routes[route.path] = dict.fromkeys(route.methods, passing.handler(route))
         for path, handler in pages.items():
             self._routes[path] = {"GET": guarded(handler, settings.operator_pages)}
         self._pages = frozenset(pages)
@@ -99,20 +158,44 @@ class Router:
 
     @property
     def _main_paths(self) -> list[str]:
-        """Those that a person would ask for, without what pages are made of."""
-        return [path for path in self._routes if path.rpartition("/")[0] not in self._routes]
+        """Those that a person would ask for, without what pages are made of and what is passed to a worker."""
+        passed = {route.path for route in of(Treatment.PASSED)}
+        return [path for path in self._routes if path.rpartition("/")[0] not in self._pages and path not in passed]
+
+    def admit(self, request: Request) -> None:
+        if not self._keys or request.method == "OPTIONS" or request.path in OPEN_PATHS:
+            return
+        # What operators see on the router's own machine they see without a key: a browser there has none to send
+        is_page = request.path.rstrip("/") in self._pages or request.path in ("/workers", "/stats")
+        if not (is_page and why_not(request, OperatorPages.AUTO) == ""):
+            self._keys.check(request)
+
+    def answer_headers(self, request: Request) -> Mapping[str, str]:
+        return self._cors.answer_headers(request)
+
+    def refresh(self) -> None:
+        try:
+            if self._keys.refresh():
+                log.info("the file of clients' API keys was read again")
+        except KeyFileError as error:
+            log.warning("[front-files] %s; the keys of before are good on", error)
 
     def handler(self, method: str, path: str) -> Handler:
         found = self._routes.get(path)
         if found is None and path[:-1] in self._pages and path.endswith("/") and method in ("GET", "HEAD"):
             return _without_slash
         if found is None:
-            said = f"{method} {path[:200]}: no such path; there are {', '.join(self._main_paths)}"
-            raise ApiError(404, said, code="not_found")
+            said = f"{method} {path[:200]}: no such path; there are {', '.join(self._main_paths)}, more: /openapi.json"
+            raise refusal(path) or ApiError(404, said, code="not_found")
+        if method == "OPTIONS":
+            return functools.partial(self._options, found)
         handler = found.get("GET" if method == "HEAD" else method)
         if handler is None:
             raise ApiError(405, f"{method} {path}: use {', '.join(found)}", code="method_not_allowed")
         return handler
+
+    async def _options(self, found: Mapping[str, Handler], request: Request) -> Answer:
+        return self._cors.preflight(request, [*found, *(["HEAD"] if "GET" in found else []), "OPTIONS"])
 
     def set_ticket_key(self, key: bytes) -> None:
         """Sign with another key from now on. From any thread."""
@@ -145,39 +228,60 @@ async def router_app(
     gathering: Gathering | None = None,
     show: Show | None = None,
     pages: Pages | None = None,
+    parts: RouterParts | None = None,
+    secrets: FrontSecrets | None = None,
 ) -> AsyncIterator[Router]:
     """The router while its connections live; listen with `door.serving`.
 
     Without a key kvbaton's own workers are served by pull only. `discard` tells P of tickets that nobody will use.
     What becomes of requests is kept in `gathering`, under `name`; `show` has workers tell it more; `pages` adds to what
-    operators can see.
+    operators can see; `parts` are what this process shares with others of the same router; `secrets`: what clients must
+    show, and workers want to be shown.
     """
+    secrets = secrets or FrontSecrets()
+    keys = secrets.client_keys()
+    hides_keys = bool(secrets.worker_key) or (bool(keys) and not settings.passes_authorization)
+    hidden = NOT_TO_WORKERS | AUTHORIZATION if hides_keys else NOT_TO_WORKERS
     gathering = Gathering() if gathering is None else gathering
-    health = Health(settings.suspect_s, settings.breaker_failures, settings.probe_min_s, settings.probe_max_s)
-    roster = AvailableWorkers(directory, health)
-    stats = RouterStats(room=ClientQuotas(settings.held_bytes_max))
+    parts = RouterParts.alone(settings) if parts is None else parts
+    roster = AvailableWorkers(directory, parts.health)
+    stats = parts.stats
     minter = None if ticket_key is None else TicketMinter(ticket_key, settings.ticket_ttl_s)
     draining = asyncio.Event()
     async with Legs.open(settings) as legs:
         if minter is not None:
             legs.token = minter.token
-        flow = Flow(legs, roster, settings, stats, minter, discard, LogBook(gathering, name, settings.trace))
-        front = OpenAiApi(flow, settings, stats, draining)
-        desk = OperatorApi(roster, legs, flow, settings, stats, draining)
+        if secrets.worker_key:
+            legs.key = (b"Authorization", f"Bearer {secrets.worker_key}".encode())
+        log_book = LogBook(gathering, name, settings.trace)
+        flow = Flow(legs, roster, settings, stats, minter, discard, log_book, parts.loads, parts.prefixes)
+        front = OpenAiApi(flow, settings, stats, draining, hidden)
+        passing = Passing(legs, roster, flow, settings, stats, draining, hidden)
+        desk = OperatorApi(roster, legs, parts.loads, settings, stats, draining, hides_keys)
         board = Board(gathering, desk.shown, desk.numbers, settings)
         more = {"/flights": FlightsPage(gathering, show).answer, **({} if pages is None else pages(board))}
-        caring = asyncio.create_task(_Care(roster, legs, settings, stats).run())
+        caring = asyncio.create_task(WorkerCare(roster, legs, settings, stats, probes=parts.probes).run())
         try:
-            yield Router(front, desk, settings, stats, minter, gathering, more)
+            yield Router(front, desk, settings, stats, minter, gathering, more, passing, keys, parts.operators)
         finally:
             await cancel([caring])
             await flow.close()
 
 
-class _Care:
-    """Probes workers that broke, and breaks off what is under way with those that left."""
+class WorkerCare:
+    """Probes workers that broke, breaks off what is under way with those that left, and logs who comes and goes."""
 
-    def __init__(self, roster: AvailableWorkers, legs: Legs, settings: RouterSettings, stats: RouterStats) -> None:
+    def __init__(
+        self,
+        roster: AvailableWorkers,
+        legs: Legs,
+        settings: RouterSettings,
+        stats: RouterStats,
+        *,
+        probes: bool = True,
+    ) -> None:
+        self._may_probe = probes  # the one process that probes also logs who comes and goes
+        self._news = RosterNews()
         self._roster = roster
         self._legs = legs
         self._settings = settings
@@ -191,7 +295,7 @@ class _Care:
                 try:
                     self._look()
                 except Exception:  # a directory that fails must not end probing for ever
-                    log.exception("[upkeep-failed] looking after the workers failed; going on")
+                    log.exception("[upkeep-failed] worker health checks failed; continuing")
         finally:
             await cancel(list(self._probes.values()))
 
@@ -203,6 +307,11 @@ class _Care:
             self._stats.dropped += count
             if count:
                 log.warning("[worker-gone] %s left the list: %d requests to it are broken off", peer, count)
+        if not self._may_probe:
+            return
+        self._news.look(
+            WorkerSeen(each.name, each.incarnation, each.role, each.url, each.state.value) for each in view.workers
+        )
         if not self._roster.health:
             return
         due = set(self._roster.health.due(now))
@@ -223,5 +332,3 @@ class _Care:
             answered = False
         self._stats.probes["answered" if answered else "silent"] += 1
         self._roster.health.probed(worker.peer, answered, asyncio.get_running_loop().time())
-        if answered:
-            log.info("%s answers again; it is asked last for a while", worker.name)

@@ -63,6 +63,7 @@ class Tries:
     trip: Trip  # the record of the try that is under way
     names: tuple[int, ...] = ()  # of the prompt's beginnings
     seen: Mapping[PeerId, float] = field(default_factory=dict)  # the share of it that workers know
+    home: bytes = b""  # digest of its beginning, by which all routers send it to one worker
     prefill_failures: int = 0
     decode_failures: int = 0
     stale: int = 0

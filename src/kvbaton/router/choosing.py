@@ -11,13 +11,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from kvbaton.api.api_errors import ApiError, unavailable
+from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import Mode
 from kvbaton.router import dialect_table, policy
 from kvbaton.router.attempt import ChosenRoute, RoutedCall, Tries
 from kvbaton.router.policy import Pair, Weights
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.workers.available import AvailableWorkers, View
-from kvbaton.router.workers.directory import ListedEngine, WorkerListState
+from kvbaton.router.workers.directory import ListedEngine
 from kvbaton.router.workers.worker_load import Loads
 
 
@@ -34,12 +35,13 @@ class Chooser:
     def route(self, call: RoutedCall, tries: Tries, now: float) -> ChosenRoute:
         """The workers of the next try; `ApiError` where there are none."""
         view = self._roster.view(now)
+        self._loads.look(now)
         weights = self._weights(tries)
         if not tries.alone and self._settings.disagg_min_tokens:
             self._spare_prefill(view, tries, weights)
         if not tries.alone:
             for mode in call.modes:
-                able = self._able(view, mode)
+                able = self._able(view, mode, call.kind)
                 if able:
                     pair = policy.choose(able, next(self._turns[mode]), weights, tries.doubts)
                     if pair is not None:
@@ -59,23 +61,25 @@ class Chooser:
         """Another D for P's ticket, which names none, if the one that was chosen drains or left meanwhile."""
         # A prefill takes seconds, and P's KV is as good for any D: dropping it would compute the prompt twice.
         view = self._roster.view(now)
-        if any(
-            worker.peer == pair.decode.peer and worker.state is not WorkerListState.DRAINING for worker in view.workers
-        ):
+        if pair.decode.peer in view.staying:
             return None
         able = [each for each in view.workers if each.decodes and policy.mismatch(pair.prefill, each, mode) is None]
         return policy.alone(able, next(self._turns[None]), self._weights(tries), tries.doubts)
 
-    def _able(self, view: View, mode: Mode) -> Sequence[Pair]:
+    def _able(self, view: View, mode: Mode, kind: BodyKind) -> Sequence[Pair]:
         able = view.pairs(mode)
-        if mode is Mode.PULL or self._can_sign:
+        if mode is Mode.PULL:
+            return able
+        if kind is BodyKind.RESPONSES:  # for which vLLM reads no rank: the legs would come to any two of them
+            able = [pair for pair in able if pair.prefill.dp_size == pair.decode.dp_size == 1]
+        if self._can_sign:
             return able
         return [pair for pair in able if dialect_table.can_ask(pair, mode, can_sign=False)]
 
     def _weights(self, tries: Tries) -> Weights:
         settings = self._settings
         seen = {peer: share * tries.tokens for peer, share in tries.seen.items()} if tries.seen else {}
-        return Weights(settings.policy, settings.same_host, self._loads.tokens, seen)
+        return Weights(settings.policy, settings.same_host, self._loads.tokens, seen, tries.home, tries.tokens)
 
     def _spare_prefill(self, view: View, tries: Tries, weights: Weights) -> None:
         """A prompt that some D knows almost whole is not worth a handoff."""

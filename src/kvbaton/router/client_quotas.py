@@ -62,6 +62,11 @@ class ClientQuotas:
         self.turned_away: Counter[str] = Counter()  # connections at the bound: idle ones, or new ones if none is
         self._held: dict[str, int] = {}  # by caller
 
+    @property
+    def total(self) -> int:
+        """Bytes that are held, of all processes of this router."""
+        return self.bytes
+
     def tab(self, who: str = "") -> Tab:
         return Tab(self, who)
 
@@ -80,7 +85,7 @@ class ClientQuotas:
         """What a client is told for whose `what` there is no room; it is counted."""
         self.refused[what] += 1
         said = (
-            f"{what}: the router holds {self.bytes} bytes of requests and answers, at most {self.bytes_max}"
+            f"{what}: the router holds {self.total} bytes of requests and answers, at most {self.bytes_max}"
             " (--held-bytes-max), and for one client address no more than are left; read answers, send less at once,"
             " or try again later"
         )
@@ -90,16 +95,12 @@ class ClientQuotas:
 class Tab:
     """What one thing holds. Close it with that thing."""
 
-    __slots__ = ("_bytes", "_who", "room")
+    __slots__ = ("_who", "bytes", "room")
 
     def __init__(self, room: ClientQuotas, who: str) -> None:
         self.room = room
         self._who = who
-        self._bytes = 0
-
-    @property
-    def bytes(self) -> int:
-        return self._bytes
+        self.bytes = 0
 
     def another(self) -> Tab:
         """For something else of the same client's."""
@@ -107,23 +108,24 @@ class Tab:
 
     def hold(self, count: int) -> bool:
         """Hold so many from now on; False, and nothing is changed, where there is no room."""
-        if count == self._bytes:
+        if count == self.bytes:
             return True
-        if not self.room._change(self._who, count - self._bytes):
+        if not self.room._change(self._who, count - self.bytes):
             return False
-        self._bytes = count
+        self.bytes = count
         return True
 
     def grow(self, count: int) -> bool:
-        return self.hold(self._bytes + count)
+        return self.hold(self.bytes + count)
 
     def absorb(self, other: Tab) -> None:
         """Hold what another tab of the same client's holds, which is closed by that."""
-        self._bytes += other._bytes
-        other._bytes = 0
+        self.bytes += other.bytes
+        other.bytes = 0
 
     def close(self) -> None:
-        self.hold(0)
+        if self.bytes:
+            self.hold(0)
 
 
 class ClientCrowd(Generic[T]):

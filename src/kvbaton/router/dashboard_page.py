@@ -5,10 +5,13 @@ Law: nothing here changes anything, and no path leads to a file: its files were 
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping, Sequence
+from urllib.parse import urlsplit
 
 from kvbaton import __version__
 from kvbaton.observe.dashboard.page_files import STATE, Page, fixed_pages, json_page
+from kvbaton.observe.dashboard.scene import Scene
 from kvbaton.observe.dashboard.sights import ListedWorker
 from kvbaton.observe.dashboard.watch import ClusterWatch, Figures
 from kvbaton.router.app import Board
@@ -16,8 +19,8 @@ from kvbaton.router.http.http_types import Answer, Handler, Request
 from kvbaton.router.workers.directory import WorkerListState
 
 
-def live_page(board: Board) -> Mapping[str, Handler]:
-    """Path to handler, for `router_app(pages=...)`."""
+def live_page(board: Board, drain: str = "") -> Mapping[str, Handler]:
+    """Path to handler, for `router_app(pages=...)`. `drain`: the command that drains a worker, but for its name."""
 
     def listed() -> Sequence[ListedWorker]:
         return [
@@ -27,15 +30,24 @@ def live_page(board: Board) -> Mapping[str, Handler]:
                 "ready" if shown["state"] == WorkerListState.SERVING else str(shown["state"]),
                 str(shown["incarnation"]),
                 str(shown.get("unpaired", "")),
+                urlsplit(str(shown["url"])).netloc,
             )
             for shown in board.workers()
         ]
 
     def figures() -> Figures:
         numbers = board.stats()
-        return Figures(int(numbers["in_flight"]), bool(numbers.get("draining")))
+        return Figures(
+            int(numbers["in_flight"]),
+            bool(numbers.get("draining")),
+            int(numbers["token_chunks_total"]),
+            sum(numbers["retries_total"].values()),
+            int(numbers["responses_total"].get("4xx", 0)),
+        )
 
-    watch = ClusterWatch(board.gathering, listed, figures, version=__version__, mode=str(board.settings.mode))
+    mode = str(board.settings.mode)
+    about = Scene(at=0.0, version=__version__, host=socket.gethostname(), mode=mode, drain=drain)
+    watch = ClusterWatch(board.gathering, listed, figures, about=about)
 
     async def state(_: Request) -> Answer:
         return _answer(json_page(watch.state()))

@@ -28,6 +28,8 @@ from kvbaton.router.http.http_types import Header
 from kvbaton.router.policy import Pair
 from kvbaton.router.workers.directory import OWN, ListedEngine
 
+SHOWN_MAX = 4096
+"""Tokens that are kept, one for each worker: all requests to it show the same."""
 _encode = msgspec.json.Encoder().encode
 _LEASE = _encode(LEASE_FOR_PULL)
 
@@ -42,6 +44,9 @@ class HandoffAsk(msgspec.Struct, frozen=True):
     handoff: str = ""  # where it is known before P answers
 
 
+_PULL = HandoffAsk(_LEASE, None)
+
+
 class TicketMinter:
     """Signs the tickets of handoffs that begin on both sides at once."""
 
@@ -54,6 +59,7 @@ class TicketMinter:
         new_id: Callable[[], TransferId] = lambda: TransferId(secrets.token_hex(16)),
     ) -> None:
         self.key = key  # may be replaced while it is in use
+        self._shown: dict[str, tuple[bytes, Header]] = {}  # by worker: the key, and the token made from it
         self._ttl_s = ttl_s
         self._wall = wall
         self._new_id = new_id
@@ -62,7 +68,13 @@ class TicketMinter:
         """Shows a worker of this cluster that the router asks; no other is shown anything."""
         if not worker.is_own:
             return None
-        return tokens.HEADER.encode(), tokens.token(self.key, worker.name).encode()
+        key, known = self.key, self._shown.get(worker.name)
+        if known is None or known[0] is not key:
+            if len(self._shown) >= SHOWN_MAX:
+                self._shown.clear()
+            known = key, (tokens.HEADER.encode(), tokens.token(key, worker.name).encode())
+            self._shown[worker.name] = known
+        return known[1]
 
     def mint(self, pair: Pair) -> str:
         """A ticket for one handoff between the two; never given out twice."""
@@ -87,7 +99,7 @@ class Dialect(msgspec.Struct, frozen=True):
 
 def _kvbaton(pair: Pair, mode: Mode, minter: TicketMinter | None) -> HandoffAsk:
     if mode is Mode.PULL:
-        return HandoffAsk(_LEASE, None)
+        return _PULL
     assert minter is not None
     handoff, ticket = minter.minted(pair)
     source, target = source_params(mode, ticket), target_params(mode, ticket)
@@ -96,15 +108,12 @@ def _kvbaton(pair: Pair, mode: Mode, minter: TicketMinter | None) -> HandoffAsk:
 
 def _moriio(pair: Pair, mode: Mode, _: TicketMinter | None) -> HandoffAsk:
     unique, name = _named(pair)
-    if mode is Mode.PULL:
-        return HandoffAsk(_encode(foreign.moriio_params(unique)[0]), None, name)
-    source, target = foreign.moriio_params(unique)
-    return HandoffAsk(
-        _encode({**source, "remote_tp_size": pair.decode.tp_size}),
-        _encode({**target, "remote_tp_size": pair.prefill.tp_size}),
-        name,
-        handoff=handoff_id(TransferId(unique)),
-    )
+    writes = mode is not Mode.PULL
+    ranks = [foreign.RanksOf(each.tp_size, each.dp_size, each.dp_rank) for each in (pair.prefill, pair.decode)]
+    source, target = foreign.moriio_params(unique, writes=writes, source=ranks[0], target=ranks[1])
+    if not writes:
+        return HandoffAsk(_encode(source), None, name)
+    return HandoffAsk(_encode(source), _encode(target), name, handoff=handoff_id(TransferId(unique)))
 
 
 def _p2p_nccl(pair: Pair, mode: Mode, _: TicketMinter | None) -> HandoffAsk:

@@ -32,7 +32,7 @@ _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 def prefill_body(kind: BodyKind, fields: Mapping[str, Any], params: bytes) -> bytes:
     """Asks P for the prompt's KV and one token, which nobody reads."""
     body: dict[str, Any] = {**fields, "stream": False, FIELD: msgspec.Raw(params)}
-    for name in ("stream_options", "stop", "stop_token_ids"):
+    for name in ("stream_options", "stop", "stop_sequences", "stop_token_ids"):
         body.pop(name, None)
     body["ignore_eos"] = True  # MoRI-IO hands over only what ended by its length, and a prompt may be answered with EOS
     if body.get("min_tokens"):
@@ -82,9 +82,11 @@ def handover(answer: bytes) -> tuple[bytes, Handover] | None:
     They are read in full, though D alone understands all of them: what D cannot read it would hold against the client.
     """
     raw = _prefilled.decode(answer).kv_transfer_params
-    if isinstance(raw, msgspec.UnsetType) or bytes(raw) == b"null":
+    if isinstance(raw, msgspec.UnsetType):
         return None
     params = bytes(raw)
+    if params == b"null":
+        return None
     if len(params) > PARAMS_BYTES_MAX:
         raise ParamsError(f"of {len(params)} bytes, at most {PARAMS_BYTES_MAX}")
     costly = shapes.too_costly(params, PARAMS_NESTING_MAX)

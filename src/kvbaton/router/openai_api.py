@@ -10,33 +10,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
 
 import msgspec
 
-from kvbaton.api import request_ids, responses, screening, shapes, sse, tokens
-from kvbaton.api.api_errors import ApiError, bad_field, full, read_error, unavailable
+from kvbaton.api import responses, sse, tokens
+from kvbaton.api.api_errors import ApiError, bad_field, read_error
 from kvbaton.api.bodies import Body, BodyKind, parse
 from kvbaton.api.gather import all_of, interleave
-from kvbaton.api.http import REQUEST_ID, checked_request_id
 from kvbaton.api.merge import AnswerPart, Joiner, join, read, split
-from kvbaton.api.params import FIELD, Mode
+from kvbaton.api.params import Mode
 from kvbaton.router import router_flights
 from kvbaton.router.attempt import RoutedCall
 from kvbaton.router.http.http_types import Answer, Events, Header, Request
 from kvbaton.router.reply import Reply
+from kvbaton.router.request_admission import UnderWay, check_request, check_steering, hold_body
 from kvbaton.router.request_flow import Flow
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.router_stats import RouterStats, count
+from kvbaton.router.stream_meter import StreamMeter, answer_size
+from kvbaton.router.worker_calls import RANK_HEADER
 
 PARTS_BYTES_MAX = 128 << 20
 """Of one body, once for each of its choices."""
-BODY_COPIES = 4
-CONTAINER_BYTES = 256
-"""What a list or an object takes besides the bytes that it came as."""
-FREE_BYTES = 4 << 10
-"""A body of no more is not counted again once it was read."""
 MODE_HEADER = "x-kvbaton-mode"
 PAIR_HEADER = "x-kvbaton-pair"
 _MODE_HEADER = MODE_HEADER.encode()
@@ -52,18 +48,23 @@ _ODD = (AttributeError, KeyError, TypeError, ValueError, OverflowError, Recursio
 """What joining raises where a worker's JSON is not an answer."""
 _NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _TOKEN = tokens.HEADER.lower().encode()  # the router's own to show
-_NOT_TO_WORKERS = _HOP | {
+NOT_TO_WORKERS = _HOP | {
     b"accept-encoding", b"content-encoding", b"cookie", b"x-request-id", b"traceparent", _MODE_HEADER, _TOKEN,
+    RANK_HEADER.lower(),  # the router chooses ranks, one on each side
     b"origin", b"referer", b"sec-fetch-dest", b"sec-fetch-mode", b"sec-fetch-site", b"sec-fetch-user",
 }  # fmt: skip
+_TELL = {BodyKind.RESPONSES: responses.error_event, BodyKind.MESSAGES: sse.typed_error_event}
+"""How the error that ends a stream is told, where it is not OpenAI's object alone."""
+_SHAPING_ALONE = frozenset({"prompt_logprobs", "echo", "prompt_embeds", "use_beam_search", "best_of"})
 _TO_CLIENTS = frozenset({b"openai-model", b"openai-organization", b"openai-processing-ms", b"openai-version"})
 _TO_CLIENTS_BEGIN = b"x-ratelimit-"
-_SCREENED = frozenset({b"content-encoding", b"transfer-encoding", b"origin", b"sec-fetch-site"})
 
 
 def alone_reason(body: Body) -> str:
     """Why an answer must be computed by one engine from the prompt's first token; "" if it need not."""
     fields = body.fields
+    if _SHAPING_ALONE.isdisjoint(fields):
+        return ""
     if fields.get("prompt_logprobs") is not None:
         return "prompt_logprobs"
     if fields.get("echo") and fields.get("logprobs") is not None:
@@ -79,22 +80,34 @@ def alone_reason(body: Body) -> str:
 class OpenAiApi:
     """What clients call."""
 
-    def __init__(self, flow: Flow, settings: RouterSettings, stats: RouterStats, draining: asyncio.Event) -> None:
+    def __init__(
+        self,
+        flow: Flow,
+        settings: RouterSettings,
+        stats: RouterStats,
+        draining: asyncio.Event,
+        hidden: frozenset[bytes] = NOT_TO_WORKERS,
+    ) -> None:
         self._flow = flow
         self._settings = settings
         self._stats = stats
         self.draining = draining
+        self._hidden = hidden  # headers that stay here
         self._trace_share = settings.trace_sample if settings.trace else 0.0
         self._modes_default = (settings.mode, *(mode for mode in settings.modes_allowed if mode is not settings.mode))
 
-    async def completions(self, request: Request) -> Answer | Events:
-        return await self._answer(request, BodyKind.COMPLETION)
+    def completions(self, request: Request) -> Awaitable[Answer | Events]:
+        return self._answer(request, BodyKind.COMPLETION)
 
-    async def chat(self, request: Request) -> Answer | Events:
-        return await self._answer(request, BodyKind.CHAT)
+    def chat(self, request: Request) -> Awaitable[Answer | Events]:
+        return self._answer(request, BodyKind.CHAT)
 
-    async def responses(self, request: Request) -> Answer | Events:
-        return await self._answer(request, BodyKind.RESPONSES)
+    def responses(self, request: Request) -> Awaitable[Answer | Events]:
+        return self._answer(request, BodyKind.RESPONSES)
+
+    async def messages(self, request: Request) -> Answer | Events:
+        """Anthropic's."""
+        return await self._answer(request, BodyKind.MESSAGES)
 
     async def _answer(self, request: Request, kind: BodyKind) -> Answer | Events:
         try:
@@ -102,24 +115,20 @@ class OpenAiApi:
         except ApiError as error:
             self._stats.ended(error.code or str(error.status), error.status)
             raise
-        headers = {REQUEST_ID: calls[0].name if len(calls) == 1 else calls[0].name.rpartition("-")[0]}
+        headers: dict[str, str] = {}
         if not body.stream:
-            with self._under_way(len(calls)):
-                return Answer(await self._whole(parts, calls, headers), headers=headers)
+            with UnderWay(self._stats, self._settings.in_flight_max, len(calls)):
+                if len(calls) == 1:
+                    return Answer(await self._body(calls[0], headers), headers=headers)
+                return Answer(await self._joined_whole(parts, calls, headers), headers=headers)
         several = len(calls) > 1
         events = self._joined(body, parts, calls, headers) if several else self._events(calls[0], headers, 1)
-        tell = responses.error_event if kind is BodyKind.RESPONSES else sse.error_event
-        return Events(events, headers, calls[0].deadline, tell)
+        return Events(events, headers, calls[0].deadline, _TELL.get(kind, sse.error_event))
 
     def _understood(self, request: Request, kind: BodyKind) -> tuple[Body, Sequence[AnswerPart], list[RoutedCall]]:
-        if self.draining.is_set():
-            raise unavailable("this router is stopping; ask another", "draining")
-        if any(name in _SCREENED for name, _ in request.headers):
-            screening.check(request.values, self._settings.origins_allowed)
+        check_request(request, self._settings, self.draining)
         body = parse(kind, request.body)
-        if body.fields.get(FIELD) is not None:
-            raise bad_field(FIELD, "the router sets this; leave it out")
-        _check_steering(body.fields)
+        check_steering(body.fields)
         if body.fields.get("previous_response_id") is not None:
             raise bad_field("previous_response_id", "answers are not kept here; send the conversation as input")
         alone = alone_reason(body)
@@ -130,15 +139,13 @@ class OpenAiApi:
             raise bad_field(
                 "n", f"{body.n} times a body of {len(request.body)} bytes, at most {PARTS_BYTES_MAX} together"
             )
-        if len(request.body) > FREE_BYTES and not request.tab.hold(_cost(request.body, body.n)):
-            raise request.tab.room.full("request")
+        hold_body(request, body.n)
         return body, parts, self._calls(request, body, parts, alone)
 
     def _calls(self, request: Request, body: Body, parts: Sequence[AnswerPart], alone: str) -> list[RoutedCall]:
-        name = request.header(b"x-request-id") or ""
-        name = checked_request_id("" if _holds_addresses(name) else name)
+        name = request.id
         modes = self._modes(request.header(_MODE_HEADER))
-        headers = passed(request.headers, _NOT_TO_WORKERS)
+        headers = passed(request, self._hidden)
         trace, begins = router_flights.begun(request.headers, self._trace_share)
         deadline = asyncio.get_running_loop().time() + self._settings.deadline_s
         if len(parts) == 1:
@@ -175,10 +182,10 @@ class OpenAiApi:
             raise bad_field(MODE_HEADER, f"got {wanted[:40]!r}, expected one of {', '.join(allowed)}")
         return (Mode(wanted),)
 
-    async def _whole(self, parts: Sequence[AnswerPart], calls: Sequence[RoutedCall], headers: dict[str, str]) -> bytes:
+    async def _joined_whole(
+        self, parts: Sequence[AnswerPart], calls: Sequence[RoutedCall], headers: dict[str, str]
+    ) -> bytes:
         bodies = await all_of([self._body(call, headers) for call in calls])
-        if len(bodies) == 1:
-            return bodies[0]
         try:
             return msgspec.json.encode(join(parts, [read(body) for body in bodies]))
         except _ODD as error:
@@ -188,26 +195,33 @@ class OpenAiApi:
         reply = await self._flow.serve(call)
         try:
             self._note(headers, reply)
+            self._ended(call, reply, answer_size(reply.body))
             return reply.body
         finally:
             await reply.aclose()
 
     async def _events(self, call: RoutedCall, headers: dict[str, str], counted: int = 0) -> AsyncGenerator[bytes, None]:
         """One call's stream, untouched."""
-        with self._under_way(counted):
+        with UnderWay(self._stats, self._settings.in_flight_max, counted):
             begun = call.deadline - self._settings.deadline_s
             reply = await self._flow.serve(call)
             try:
                 self._note(headers, reply)
                 waited_s = asyncio.get_running_loop().time() - begun
                 self._stats.waits.note(reply.mode, waited_s, reply.prefill_since(begun), reply.handoff)
+                meter = StreamMeter(self._stats.waits.between.of((reply.mode,)))
+                events, tokens, mode = reply.events, self._stats.waits.tokens, f"chunks:{reply.mode}"
                 try:
-                    async with contextlib.aclosing(reply.events()) as events:
-                        async for data in events:
-                            yield data
+                    while data := await events.more():
+                        chunks = meter.came(data)
+                        reply.chunks += chunks
+                        tokens[mode] += chunks
+                        yield data
                 except ApiError as error:
                     count(self._stats.failures, error.code or "none", "mid_stream")
+                    self._stats.waits.leg("failed", "decode", reply.route.decode.name)
                     raise
+                self._ended(call, reply, meter.tokens)
             finally:
                 await reply.aclose()
 
@@ -215,7 +229,7 @@ class OpenAiApi:
         self, body: Body, parts: Sequence[AnswerPart], calls: Sequence[RoutedCall], headers: dict[str, str]
     ) -> AsyncGenerator[bytes, None]:
         """Several calls' streams as one."""
-        with self._under_way(len(calls)):
+        with UnderWay(self._stats, self._settings.in_flight_max, len(calls)):
             joiner = Joiner()
             streams = [self._events(call, headers) for call in calls]
             async with contextlib.aclosing(interleave(streams)) as merged:
@@ -247,66 +261,19 @@ class OpenAiApi:
                 raise _odd_answer(error) from None
             yield event
 
+    def _ended(self, call: RoutedCall, reply: Reply, output_tokens: int) -> None:
+        took_s = asyncio.get_running_loop().time() - (call.deadline - self._settings.deadline_s)
+        reply.tell_tokens(output_tokens)
+        self._stats.waits.ended(reply.mode, took_s, reply.prompt_tokens, output_tokens, reply.handoff)
+
     def _note(self, headers: dict[str, str], reply: Reply) -> None:
         """What the client is told besides the answer: what the API knows of D's headers, and who served."""
         for name, value in reply.headers:
-            if name.lower() in _TO_CLIENTS or name.lower().startswith(_TO_CLIENTS_BEGIN):
+            if name in _TO_CLIENTS or name.startswith(_TO_CLIENTS_BEGIN):
                 headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
         if self._settings.show_pair:
             known, pair = headers.get(PAIR_HEADER), str(reply.route)
             headers[PAIR_HEADER] = pair if known is None else f"{known},{pair}"
-
-    @contextlib.contextmanager
-    def _under_way(self, calls: int) -> Iterator[None]:
-        """Let a request's calls in if there is room, and count how it ended. None: the part of a request."""
-        stats = self._stats
-        if not calls:
-            yield
-            return
-        outcome, status = "broken", 500
-        try:
-            if stats.in_flight + calls > self._settings.in_flight_max:
-                raise full(f"{stats.in_flight} requests are under way, at most {self._settings.in_flight_max}")
-            stats.in_flight += calls
-            try:
-                yield
-            finally:
-                stats.in_flight -= calls
-            outcome, status = "ok", 200
-        except ApiError as error:
-            outcome, status = error.code or str(error.status), error.status
-            raise
-        except (asyncio.CancelledError, GeneratorExit, ConnectionError):
-            outcome, status = "client_gone", 0
-            raise
-        finally:
-            stats.ended(outcome, status)
-
-
-def _cost(data: bytes, copies: int) -> int:
-    """What a body takes while it is under way: itself and what it is parsed to, and what each leg is sent."""
-    containers = min(data.count(b"[") + data.count(b"{"), shapes.CONTAINERS_MAX)
-    return BODY_COPIES * copies * len(data) + CONTAINER_BYTES * containers
-
-
-def _check_steering(fields: Mapping[str, Any]) -> None:
-    """Refuse what a worker would read as the router's word on where KV comes from."""
-    if fields.get("ec_transfer_params") is not None:
-        raise bad_field("ec_transfer_params", "this router hands no encoder caches over; leave it out")
-    more = fields.get("vllm_xargs")  # vLLM copies these to where the parameters go
-    if isinstance(more, dict) and FIELD in more:
-        raise bad_field(f"vllm_xargs.{FIELD}", "the router sets this; leave it out")
-    name = fields.get("request_id")  # the id of a response, and of others where no header names one
-    if isinstance(name, str) and _holds_addresses(name):
-        raise bad_field("request_id", "holds addresses of workers, which the router sets; choose another")
-
-
-def _holds_addresses(name: str) -> bool:
-    """Whether a worker might read addresses from this id; those of D alone keep the client's."""
-    try:
-        return request_ids.parse(name) is not None
-    except request_ids.RequestIdError:
-        return True
 
 
 def _usage_event(joiner: Joiner) -> bytes:
@@ -321,13 +288,11 @@ def _odd_answer(error: Exception) -> ApiError:
     return ApiError(502, said, type="worker_error", code="bad_answer")
 
 
-def passed(headers: Sequence[Header], but: frozenset[bytes]) -> list[Header]:
-    """Those that go on: all but some, and but those that `Connection` names as its own."""
-    found = [header for header in headers if header[0].lower() not in but]
-    if len(found) == len(headers):
-        return found
-    for name, value in headers:
-        if name.lower() == b"connection" and value.lower() not in (b"keep-alive", b"close"):
-            named = {word.strip().lower() for word in value.split(b",")}
-            found = [header for header in found if header[0].lower() not in named]
+def passed(request: Request, but: frozenset[bytes]) -> list[Header]:
+    """The headers that go on: all but some, and but those that `Connection` names as its own."""
+    found = [header for header in request.headers if header[0] not in but]
+    for words in request.values("connection"):
+        if words.lower() not in ("keep-alive", "close"):
+            named = {word.strip().lower().encode("latin-1") for word in words.split(",")}
+            found = [header for header in found if header[0] not in named]
     return found

@@ -2,7 +2,8 @@
 
 Laws: a page that tells of single requests is shown to this machine alone unless the operator says otherwise; a name in
 `Host` other than localhost is refused too, since a web page elsewhere could have it resolve to this machine. A proxy
-that speaks for others is not this machine. Nothing here changes anything; every wait has a deadline.
+that speaks for others is not this machine, nor is a page of another origin in its browser. Nothing here changes
+anything; every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
+from kvbaton.api import screening
 from kvbaton.api.api_errors import ApiError, bad_field
 from kvbaton.observe.flight.collector import LAST_MAX, Gathering
 from kvbaton.observe.flight.flight_records import FlightSeat
@@ -52,12 +54,15 @@ def why_not(request: Request, pages: OperatorPages) -> str:
     if pages is OperatorPages.OPEN:
         return ""
     if pages is OperatorPages.OFF:
-        return "pages for operators are off; start the router with --operator-pages auto or open"
+        return "operator pages are off; start the router with --operator-pages auto or open"
     if not _is_loopback(request.peer) or any(name.startswith(_PROXIED) for name, _ in request.headers):
-        return "shown on the router's own machine only; ask there, or start the router with --operator-pages open"
+        return "served only to the router's own machine; open it there, or start the router with --operator-pages open"
     hosts = [value for name, value in request.headers if name == b"host"]
     if len(hosts) != 1 or not _is_plain_host(hosts[0].decode("latin-1")):
-        return "Host: expected an address or localhost; ask by http://127.0.0.1, or --operator-pages open"
+        return "Host: expected an address or localhost; use http://127.0.0.1, or --operator-pages open"
+    host = [hosts[0].decode("latin-1").strip().lower()]
+    if not all(screening.is_same(origin.strip().lower(), host) for origin in request.values("origin")):
+        return "Origin: not for pages of other origins, whatever --allow-origin says; or --operator-pages open"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Endpoints for operators: models, health, workers and their state.
+"""What the router answers by itself: models, version, health, workers and their state.
 
 Law: nothing here changes anything; what changes a cluster is authenticated and goes through the registry.
 """
@@ -11,20 +11,31 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.api_errors import unavailable
+from kvbaton import __version__
+from kvbaton.api.api_errors import ApiError, unavailable
 from kvbaton.observe.metrics import exposition
 from kvbaton.router import policy
 from kvbaton.router.http.http_types import Answer, Request, json_answer
-from kvbaton.router.request_flow import Flow
+from kvbaton.router.openapi_document import document
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.router_stats import RouterStats
 from kvbaton.router.worker_calls import LegError, Legs
 from kvbaton.router.workers.available import AvailableWorkers, View
 from kvbaton.router.workers.directory import ListedEngine, WorkerListState
+from kvbaton.router.workers.worker_load import Loads
 
 _AUTH = b"authorization"
 MODELS_ASKED_MAX = 3
-"""Workers that are asked, one after the other, which models there are."""
+"""Workers that are asked, one after the other, for what one says for all."""
+
+
+VERSION_CHARS_MAX = 200
+DESCRIBE_S = 20.0
+"""For a worker's description of its API."""
+
+
+class _Version(msgspec.Struct):
+    version: str
 
 
 class OperatorApi:
@@ -34,33 +45,55 @@ class OperatorApi:
         self,
         roster: AvailableWorkers,
         legs: Legs,
-        flow: Flow,
+        loads: Loads,
         settings: RouterSettings,
         stats: RouterStats,
         draining: asyncio.Event,
+        hides_keys: bool = False,
     ) -> None:
         self._roster = roster
         self._legs = legs
-        self._flow = flow
+        self._loads = loads
         self._settings = settings
         self._stats = stats
         self._draining = draining
+        self._hides_keys = hides_keys  # of clients, from workers
 
     async def models(self, request: Request) -> Answer:
-        """What a worker serves; the first that answers speaks for all, since pairs are made of equals."""
-        headers = [header for header in request.headers if header[0] == _AUTH]
+        return Answer(await self._told("/v1/models", request))
+
+    async def version(self, request: Request) -> Answer:
+        """The workers' version under the name that vLLM gives it, and this router's."""
+        try:
+            found = msgspec.json.decode(await self._told("/version", request), type=_Version)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            found = _Version("unknown")
+        return json_answer({"version": found.version[:VERSION_CHARS_MAX], "kvbaton": __version__})
+
+    async def load(self, _: Request) -> Answer:
+        return json_answer({"server_load": self._stats.under_way})
+
+    async def openapi(self, request: Request) -> Answer:
+        try:
+            told = await self._told("/openapi.json", request, DESCRIBE_S)  # FastAPI makes it when it is first asked
+        except ApiError:  # a description without schemas is better than none
+            told = b""
+        found = await asyncio.to_thread(document, told, ("/workers", "/stats", "/flights", "/dashboard"))
+        return json_answer(found)
+
+    async def _told(self, path: str, request: Request, timeout_s: float | None = None) -> bytes:
+        """What a worker says; the first that answers speaks for all, since pairs are made of equals."""
+        headers = [] if self._hides_keys else [header for header in request.headers if header[0] == _AUTH]
         refused: LegError | None = None
         known = sorted(self._view().workers, key=lambda worker: worker.state is not WorkerListState.SERVING)
-        for worker in known[:MODELS_ASKED_MAX]:
+        for worker in [each for each in known if each.url][:MODELS_ASKED_MAX]:
             try:
-                data = await self._legs.get(worker, "/v1/models", headers, request.tab)
+                return await self._legs.get(worker, path, headers, request.tab, timeout_s)
             except LegError as error:
                 refused = error if error.final else refused
-                continue
-            return Answer(data)
         if refused is not None:
             raise refused.fault
-        raise unavailable("no worker that could say which models there are", "no_worker")
+        raise unavailable(f"no worker that could answer {path}", "no_worker")
 
     async def health(self, _: Request) -> Answer:
         """200 if a pair can serve the default mode or one that stands in for it, or if D may do without P."""
@@ -93,6 +126,7 @@ class OperatorApi:
 
     def shown(self) -> list[dict[str, Any]]:
         """Each worker as `/workers` tells of it."""
+        self._loads.look(asyncio.get_running_loop().time())
         view = self._view()
         pairs = (pair for mode in self._settings.modes_allowed for pair in view.pairs(mode))
         paired = {peer for pair in pairs for peer in (pair.prefill.peer, pair.decode.peer)}
@@ -109,11 +143,17 @@ class OperatorApi:
         numbers = {**self._stats.as_numbers(), **self._stats.elsewhere()}
         opened = self._roster.health.opened
         draining = self._draining.is_set()
-        return {**numbers, "breakers_opened_total": opened, "workers": states, "pairs": pairs, "draining": draining}
+        self._loads.look(asyncio.get_running_loop().time())
+        tokens = {f"{each.role}:{each.name}": self._loads.tokens.get(each.peer, 0) for each in view.workers}
+        more = {"workers": states, "worker_tokens": tokens, "pairs": pairs, "draining": draining}
+        return {**numbers, "breakers_opened_total": opened, **more}
 
     def _shown(self, worker: ListedEngine, view: View, is_paired: bool) -> dict[str, Any]:
         shown: dict[str, Any] = msgspec.to_builtins(worker)
-        shown |= {"incarnation": f"{worker.incarnation:016x}", "tokens_under_way": self._flow.loads.get(worker.peer, 0)}
+        shown |= {
+            "incarnation": f"{worker.incarnation:016x}",
+            "tokens_under_way": self._loads.tokens.get(worker.peer, 0),
+        }
         if not is_paired:
             shown["unpaired"] = next(self._why_unpaired(worker, view))
         return shown
@@ -122,6 +162,8 @@ class OperatorApi:
         """Reasons why a worker serves nobody, the likeliest first."""
         if worker.state in (WorkerListState.BROKEN, WorkerListState.DRAINING):
             yield f"{worker.name} is {worker.state}"
+        if worker.state is WorkerListState.NO_HTTP:
+            yield f"{worker.name} has no HTTP address: it is inside another server, which asks it"
         others = [other for other in view.workers if other.peer != worker.peer]
         for other in others:
             for p, d in ((worker, other), (other, worker)):

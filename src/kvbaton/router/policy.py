@@ -12,6 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from hashlib import blake2b
 
 import msgspec
 
@@ -21,9 +22,11 @@ from kvbaton.router.workers.directory import ListedEngine, WorkerListState
 
 FAR_TOKENS = 1024
 """What a copy over the network is worth, in tokens: shared memory goes first until its workers are this much busier."""
+HOME_SHARE = 0.5
+"""The part of a prompt that its home is taken to have seen: other routers may have sent its beginning there."""
 WEIGHED_MAX = 256
 """Pairs that are weighed for one request; of more, those of the least loaded workers."""
-_NEVER = (WorkerListState.DRAINING, WorkerListState.BROKEN)
+_NEVER = (WorkerListState.DRAINING, WorkerListState.BROKEN, WorkerListState.NO_HTTP)
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -54,6 +57,8 @@ class Weights(msgspec.Struct, frozen=True):
     same_host: bool = True
     loads: Mapping[PeerId, int] = {}  # tokens under way
     seen: Mapping[PeerId, float] = {}  # tokens of this prompt that a prefill worker has seen lately
+    home: bytes = b""  # digest of the prompt's beginning, the same at every router; b"": none
+    tokens: int = 0  # of the prompt
 
 
 Cost = Callable[[Pair], float]
@@ -87,9 +92,20 @@ def least_loaded(able: Sequence[Pair], weights: Weights) -> Cost:
 
 
 def prefix(able: Sequence[Pair], weights: Weights) -> Cost:
-    """As `least_loaded`, less the tokens of this prompt that P has seen lately."""
-    loaded, seen = least_loaded(able, weights), weights.seen
+    """As `least_loaded`, less the tokens of this prompt that P has seen lately, or is likely to have: at its home."""
+    loaded, seen = least_loaded(able, weights), dict(weights.seen)
+    if weights.home:
+        at = home({pair.prefill.peer for pair in able}, weights.home)
+        seen[at] = max(seen.get(at, 0.0), HOME_SHARE * weights.tokens)
     return lambda pair: loaded(pair) - seen.get(pair.prefill.peer, 0.0)
+
+
+def home(peers: Collection[PeerId], beginning: bytes) -> PeerId:
+    """The worker to which prompts that begin so go where nothing else is known (rendezvous hashing).
+
+    Every router finds the same one without asking the others, and most prompts keep theirs when workers come and go.
+    """
+    return max(peers, key=lambda peer: (blake2b(peer.worker.encode(), key=beginning, digest_size=8).digest(), peer))
 
 
 POLICIES: dict[str, Policy] = {
@@ -146,10 +162,14 @@ def choose(able: Sequence[Pair], turn: int, weights: Weights = PLAIN, doubts: Do
     cost_of = policy.cost(able, weights)
     best: list[Pair] = []
     least = (0, 0.0)
+    has_doubts = doubts is not NO_DOUBTS
     for pair in able:
-        if _is_out(pair, doubts):
-            continue
-        cost = (_doubt(pair.prefill, doubts) + _doubt(pair.decode, doubts), cost_of(pair))
+        suspects = (pair.prefill.state is WorkerListState.SUSPECT) + (pair.decode.state is WorkerListState.SUSPECT)
+        if has_doubts:
+            if _is_out(pair, doubts):
+                continue
+            suspects += (pair.prefill.peer in doubts.shun) + (pair.decode.peer in doubts.shun)
+        cost = (suspects, cost_of(pair))
         if not best or cost < least:
             best, least = [pair], cost
         elif cost == least:
@@ -179,8 +199,6 @@ def alone(
 
 
 def _is_out(pair: Pair, doubts: Doubts) -> bool:
-    if doubts is NO_DOUBTS:
-        return False
     p, d = pair.prefill.peer, pair.decode.peer
     return p in doubts.avoid or d in doubts.avoid or (p, d) in doubts.tried
 
@@ -224,8 +242,10 @@ def explain(workers: Sequence[ListedEngine], mode: Mode) -> str:
             return f"no {role} worker is registered; start one with: kvbaton worker --role {role} …"
         if all(worker.state is WorkerListState.DRAINING for worker in candidates):
             return f"every {role} worker is draining; start one with: kvbaton worker --role {role} …"
+        if all(worker.state is WorkerListState.NO_HTTP for worker in candidates):
+            return f"no {role} worker has an HTTP address; those here are inside other servers, which ask them"
         if all(worker.state in _NEVER for worker in candidates):
-            return f"no {role} worker answers; the router probes them and asks again when one does"
+            return f"no {role} worker responds; the router probes them and uses one when it does"
     reasons = [
         reason for prefill in prefills for decode in decodes if (reason := mismatch(prefill, decode, mode)) is not None
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvbaton.api.gather import cancel
@@ -41,7 +41,7 @@ class Replies:
         if stream.ended:
             self._health.ok(worker.peer)
         elif stream.broke and self._health.failed(worker.peer, asyncio.get_running_loop().time()) is not None:
-            log.warning("[stream-broken] decode worker %s broke off a stream; it is asked last for now", worker.name)
+            log.warning("[stream-broken] decode worker %s broke off a stream; it is chosen last for now", worker.name)
 
     def settle(self, source: asyncio.Task[Any], unused: Callable[[], None]) -> None:
         """D has all it needs: let P finish in its own time, within a bound, after which its ticket is given back."""
@@ -78,6 +78,11 @@ class Replies:
 class Reply:
     """D's answer from its first byte on. Its holder calls `aclose`."""
 
+    __slots__ = (
+        "_decoding", "_load", "_prefilled", "_replies", "_source", "_trip", "_unused", "chunks",
+        "handoff", "prompt_tokens", "route",
+    )  # fmt: skip
+
     def __init__(
         self,
         replies: Replies,
@@ -91,6 +96,8 @@ class Reply:
     ) -> None:
         self.route = route
         self.handoff = trip.handoff
+        self.chunks = 0  # of a stream, those that bear a token: counted by whoever sends them on
+        self.prompt_tokens = trip.tokens  # as estimated
         self._prefilled = prefilled  # when P was asked, and when it had answered
         self._replies = replies
         self._decoding = decoding
@@ -98,6 +105,10 @@ class Reply:
         self._trip = trip
         self._source = source  # P's leg, where it may outlast D's first byte
         self._unused = unused  # gives its ticket back
+
+    def tell_tokens(self, count: int) -> None:
+        """Of the answer, which has come to its end."""
+        self._trip.call.output_tokens = count
 
     @property
     def headers(self) -> Sequence[Header]:
@@ -118,9 +129,10 @@ class Reply:
         assert isinstance(self._decoding, WorkerAnswer), "a stream has no body"
         return self._decoding.data
 
-    def events(self) -> AsyncGenerator[bytes, None]:
+    @property
+    def events(self) -> EventStream:
         assert isinstance(self._decoding, EventStream), "a whole answer has no events"
-        return self._decoding.events()
+        return self._decoding
 
     async def aclose(self) -> None:
         # The load first: nothing below may keep a worker looking busy. The record's end is told before P's leg settles,
@@ -129,6 +141,7 @@ class Reply:
         ended = True
         if isinstance(self._decoding, EventStream):
             ended = self._decoding.ended
+            self._trip.call.chunks = self.chunks
             if not ended:
                 self._trip.broke(self._decoding.fault or asyncio.CancelledError())
             self._replies.streamed(self.route.decode, self._decoding)

@@ -41,17 +41,26 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.router import dialect_table, kv_params
 from kvbaton.router.attempt import ChosenRoute, RoutedCall, Tries
 from kvbaton.router.choosing import Chooser
+from kvbaton.router.deadlines import Deadline, Deadlines
 from kvbaton.router.dialect_table import TicketMinter
 from kvbaton.router.http.http_types import Header
 from kvbaton.router.policy import Pair
 from kvbaton.router.reply import Replies, Reply
-from kvbaton.router.router_flights import DECODE_SENT, FIRST_BYTE, PREFILL_ANSWERED, PREFILL_SENT, LogBook, Trip
+from kvbaton.router.router_flights import (
+    DECODE_SENT,
+    FIRST_BYTE,
+    PREFILL_ANSWERED,
+    PREFILL_SENT,
+    HttpCall,
+    LogBook,
+    Trip,
+)
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.router_stats import RouterStats, count
 from kvbaton.router.worker_calls import EventStream, Leg, LegError, Legs, WorkerAnswer
 from kvbaton.router.workers.available import AvailableWorkers
 from kvbaton.router.workers.directory import ListedEngine
-from kvbaton.router.workers.prefixes import Prefixes, pieces
+from kvbaton.router.workers.prefixes import Prefixes, beginning, pieces, prompt_text
 from kvbaton.router.workers.worker_load import Loads, WorkerLoad, answer_tokens, prompt_tokens
 
 log = logging.getLogger(__name__)
@@ -76,6 +85,8 @@ class Flow:
         minter: TicketMinter | None,
         discard: Discard | None = None,
         log_book: LogBook | None = None,
+        loads: Loads | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         self._legs = legs
         self._roster = roster
@@ -84,36 +95,40 @@ class Flow:
         self._minter = minter  # None: nobody here can sign, so kvbaton's own workers are served by pull only
         self._discard = discard
         self._log_book = log_book or LogBook(Gathering())
-        self._loads = Loads()
-        self._prefixes = Prefixes(settings.prefix_pieces_max)
+        self._loads = Loads() if loads is None else loads
+        self._prefixes = Prefixes(settings.prefix_pieces_max) if prefixes is None else prefixes
         self._chooser = Chooser(roster, settings, self._loads, can_sign=minter is not None)
         self._replies = Replies(roster.health, stats, settings.settle_s)
+        self._deadlines = Deadlines()
+        self._now = self._deadlines.loop.time
 
     @property
     def loads(self) -> Mapping[PeerId, int]:
         return self._loads.tokens
 
+    def charge(self, peer: PeerId, tokens: int) -> WorkerLoad:
+        """Count what is under way at a worker besides calls."""
+        return self._loads.take(peer, tokens)
+
     async def serve(self, call: RoutedCall) -> Reply:
         """D's answer once its first byte is there; `ApiError` if there will be none."""
         tries = self._begin(call)
         try:
-            return await self._in_time(call, tries)
+            with Deadline(self._deadlines, call.deadline):
+                return await self._serve(call, tries)
+        except TimeoutError:
+            late = out_of_time("the request's deadline passed before the first byte")
+            tries.trip.broke(late)
+            raise late from None
         except BaseException as error:
             tries.trip.broke(error)
             raise
-
-    async def _in_time(self, call: RoutedCall, tries: Tries) -> Reply:
-        try:
-            async with asyncio.timeout_at(call.deadline):
-                return await self._serve(call, tries)
-        except TimeoutError:
-            raise out_of_time("the request's deadline passed before the first byte") from None
 
     async def _serve(self, call: RoutedCall, tries: Tries) -> Reply:
         # Ends, although it has no counter: every failure either raises in `_note`, or spends one of the bounded retries
         # there, or is one of `STALE_MAX`; and the deadline surrounds it all.
         while True:
-            route = self._chooser.route(call, tries, _now())
+            route = self._chooser.route(call, tries, self._now())
             tries.trip.chose("-" if route.prefill is None else route.prefill.name, route.decode.name, route.mode)
             try:
                 if route.prefill is None:
@@ -134,14 +149,19 @@ class Flow:
         tokens = prompt_tokens(call.kind, call.fields, settings.chars_per_token)
         tries = Tries(tokens, self._trip(call, tokens), alone=call.alone)
         if settings.wants_prefixes:
-            tries.names, total = pieces(call.kind, call.fields)
+            text = prompt_text(call.kind, call.fields)
+            tries.names, total = pieces(call.kind, call.fields, text)
             tries.seen = self._prefixes.share(tries.names, total)
+            if self._minter is not None:  # all routers of a cluster have its key, and no client
+                tries.home = beginning(self._minter.key, call.kind, call.fields, text)
         if not tries.alone and tries.tokens < settings.disagg_min_tokens:
             tries.alone = "short"
         return tries
 
     def _trip(self, call: RoutedCall, tokens: int, attempt: int = 0) -> Trip:
-        return self._log_book.begin(call.name, attempt, tokens, call.trace, call.begins_trace)
+        model = call.fields.get("model")
+        asked = HttpCall(call.kind.value, model if isinstance(model, str) else "")
+        return self._log_book.begin(call.name, attempt, tokens, call.trace, call.begins_trace, asked)
 
     # --- asking
 
@@ -149,30 +169,33 @@ class Flow:
         ask = dialect_table.ask(pair, route.mode, self._minter)
         trip = tries.trip
         trip.handoff = ask.handoff
-        headers = call.named(ask.request_id, trip.leg("decode"))
+        headers = named = call.named(ask.request_id, trip.leg("decode"))
         if ask.request_id is not None and call.kind is BodyKind.RESPONSES:  # vLLM reads it from the body there
             call = msgspec.structs.replace(call, fields={**call.fields, "request_id": ask.request_id}, data=None)
-        asked = kv_params.traced(ask.source, trip.leg("prefill"), pair.prefill)
+        asked = ask.source
+        if trip.span is not None:
+            named = call.named(ask.request_id, trip.leg("prefill"))
+            asked = kv_params.traced(asked, trip.leg("prefill"), pair.prefill)
         body = kv_params.prefill_body(call.kind, call.fields, asked)
-        named = call.named(ask.request_id, trip.leg("prefill"))
         source = Leg("prefill", pair.prefill, call.kind.value, named, body, call.tab)
         # D is charged from now on, before it is asked: it is promised, and the next request must not be sent there for
         # being idle. P is let go as soon as it has answered, D with the reply.
         prefilling = self._loads.take(pair.prefill.peer, tries.tokens)
         decoding = self._loads.take(pair.decode.peer, tries.tokens + answer_tokens(call.fields))
-        times = [_now()]
+        times = [self._now()]
         trip.mark(PREFILL_SENT)
+        self._stats.waits.leg("asked", "prefill", pair.prefill.name)
         try:
             if ask.target is None:
                 try:
-                    found = await self._prefilled(source, ask.needs_answer, self._patience(call))
+                    found = _handed(source, await self._legs.whole(source, self._patience(call)), ask.needs_answer)
                     trip.answered(kv_params.handoff_of(found[1]))
-                    times.append(_now())
+                    times.append(self._now())
                 finally:
                     prefilling.give()
                 # Not where the request id names D: P would hand over to the one that it names.
                 can_change = ask.request_id is None
-                other = self._chooser.other_decoder(pair, route.mode, tries, _now()) if can_change else None
+                other = self._chooser.other_decoder(pair, route.mode, tries, self._now()) if can_change else None
                 if other is not None:
                     decoding.give()
                     decoding = self._loads.take(other.peer, tries.tokens + answer_tokens(call.fields))
@@ -197,21 +220,6 @@ class Flow:
             load.give()
             raise
 
-    async def _prefilled(self, leg: Leg, needs_answer: bool, patience_s: float) -> tuple[bytes | None, str | None]:
-        """What P hands to D, and the ticket within, if it is one of ours."""
-        answer = await self._legs.whole(leg, patience_s)
-        try:
-            found = kv_params.handover(answer.data)
-        except kv_params.ParamsError as error:
-            raise leg.failed(502, f"answered {FIELD} {error}", "bad_answer") from None
-        except (ValueError, RecursionError):
-            raise leg.failed(502, "answered something that is no JSON object", "bad_answer") from None
-        if found is not None and found[1].do_remote_prefill:
-            return found[0], found[1].ticket
-        if needs_answer:
-            raise leg.failed(502, f"answered without {FIELD} that D could use", "bad_answer")
-        return None, None
-
     async def _redeemed(
         self,
         call: RoutedCall,
@@ -225,7 +233,7 @@ class Flow:
         try:
             # Legs to a worker are broken off at the moment it leaves the list. One that begins after that moment would
             # miss it, and wait for a dead worker until its time is up.
-            if not self._roster.lists(pair.decode.peer, _now()):
+            if not self._roster.lists(pair.decode.peer, self._now()):
                 leg = Leg("decode", pair.decode, call.kind.value, headers, None)
                 raise leg.failed(502, "left while P computed", "worker_left", lost=True)
             return await self._decode(call, trip, headers, pair.decode, params)
@@ -246,10 +254,10 @@ class Flow:
     ) -> Reply:
         # P's leg is a task, because it may end long after D's first byte, when this method has returned: whatever must
         # happen at its end is a callback of the task. D's is one, because either may fail first.
-        times = [_now()]
+        times = [self._now()]
         source = asyncio.create_task(self._legs.whole(leg, self._patience(call)))
         source.add_done_callback(lambda _: prefilling.give())
-        source.add_done_callback(lambda _: times.append(_now()))
+        source.add_done_callback(lambda _: times.append(self._now()))
         source.add_done_callback(functools.partial(_answered, trip))
         target = asyncio.create_task(self._decode(call, trip, headers, route.decode, params))
         unused = functools.partial(self._give_back_of, leg.worker, params)
@@ -279,7 +287,7 @@ class Flow:
         """Ends a silent leg just before the deadline ends the request."""
         # If the deadline ended it, the request would be cancelled from outside and no leg would have failed: a worker
         # that hangs would never be suspected by clients whose deadline is shorter than `first_byte_s`.
-        return min(self._settings.first_byte_s, max(0.9 * (call.deadline - _now()), 0.001))
+        return min(self._settings.first_byte_s, max(0.9 * (call.deadline - self._now()), 0.001))
 
     def _give_back_of(self, worker: ListedEngine, params: bytes) -> None:
         self._give_back(worker, msgspec.json.decode(params, type=kv_params.Handover).ticket)
@@ -292,18 +300,20 @@ class Flow:
     async def _decode(
         self, call: RoutedCall, trip: Trip, headers: Sequence[Header], worker: ListedEngine, params: bytes | None
     ) -> WorkerAnswer | EventStream:
-        if params is not None:
+        if params is not None and trip.span is not None:
             params = kv_params.traced(params, trip.leg("decode"), worker)
         body = kv_params.decode_body(call.data, call.fields, params)
         leg = Leg("decode", worker, call.kind.value, headers, body, call.tab)
         trip.mark(DECODE_SENT)
+        self._stats.waits.leg("asked", "decode", worker.name)
         if call.stream:
             return await self._legs.stream(leg, call.deadline, self._patience(call))
         answer = await self._legs.whole(leg)
         try:
-            return WorkerAnswer(kv_params.without_params(answer.data), answer.headers)
+            data = kv_params.without_params(answer.data)
         except (ValueError, RecursionError):
             raise leg.failed(502, "answered something that is not a JSON object", "bad_answer") from None
+        return answer if data is answer.data else WorkerAnswer(data, answer.headers)
 
     # --- learning
 
@@ -329,6 +339,9 @@ class Flow:
             error = _not_the_clients(error)
         bare(error)
         count(self._stats.failures, error.fault.code or "none", error.side)
+        if not (error.lost or error.stale):
+            tries.trip.refused(error.side)
+        self._stats.waits.leg("failed", error.side, error.worker.name)
         tries.last = error
         if error.final:
             raise error.fault
@@ -337,7 +350,7 @@ class Flow:
         # connection.
         if error.stale and tries.stale < STALE_MAX:
             tries.stale += 1
-            tries.trip.over(Reason.CANCELLED, "a connection had been closed while idle; asked again")
+            tries.trip.over(Reason.CANCELLED, "a connection had been closed while idle; retried")
             tries.trip = self._trip(call, tries.tokens, tries.count)
             return
         tries.trip.broke(error.fault)
@@ -360,7 +373,7 @@ class Flow:
             tries.alone = "fallback"
         self._stats.retries[error.side] += 1
         tries.trip = self._trip(call, tries.tokens, tries.count)
-        log.info("request %s on %s: %s; asking others", call.name, route, error)
+        log.info("request %s on %s: %s; trying others", call.name, route, error)
 
     def _blame(self, error: LegError) -> None:
         # A full worker is alive, and counting 429 as failure would break the breaker of exactly those that are in
@@ -368,12 +381,13 @@ class Flow:
         # and that is all that is known.
         if error.busy or error.is_handoff:
             return
-        news = self._roster.health.failed(error.worker.peer, _now())
+        news = self._roster.health.failed(error.worker.peer, self._now())
         if news is not None:
             log.warning("[worker-failing] %s; it is %s now", error, news.value)
 
     async def close(self) -> None:
         """Nothing that this flow started is left afterwards."""
+        self._deadlines.close()
         await self._replies.close()
 
 
@@ -387,10 +401,25 @@ def _is_of_the_handoff(route: ChosenRoute, error: LegError) -> bool:
 
 
 def _not_the_clients(error: LegError) -> LegError:
-    what = f"{error.side} worker {error.worker.name} refuses what it was handed: {error.fault.message}"
-    said = f"{error.fault.recorded}, of what it was handed"
+    what = f"{error.side} worker {error.worker.name} refuses the handed-over KV: {error.fault.message}"
+    said = f"{error.fault.recorded}, for the handed-over KV"
     fault = ApiError(502, what, type="handoff_failed", code=error.fault.code, recorded=said)
     return LegError(error.side, error.worker, fault)
+
+
+def _handed(leg: Leg, answer: WorkerAnswer, needs_answer: bool) -> tuple[bytes | None, str | None]:
+    """What P hands to D, and the ticket within, if it is one of ours."""
+    try:
+        found = kv_params.handover(answer.data)
+    except kv_params.ParamsError as error:
+        raise leg.failed(502, f"answered {FIELD} {error}", "bad_answer") from None
+    except (ValueError, RecursionError):
+        raise leg.failed(502, "answered something that is not a JSON object", "bad_answer") from None
+    if found is not None and found[1].do_remote_prefill:
+        return found[0], found[1].ticket
+    if needs_answer:
+        raise leg.failed(502, f"answered without {FIELD} that D could use", "bad_answer")
+    return None, None
 
 
 def _answered(trip: Trip, source: asyncio.Task[Any]) -> None:
@@ -406,7 +435,3 @@ def _close(decoding: WorkerAnswer | EventStream) -> None:
 def _close_late(target: asyncio.Task[WorkerAnswer | EventStream]) -> None:
     if not target.cancelled() and target.exception() is None:
         _close(target.result())
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()

@@ -11,6 +11,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from kvbaton.api.api_errors import ApiError
@@ -64,12 +65,24 @@ def begun(
     return parent, False
 
 
+@dataclass(slots=True)
+class HttpCall:
+    """What the client asked, and what came of it."""
+
+    path: str = ""
+    model: str = ""
+    status: int = 0  # 0: no answer yet, or none
+    output_tokens: int = 0
+    chunks: int = 0  # of a streamed answer, those that bear a token
+    mistake: bool = False  # the client's
+
+
 class Trip:
     """One try under way."""
 
     __slots__ = (
-        "_gathering", "_moments", "_wall", "attempt", "detail", "end", "handoff", "mode", "peers", "request", "span",
-        "tokens", "worker",
+        "_gathering", "_moments", "_wall", "attempt", "call", "detail", "end", "handoff", "mode", "peers",
+        "request", "span", "tokens", "worker",
     )  # fmt: skip
 
     def __init__(
@@ -81,8 +94,10 @@ class Trip:
         tokens: int,
         span: FlightSpan | None,
         wall: Callable[[], float] = time.time,
+        call: HttpCall | None = None,
     ) -> None:
         self.worker = worker  # who writes
+        self.call = call or HttpCall()
         self.request = request
         self.attempt = attempt
         self.tokens = tokens
@@ -119,6 +134,10 @@ class Trip:
         self.handoff = handoff or self.handoff
         self.mark(PREFILL_ANSWERED)
 
+    def refused(self, side: str) -> None:
+        """A worker answered, and not with what was asked for."""
+        self.mark(f"{side}_refused")
+
     def leg(self, side: Literal["prefill", "decode"]) -> str:
         """The traceparent that a leg is told; "" if there is none."""
         if self.span is None:
@@ -135,6 +154,7 @@ class Trip:
             return
         self.mark(ENDED)
         self.end, self.detail = end or OK, detail
+        self.call.status = 200 if self.end == OK else self.call.status
         if end not in _FINE:  # words of a worker, for an operator's screen
             self.end, self.detail = printable(end)[:NAME_CHARS_MAX], printable(detail, TEXT_CHARS_MAX)
         self._gathering.unwatch(self)
@@ -146,7 +166,9 @@ class Trip:
     def broke(self, error: BaseException) -> None:
         """The try has ended by an error; one that cancels it is the client's going."""
         if isinstance(error, ApiError):
+            self.call.status = self.call.status or error.status
             known = error.code is not None and (error.code in _CODES or error.code.isdigit())
+            self.call.mistake = not self.end and error.is_clients
             self.over(str(error.code) if known else str(error.status), error.recorded)
         elif isinstance(error, asyncio.CancelledError | GeneratorExit):
             self.over(CLIENT_GONE)
@@ -166,10 +188,16 @@ class Trip:
             retries=self.attempt,
             moments=tuple([Moment(step, at, detail) for step, at, detail in self._moments]),
             end=self.end,
+            mistake=self.call.mistake,
+            chunks=self.call.chunks,
             detail=self.detail[:TEXT_CHARS_MAX],
             trace="" if span is None or not span.is_recorded else str(span.own),
             parent="" if span is None else str(span.parent),
             legs=() if span is None or not span.is_recorded else (span.prefill.span_id, span.decode.span_id),
+            path=self.call.path[:NAME_CHARS_MAX],
+            model=printable(self.call.model)[:NAME_CHARS_MAX],
+            status=self.call.status,
+            output_tokens=self.call.output_tokens,
         )
 
 
@@ -182,9 +210,15 @@ class LogBook:
         self._traces = traces
 
     def begin(
-        self, request: str, attempt: int, tokens: int, trace: Traceparent | None = None, begins_trace: bool = False
+        self,
+        request: str,
+        attempt: int,
+        tokens: int,
+        trace: Traceparent | None = None,
+        begins_trace: bool = False,
+        call: HttpCall | None = None,
     ) -> Trip:
         span = None
         if trace is not None:
             span = FlightSpan(trace, is_recorded=self._traces, is_root=begins_trace and not attempt)
-        return Trip(self._gathering, self._name, request, attempt, tokens, span)
+        return Trip(self._gathering, self._name, request, attempt, tokens, span, call=call)

@@ -67,7 +67,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     held_bytes_max: int = BYTES_MAX  # of all requests and answers together; beyond it clients get 503
     show_pair: bool = False  # name the pair in the header x-kvbaton-pair
     operator_pages: OperatorPages = OperatorPages.AUTO
-    origins_allowed: tuple[str, ...] = ()  # of web pages that may ask, besides the router's own
+    origins_allowed: tuple[str, ...] = ()  # of web pages that may ask, besides the router's own; "*" is any
+    cors_methods: tuple[str, ...] = ()  # that such pages may use; none: those that a path has
+    cors_headers: tuple[str, ...] = ()  # that such pages may send; none: any
+    cors_credentials: bool = False  # such pages may send what the browser keeps for this origin
+    passes_authorization: bool = False  # clients' keys go on to workers although they are checked here
     trace: bool = False  # spans of requests are exported: each leg is told of a span of its own
     trace_sample: float = 1.0  # of requests that come without a trace, the share that gets one; 0 is none
 
@@ -82,8 +86,10 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
             least = 0 if field.name.endswith(("retries", "_tokens", "pieces_max")) else 1
             if type(value) is int and value < least:
                 raise ValueError(f"{field.name}: got {value!r}, expected {least} or more")
+        if "*" in self.origins_allowed and self.cors_credentials:
+            raise ValueError("cors_credentials: not with origin *: any page could use its visitors' credentials")
         for origin in self.origins_allowed:
-            if not is_origin(origin):
+            if origin != "*" and not is_origin(origin):
                 raise ValueError(f"origins_allowed: got {origin[:80]!r}, expected as https://host or http://host:port")
         if self.policy not in POLICIES:
             raise ValueError(f"policy: got {self.policy[:80]!r}, expected one of {', '.join(POLICIES)}")

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics.exposition import Family, family
@@ -20,22 +20,24 @@ from kvbaton.observe.metrics.worker_metrics import process_families, samples
 from kvbaton.router.client_quotas import ClientQuotas
 
 LABELS_MAX = 128
+LEGS_MAX = 4096
+"""Workers by what they were asked, as `LABELS_MAX`."""
 _LABEL = re.compile(r"[A-Za-z0-9_.:-]{1,80}")
 _RENAMED: Mapping[str, Metric] = {"ends_total": metric_names.ROUTER_REQUESTS}
 NOT_METRICS = frozenset({"first_byte_seconds_sum_total", "first_byte_count_total"})
 
 
-def count(counter: Counter[str], label: str, side: str = "") -> None:
+def count(counter: Counter[str], label: str, side: str = "", most: int = LABELS_MAX) -> None:
     """One more of `label`, or of `side:label` where there are two labels: `side` is from a closed list, and stays."""
     front = f"{side}:" if side else ""
     key = f"{front}{label}"
-    if key not in counter and (len(counter) >= LABELS_MAX or _LABEL.fullmatch(key) is None):
+    if key not in counter and (len(counter) >= most or _LABEL.fullmatch(key) is None):
         key = f"{front}other"
     counter[key] += 1
 
 
 class Waits:
-    """How long clients of streamed answers waited for the first byte, and for what.
+    """How long clients waited for answers, of how many tokens, and for which workers.
 
     A request waits for P, then for what it takes to hand over, which is all from P's answer to D's first byte: where
     D is asked at once (stream, push) most of it lies before P's answer, and costs the client nothing.
@@ -45,6 +47,10 @@ class Waits:
         self.first_byte = Histograms(metric_names.ROUTER_FIRST_BYTE)
         self.prefill = Histograms(metric_names.ROUTER_PREFILL)
         self.handover = Histograms(metric_names.ROUTER_HANDOVER)
+        self.whole = Histograms(metric_names.ROUTER_REQUEST_SECONDS)
+        self.between = Histograms(metric_names.ROUTER_INTER_TOKEN_SECONDS)
+        self.tokens: Counter[str] = Counter()  # by what (prompt, output; chunks of streams that bear one) and mode
+        self.legs: Counter[str] = Counter()  # by what (asked, failed), side and worker
         self.sum_s = 0.0
         self.count = 0
 
@@ -60,8 +66,28 @@ class Waits:
             self.prefill.observe((mode,), max(answered - asked, 0.0), *who)
             self.handover.observe((mode,), first_byte_s - answered, *who)
 
+    def ended(self, mode: str, seconds: float, prompt_tokens: int, output_tokens: int, transfer: str = "") -> None:
+        """An answer has come to its end, so long after its request."""
+        self.whole.observe((mode,), seconds, transfer, time.time())
+        self.tokens[f"prompt:{mode}"] += prompt_tokens
+        self.tokens[f"output:{mode}"] += output_tokens
+
+    def leg(self, what: Literal["asked", "failed"], side: str, worker: str) -> None:
+        """A worker was asked for its part of a request, or failed at it."""
+        count(self.legs, worker, f"{what}:{side}", LEGS_MAX)
+
+    @property
+    def histograms(self) -> tuple[Histograms, ...]:
+        return (self.first_byte, self.prefill, self.handover, self.whole, self.between)
+
     def families(self) -> list[Family]:
-        return [each.family() for each in (self.first_byte, self.prefill, self.handover)]
+        return [each.family() for each in self.histograms]
+
+
+def _of(what: str, counter: Counter[str]) -> dict[str, int]:
+    """Of counts by several labels, those whose first is `what`, by the others."""
+    front = f"{what}:"
+    return {key.removeprefix(front): number for key, number in list(counter.items()) if key.startswith(front)}
 
 
 @dataclass(slots=True)
@@ -83,6 +109,21 @@ class RouterStats:
     room: ClientQuotas = field(default_factory=ClientQuotas)  # what is held for clients
     elsewhere: Callable[[], Mapping[str, Any]] = dict  # figures of what stands beside it, such as the registry's door
 
+    @property
+    def under_way(self) -> int:
+        """Calls of all processes of this router."""
+        return self.in_flight
+
+    def enter(self, calls: int, most: int) -> bool:
+        """Let so many more calls in, unless there would be more than `most` under way."""
+        if self.in_flight + calls > most:
+            return False
+        self.in_flight += calls
+        return True
+
+    def leave(self, calls: int) -> None:
+        self.in_flight -= calls
+
     def ended(self, outcome: str, status: int) -> None:
         """A request is over; with status 0 because its client went."""
         count(self.ends, outcome)
@@ -91,6 +132,8 @@ class RouterStats:
     def as_numbers(self) -> dict[str, Any]:
         return {
             "in_flight": self.in_flight,
+            "processes": 1,
+            "process_restarts_total": 0,
             "tries_total": dict(self.tries),
             "alone_total": dict(self.alone),
             "ends_total": dict(self.ends),
@@ -98,6 +141,14 @@ class RouterStats:
             "leg_failures_total": dict(self.failures),
             "retries_total": dict(self.retries),
             "probes_total": dict(self.probes),
+            "token_chunks_total": sum(_of("chunks", self.waits.tokens).values()),
+            "worker_asked_total": _of("asked", self.waits.legs),
+            "worker_failures_total": {
+                **dict.fromkeys(_of("asked", self.waits.legs), 0),
+                **_of("failed", self.waits.legs),
+            },
+            "prompt_tokens_total": _of("prompt", self.waits.tokens),
+            "output_tokens_total": _of("output", self.waits.tokens),
             "tickets_minted_total": self.tickets,
             "tickets_discarded_total": self.discards,
             "legs_dropped_total": self.dropped,

@@ -21,10 +21,10 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.router.client_quotas import Tab
 from kvbaton.router.http import http_client, wire_errors
 from kvbaton.router.http.answer_reader import BYTES_FREE
-from kvbaton.router.http.http_client import Exchange, Pool
+from kvbaton.router.http.http_client import Exchange, Origin, Pool
 from kvbaton.router.http.http_types import Header
 from kvbaton.router.router_settings import RouterSettings
-from kvbaton.router.workers.directory import ListedEngine
+from kvbaton.router.workers.directory import OWN, ListedEngine
 
 Side = Literal["prefill", "decode"]
 RETRY_AFTER_S_MAX = 3600
@@ -38,6 +38,8 @@ COMMENTS_BYTES_MAX = 64 << 10
 """Of a stream, before its first event."""
 OPENING_BYTES_MAX = 2 * sse.EVENT_BYTES_MAX
 """Of events that only say that a response began, each of which repeats its instructions."""
+RANK_HEADER = b"X-data-parallel-rank"
+"""By which vLLM's server knows which of its ranks is meant; it refuses one that it does not have."""
 _BUSY = (429, 503)
 _HANDOFF_FAILED = "handoff_failed"
 
@@ -80,6 +82,7 @@ class Leg(msgspec.Struct, frozen=True):
     headers: Sequence[Header]
     body: bytes | None
     tab: Tab | None = None  # counts what is held of the answer
+    content_type: bytes = http_client.JSON
 
     def bytes_max(self, status: int, answer_bytes_max: int) -> int:
         """How much of an answer is read."""
@@ -108,6 +111,7 @@ class Legs:
         self._settings = settings
         self._open: dict[PeerId, set[Exchange]] = {}
         self.token: Callable[[ListedEngine], Header | None] = lambda _: None  # shows a worker who asks
+        self.key: Header | None = None  # what workers want from all who ask; those that announced themselves get none
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -121,14 +125,15 @@ class Legs:
     async def whole(self, leg: Leg, timeout_s: float | None = None) -> WorkerAnswer:
         """A 200 answer, read to its end."""
         try:
-            exchange = await self._send(leg, timeout_s)
+            exchange = await self._pool.exchange(*self._asked(leg))
             tab = leg.tab and leg.tab.another()
-            exchange.count_by(tab)
+            self._opened(leg, exchange, tab, timeout_s)
             try:
                 await exchange.head()
-                data = await exchange.whole(leg.bytes_max(exchange.status, self._settings.answer_bytes_max))
-                if exchange.status != 200:
-                    raise _refusal(leg, exchange.status, data, http_client.header(exchange.headers, b"retry-after"))
+                status = exchange.status
+                data = await exchange.whole(leg.bytes_max(status, self._settings.answer_bytes_max))
+                if status != 200:
+                    raise self._refused(leg, exchange, data)
                 if leg.tab is not None and tab is not None and leg.side == "decode":
                     leg.tab.absorb(tab)  # until it has gone to the client
                 return WorkerAnswer(data, exchange.headers)
@@ -141,14 +146,14 @@ class Legs:
         """An open stream whose first event came within `timeout_s`, else `first_byte_s`. The caller closes it."""
         timeout_s = self._settings.first_byte_s if timeout_s is None else timeout_s
         try:
-            exchange = await self._send(leg, timeout_s)
-            exchange.count_by(leg.tab and leg.tab.another())
+            exchange = await self._pool.exchange(*self._asked(leg))
+            self._opened(leg, exchange, leg.tab and leg.tab.another(), timeout_s)
             stream = EventStream(self, msgspec.structs.replace(leg, body=None), exchange, deadline)
             try:
                 await exchange.head()
                 if exchange.status != 200:
                     data = await exchange.whole(leg.bytes_max(exchange.status, self._settings.answer_bytes_max))
-                    raise _refusal(leg, exchange.status, data, http_client.header(exchange.headers, b"retry-after"))
+                    raise self._refused(leg, exchange, data)
                 await stream.begin()
             except BaseException:
                 stream.close()
@@ -157,11 +162,44 @@ class Legs:
         except wire_errors.WireError as error:
             raise _told(leg, error, timeout_s) from None
 
+    async def either(self, leg: Leg, deadline: float, timeout_s: float) -> WorkerAnswer | EventStream:
+        """A whole answer or an open stream, as the worker answers; it has `timeout_s` to begin with it."""
+        try:
+            exchange = await self._pool.exchange(*self._asked(leg))
+            tab = leg.tab and leg.tab.another()
+            self._opened(leg, exchange, tab, timeout_s)
+            stream = EventStream(self, msgspec.structs.replace(leg, body=None), exchange, deadline)
+            try:
+                await exchange.head()
+                kind = http_client.header(exchange.headers, b"content-type") or ""
+                if exchange.status == 200 and kind.partition(";")[0].strip().lower() == sse.CONTENT_TYPE:
+                    await stream.begin()
+                    return stream
+                exchange.expire_in(max(deadline - asyncio.get_running_loop().time(), 0))
+                data = await exchange.whole(leg.bytes_max(exchange.status, self._settings.answer_bytes_max))
+                if exchange.status != 200:
+                    raise self._refused(leg, exchange, data)
+                if leg.tab is not None and tab is not None:
+                    leg.tab.absorb(tab)
+            except BaseException:
+                stream.close()
+                raise
+            stream.close()
+            return WorkerAnswer(data, exchange.headers)
+        except wire_errors.WireError as error:
+            raise _told(leg, error, timeout_s) from None
+
     async def get(
-        self, worker: ListedEngine, path: str, headers: Sequence[Header] = (), tab: Tab | None = None
+        self,
+        worker: ListedEngine,
+        path: str,
+        headers: Sequence[Header] = (),
+        tab: Tab | None = None,
+        timeout_s: float | None = None,
     ) -> bytes:
-        """What a worker says under `path`; for questions that cost nothing."""
-        answer = await self.whole(Leg("decode", worker, path, headers, None, tab), self._settings.probe_s)
+        """What a worker says under `path`; for questions that cost nothing, within `probe_s` unless told otherwise."""
+        leg = Leg("decode", worker, path, headers, None, tab)
+        answer = await self.whole(leg, self._settings.probe_s if timeout_s is None else timeout_s)
         return answer.data
 
     def drop(self, peer: PeerId) -> int:
@@ -171,20 +209,39 @@ class Legs:
             exchange.abort()
         return len(found)
 
-    async def _send(self, leg: Leg, timeout_s: float | None) -> Exchange:
+    def _asked(self, leg: Leg) -> tuple[Origin, bytes]:
+        """Where a leg goes, and as which bytes."""
+        worker = leg.worker
         try:
-            place = http_client.origin(leg.worker.url)
+            place = http_client.origin(worker.url)
         except ValueError as error:
             raise wire_errors.UnreachableError(str(error)) from None
+        headers = leg.headers
+        shown = self.token(worker)
+        if shown is not None:
+            headers = (*headers, shown)
+        if worker.dp_size > 1:
+            headers = (*headers, (RANK_HEADER, b"%d" % worker.dp_rank))
+        if self.key is not None and worker.dialect == OWN:
+            headers = (*headers, self.key)
         method = "GET" if leg.body is None else "POST"
-        shown = self.token(leg.worker)
-        headers = leg.headers if shown is None else (*leg.headers, shown)
-        data = http_client.request_bytes(method, place, leg.path, headers, leg.body)
-        exchange = await self._pool.exchange(place, data)
+        return place, http_client.request_bytes(method, place, leg.path, headers, leg.body, leg.content_type)
+
+    def _opened(self, leg: Leg, exchange: Exchange, tab: Tab | None, timeout_s: float | None) -> None:
+        """From here on `_close` is owed. `tab` counts what is held of the answer."""
+        exchange.count_by(tab)
         if timeout_s is not None:
             exchange.expire_in(timeout_s)
-        self._open.setdefault(leg.worker.peer, set()).add(exchange)
-        return exchange
+        peer = leg.worker.peer
+        held = self._open.get(peer)
+        if held is None:
+            held = self._open[peer] = set()
+        held.add(exchange)
+
+    def _refused(self, leg: Leg, exchange: Exchange, data: bytes) -> LegError:
+        if exchange.status == 401 and self.key is not None:  # no client's fault: its key goes no further than this
+            return leg.failed(502, "does not take the key of --worker-api-key-file", "worker_failed", lost=True)
+        return _refusal(leg, exchange.status, data, http_client.header(exchange.headers, b"retry-after"))
 
     def _close(self, leg: Leg, exchange: Exchange) -> None:
         peer = leg.worker.peer
@@ -201,7 +258,7 @@ def _told(leg: Leg, error: wire_errors.WireError, timeout_s: float | None) -> Le
     bare(error)  # the exchange has it too
     match error:
         case wire_errors.LateError():
-            return leg.failed(504, f"gave no answer within {timeout_s} s", "worker_timeout", lost=True)
+            return leg.failed(504, f"did not respond within {timeout_s} s", "worker_timeout", lost=True)
         case wire_errors.UnreachableError():
             return leg.failed(502, f"cannot be reached ({error})", "worker_unreachable", lost=True)
         case wire_errors.StaleError():
@@ -210,7 +267,7 @@ def _told(leg: Leg, error: wire_errors.WireError, timeout_s: float | None) -> Le
             return leg.failed(502, str(error), "bad_answer")
         case wire_errors.NoRoomError():
             return _crowded_out(leg, error)
-    return leg.failed(502, f"went away before its answer was complete ({error})", "worker_died", lost=True)
+    return leg.failed(502, f"disconnected before its response was complete ({error})", "worker_died", lost=True)
 
 
 def _crowded_out(leg: Leg, error: wire_errors.NoRoomError) -> LegError:
@@ -223,6 +280,10 @@ def _crowded_out(leg: Leg, error: wire_errors.NoRoomError) -> LegError:
 
 class EventStream:
     """D's events after the first has come. Ends as its kind of stream ends, or with an `ApiError` that says why not."""
+
+    __slots__ = (
+        "_deadline", "_exchange", "_first", "_leg", "_legs", "_relay", "_tab", "broke", "ended", "fault", "headers",
+    )  # fmt: skip
 
     def __init__(self, legs: Legs, leg: Leg, exchange: Exchange, deadline: float) -> None:
         self.headers: Sequence[Header] = ()
@@ -256,17 +317,17 @@ class EventStream:
             if comments > COMMENTS_BYTES_MAX or size > OPENING_BYTES_MAX:
                 raise self._leg.failed(502, f"sent {size} bytes of its stream before the first event", "bad_answer")
         self._first = b"".join(opening)
-        first = next(sse.payloads(fresh), b"")
-        if first.startswith((b'{"error"', b'{"type":"error"')):
+        first = sse.first_error(fresh)
+        if first:
             raise _refusal(self._leg, _status_in(first), first, None)
-        self._exchange.take_your_time()
         self._exchange.expire_in(self._deadline - asyncio.get_running_loop().time())
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """Bytes of whole events, as they come."""
+    async def more(self) -> bytes:
+        """Bytes of whole events, as they come; b"" at the end."""
         assert self._exchange is not None
-        yield self._first
-        self._first = b""
+        first, self._first = self._first, b""
+        if first:
+            return first
         while True:
             try:
                 data = await self._exchange.read()
@@ -279,12 +340,18 @@ class EventStream:
             except LegError as error:
                 raise self._failed(error.fault) from None
             if whole:
-                yield whole
-            elif not data:
+                return whole
+            if not data:
                 break
         if not self._relay.ended:
-            raise self._broke("its stream stops short")
+            raise self._broke("its stream is incomplete")
         self.ended = True
+        return b""
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The same, to be iterated over."""
+        while data := await self.more():
+            yield data
 
     def close(self) -> None:
         """Closes the connection too, unless the stream came to its end: that is what aborts D. Idempotent."""
@@ -302,14 +369,15 @@ class EventStream:
         except sse.TooLongError as error:
             raise self._leg.failed(502, f"sent {error}", "bad_answer") from None
         held = self._relay.held + more
-        if self._tab is not None and not self._tab.hold(held if held > BYTES_FREE else 0):
+        tab, counted = self._tab, held if held > BYTES_FREE else 0
+        if tab is not None and tab.bytes != counted and not tab.hold(counted):
             said = f"sent {held} bytes of its stream, for which the router has no room"
             raise _crowded_out(self._leg, wire_errors.NoRoomError(said, held))
         return whole
 
     def _broke(self, what: str) -> ApiError:
         self.broke = True
-        return self._failed(self._leg.failed(502, f"went away in mid-stream ({what})", "worker_died").fault)
+        return self._failed(self._leg.failed(502, f"disconnected in mid-stream ({what})", "worker_died").fault)
 
     def _failed(self, fault: ApiError) -> ApiError:
         self.fault = fault
@@ -321,7 +389,7 @@ def _refusal(leg: Leg, status: int, data: bytes, retry_after: str | None) -> Leg
     fault = read_error(status, data)
     fault.recorded = f"{leg.side} worker {leg.worker.name} answered {status}"
     if status == 401 and fault.code == NOT_THE_ROUTER:
-        said = "does not take this router's token; see that both have the same tickets.json"
+        said = "does not accept this router's token; check that both have the same tickets.json"
         return leg.failed(502, said, NOT_THE_ROUTER, lost=True)
     if 400 <= status < 500 and status not in (408, *_BUSY) and fault.type != _HANDOFF_FAILED:
         return LegError(leg.side, leg.worker, fault, final=True)

@@ -1,1 +1,1 @@
-"""Records: how bytes cross a TCP connection that somebody else may listen to, or write into."""
+"""The mutual handshake and encrypted records of TCP connections that others may read or write."""

@@ -1,4 +1,4 @@
-"""The mutual handshake of connections that carry values: a challenge and response over a secret minted for one peer.
+"""The mutual handshake of data connections: challenge and response over a secret minted for one peer.
 
     tcp      client  HELLO(version, stream, name, incarnation, nonce)
              server  nonce, proof                                        said: server's id, HELLO, nonce
@@ -13,14 +13,15 @@
 Laws:
  1. Neither side acts on anything before the other has proven that it holds the secret. Secrets travel over the
     authenticated control plane and never over these connections.
- 2. A proof is of one service, one role and one connection: it is none for another service, cannot be given back to its
-    sender, and both sides' fresh nonces are in it.
- 3. An unknown peer is answered like a known one, with a secret that exists nowhere else: a server does not tell whom it
-    knows.
- 4. The version says what follows: 1, plain bytes; 2, encrypted and signed records (`records`), with keys made of the
-    secret and of all that was said. It is a part of what both prove, so a 2 cannot be turned into a 1 on the way; and a
-    side that insists on 2 takes nothing else. (A store's version 1 proves the nonces alone, as it always has.)
- 5. A peer that does not encrypt is told and logged only after it has proven itself: strangers do not fill the log.
+ 2. A proof is bound to one service, one role and one connection: it is invalid for another service, cannot be reflected
+    to its sender, and covers both sides' fresh nonces.
+ 3. An unknown peer gets the same response as a known one, with a secret that exists nowhere else: a server does not
+    reveal which peers it knows.
+ 4. The version says what follows: 1, plain bytes; 2, encrypted and signed records (`records`), with keys derived from
+    the secret and the whole exchange. It is covered by both proofs, so a 2 cannot be downgraded to a 1; and a
+    side that requires 2 accepts nothing else. (A store's version 1 proves the nonces only, as it always has.)
+ 5. A peer that does not encrypt is told and logged only after it has proven itself: unauthenticated peers cannot fill
+    the log.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ log = logging.getLogger(__name__)
 PLAIN, SEALED = 1, 2
 VERSIONS = frozenset({PLAIN, SEALED})
 SECRET_BYTES = NONCE_BYTES = PROOF_BYTES = 32
-_NEXT_STEP = "update it, or set encrypt on both alike"
+_NEXT_STEP = "upgrade it, or set encrypt to the same value on both"
 
 
 class HandshakeError(Exception):
-    """The peer has proven itself, and the connection cannot go on as it asks."""
+    """The peer has proven itself, but the connection cannot continue as it asks."""
 
 
 class PlainPeer(HandshakeError):
-    """It does not encrypt, and this side insists."""
+    """It does not encrypt, and this side requires it."""
 
 
 class Service(enum.Enum):
-    """What a proof is good for. No value has a `|`: otherwise one service's text could begin like another's."""
+    """The use of a proof. No value contains `|`: otherwise one service's text could start like another's."""
 
     TRANSPORT = b"kvbaton"
     STORE = b"kvbaton-line"
@@ -70,7 +71,7 @@ class Handshake:
         self._is_proven = False
 
     def proof(self) -> bytes:
-        """Ours."""
+        """Our own proof."""
         return self._proof(b"server" if self._is_server else b"client")
 
     def is_proof(self, theirs: bytes) -> bool:
@@ -78,12 +79,12 @@ class Handshake:
         return self._is_proven
 
     def seals(self, peer: str, must_seal: bool = False) -> Seals | None:
-        """Of the records that follow, None where plain bytes do; only for a peer that has proven itself."""
+        """The records that follow, None for plain bytes; only for a peer that has proven itself."""
         if not self._is_proven:
             raise RuntimeError(f"{peer} has not proven itself")
         if self._version == PLAIN:
             if must_seal:
-                refused = f"encrypt: {peer} would not encrypt, and this side insists; {_NEXT_STEP}"
+                refused = f"encrypt: {peer} does not encrypt, and this side requires it; {_NEXT_STEP}"
                 log.warning("[plain-peer-refused] %s", refused)
                 raise PlainPeer(refused)
             return None

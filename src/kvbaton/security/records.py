@@ -1,17 +1,17 @@
 """One direction of an encrypted connection, as records. Pure: bytes in, bytes out.
 
     record   bytes of the plaintext (4, little-endian), ciphertext, tag (16)       AES-128-GCM
-             of no bytes: the end, nothing of this connection lands any more
+             empty: the end, nothing of this connection lands any more
 
-    secret   minted at random for one peer and life (or for one line), told over CurveZMQ, never sent here
-    root     HKDF-Extract(SHA-256 of everything said in the greeting, secret)      both sides' nonces are in it
+    secret   random, for one peer and incarnation (or one store connection), sent over CurveZMQ, never here
+    root     HKDF-Extract(SHA-256 of the whole handshake, secret)      both sides' nonces are in it
     way      HKDF-Expand(root, "client" or "server")                               a key of its own for each direction
     key, iv  HKDF-Expand(way, "key"), HKDF-Expand(way, "iv"); nonce = iv XOR number of the record
 
-Laws: a nonce is used once per key: each greeting has fresh nonces and so fresh keys, each direction has its own, and
-the number of a record only rises. A record opens only as the next of its direction of its connection, whole and
-unaltered; what does not open yields nothing. After `RECORDS_PER_KEY` both sides move on to the next key, and forget the
-last, far below the bound that AES-GCM has (RFC 8446, 5.5).
+Laws: a nonce is used once per key: each handshake has fresh nonces and so fresh keys, each direction has its own, and
+record numbers only rise. A record opens only as the next one of its direction and connection, complete and unaltered; a
+record that does not open yields nothing. After `RECORDS_PER_KEY` both sides derive the next key and forget the last,
+far below the limit of AES-GCM (RFC 8446, 5.5).
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from typing import Any
 from kvbaton.protocol.errors import ProtocolError, Reason
 
 RECORD_BYTES = 256 << 10
-"""Of plaintext at most. Larger ones cost fewer turns of Python, smaller ones stay in a core's cache."""
+"""Maximum plaintext. Larger records cost fewer Python iterations, smaller ones stay in a core's cache."""
 
 HEAD = struct.Struct("<I")
 TAG_BYTES = 16
 OVERHEAD_BYTES = HEAD.size + TAG_BYTES
-RECORDS_PER_KEY = 1 << 17  # 32 GiB at most, 2^31 blocks; the bound is 2^34.5
+RECORDS_PER_KEY = 1 << 17  # 32 GiB at most, 2^31 blocks; the limit is 2^34.5
 KEY_BYTES = 16
 NONCE_BYTES = 12
 _SUITE = b"kvbaton sealed 1 aes-128-gcm "
 
 
 class _Way:
-    """The keys of one direction, and which record is next."""
+    """The keys of one direction, and the number of the next record."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -49,7 +49,7 @@ class _Way:
         self._aead = _aead()(_expand(self._secret, b"key")[:KEY_BYTES])
 
     def _nonce(self) -> bytes:
-        """Of the next record. Each is given out once."""
+        """The nonce of the next record. Each is used once."""
         number = self._number
         if number and number % RECORDS_PER_KEY == 0:
             self._secret = _expand(self._secret, b"next")
@@ -59,58 +59,58 @@ class _Way:
 
 
 class Sealer(_Way):
-    """What we say."""
+    """The sending direction."""
 
     def seal(self, plain: memoryview, into: memoryview) -> int:
-        """The bytes of the record that `into` now begins with. `plain` is not empty and within `RECORD_BYTES`."""
+        """The size of the record that `into` now starts with. `plain` is not empty and within `RECORD_BYTES`."""
         size = len(plain)
         if not 0 < size <= RECORD_BYTES:
             raise ValueError(f"a record of {size} bytes")
         head = HEAD.pack(size)
         into[: HEAD.size] = head
         total = size + OVERHEAD_BYTES
-        nonce = self._nonce()  # first: it may bring the next key
+        nonce = self._nonce()  # first: it may switch to the next key
         self._aead.encrypt_into(nonce, plain, head, into[HEAD.size : total])
         return total
 
     def end(self) -> bytes:
-        """The last record: whoever seals it takes nothing in any more. A FIN or a reset anybody could have sent."""
-        head, nonce = HEAD.pack(0), self._nonce()  # first: it may bring the next key
+        """The last record: its sender accepts no more data. Unlike a FIN or a reset, it cannot be forged."""
+        head, nonce = HEAD.pack(0), self._nonce()  # first: it may switch to the next key
         return head + bytes(self._aead.encrypt(nonce, b"", head))
 
 
 class Opener(_Way):
-    """What the other side says."""
+    """The receiving direction."""
 
     def size_of(self, head: bytes | memoryview) -> int:
-        """The bytes of the record that begins so, all in all."""
+        """The total size of the record with this header."""
         size = int(HEAD.unpack(head)[0])
         if size > RECORD_BYTES:
             raise ProtocolError(
-                Reason.BAD_MESSAGE, f"encrypt: a record of {size} bytes; at most {RECORD_BYTES} are taken"
+                Reason.BAD_MESSAGE, f"encrypt: a record of {size} bytes; at most {RECORD_BYTES} are allowed"
             )
         return size + OVERHEAD_BYTES
 
     def open(self, record: memoryview, into: memoryview) -> int:
-        """The bytes of plaintext that `into` now begins with; ProtocolError for anything but the next record."""
+        """The size of the plaintext that `into` now starts with; ProtocolError for anything but the next record."""
         size = len(record) - OVERHEAD_BYTES
-        nonce = self._nonce()  # first: it may bring the next key
+        nonce = self._nonce()  # first: it may switch to the next key
         try:
             self._aead.decrypt_into(nonce, record[HEAD.size :], bytes(record[: HEAD.size]), into[:size])
         except _invalid_tag():
             raise ProtocolError(
-                Reason.BAD_MESSAGE, "encrypt: a record was altered, repeated, left out or moved on its way"
+                Reason.BAD_MESSAGE, "encrypt: a record was altered, repeated, dropped or reordered in transit"
             ) from None
         return size
 
 
 class Seals:
-    """Both directions of one connection, as one of its ends sees them. Used by one thread at a time."""
+    """Both directions of one connection, as seen by one end. Used by one thread at a time."""
 
     __slots__ = ("opener", "sealer")
 
     def __init__(self, secret: bytes, said: bytes, is_server: bool) -> None:
-        """`said`: all of the greeting, which both sides have proven; it holds fresh nonces of both."""
+        """`said`: the whole handshake, which both sides have proven; it contains fresh nonces of both."""
         root = hmac.digest(hashlib.sha256(_SUITE + said).digest(), secret, "sha256")
         client, server = (_expand(root, _SUITE + role) for role in (b"client", b"server"))
         self.sealer = Sealer(server if is_server else client)
@@ -118,7 +118,7 @@ class Seals:
 
 
 def load() -> None:
-    """Bring the library in now, so that no connection waits for it."""
+    """Import the library now, so that no connection waits for it."""
     _aead()
 
 

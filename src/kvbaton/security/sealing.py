@@ -1,7 +1,7 @@
 """Whether a connection is encrypted: `encrypt` is `auto`, `on` or `off`, and the stricter side wins.
 
-Law: `auto` leaves a connection plain only when both of its ends are loopback addresses, so nothing of it leaves the
-host. Nothing here ever answers "plain" to make up for a missing library: that is an error with the next step in it.
+Law: `auto` leaves a connection plain only when both of its ends are loopback addresses, so that it never leaves the
+host. A missing library never results in "plain": it is an error with the next step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MISSING = "the package `cryptography` (47 or later) is needed to encrypt: pip in
 
 
 def is_loopback(host: str) -> bool:
-    """Of a numeric address; anything else is not known to be one."""
+    """For a numeric address; anything else is not known to be one."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -29,12 +29,12 @@ def is_loopback(host: str) -> bool:
 
 
 def is_required(mode: Encrypt, *hosts: str) -> bool:
-    """Whether this side insists on encryption between `hosts`."""
+    """Whether this side requires encryption between `hosts`."""
     return mode == "on" or (mode == "auto" and not all(map(is_loopback, hosts)))
 
 
 def is_required_on(mode: Encrypt, sock: socket.socket) -> bool:
-    """The same for a connection that has come; a UNIX socket never leaves the host."""
+    """The same for an accepted connection; a UNIX socket never leaves the host."""
     if sock.family not in {socket.AF_INET, socket.AF_INET6}:
         return False
     return is_required(mode, sock.getsockname()[0], sock.getpeername()[0])
@@ -42,16 +42,16 @@ def is_required_on(mode: Encrypt, sock: socket.socket) -> bool:
 
 @functools.cache
 def can_seal() -> bool:
-    """Whether the library is there, and new enough; does not load it."""
+    """Whether the library is installed and new enough; does not load it."""
     try:
         version = importlib.metadata.version("cryptography")
     except importlib.metadata.PackageNotFoundError:
         return False
-    return int(version.partition(".")[0]) >= 47  # the first that encrypts into a buffer
+    return int(version.partition(".")[0]) >= 47  # the first version that encrypts into a buffer
 
 
 def check(mode: Encrypt, host: str) -> None:
-    """ValueError for a configuration that cannot be kept."""
+    """ValueError for a configuration that cannot be satisfied."""
     if mode not in ENCRYPT:
         raise ValueError(f"encrypt: got {mode!r}, expected one of {', '.join(ENCRYPT)}")
     if is_required(mode, host) and not can_seal():
@@ -61,15 +61,15 @@ def check(mode: Encrypt, host: str) -> None:
 
 
 def agree(peer: str, mode: Encrypt, host: str, wanted: bool, able: bool) -> bool:
-    """Whether we dial `peer` at `host` encrypted; `wanted` and `able` are what its endpoint says. ValueError where one
-    side insists and the other cannot."""
+    """Whether we connect to `peer` at `host` encrypted; `wanted` and `able` come from its endpoint. ValueError where
+    one side requires it and the other cannot."""
     if not (wanted or is_required(mode, host)):
         return False
     if not able:
         raise ValueError(
             f"encrypt: {peer} at {host} cannot encrypt (an older version, or without the package cryptography), and "
-            "this side insists; update it, or set encrypt to off on both sides of a trusted network"
+            "this side requires it; upgrade it, or set encrypt to off on both sides of a trusted network"
         )
     if not can_seal():
-        raise ValueError(f"encrypt: {peer} insists on it, and {MISSING}")
+        raise ValueError(f"encrypt: {peer} requires it, and {MISSING}")
     return True

@@ -1,1 +1,1 @@
-"""The shared KV store: blocks under content keys, put by whoever computed them, got by whoever needs them."""
+"""The shared KV store: blocks under content keys, put by the engine that computed them, got by any that needs them."""

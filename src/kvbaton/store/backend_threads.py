@@ -1,8 +1,8 @@
-"""Performs calls on a back end, on threads that may block for as long as the back end likes.
+"""Performs calls on a backend, on threads that may block for as long as the backend does.
 
-Laws: sums are made and checked here, off every other thread, so nothing that a back end brings is good unless its frame
-says so. What a back end raises, or answers that makes no sense, becomes an exception in the outcome; nothing else
-leaves a worker. There are never more threads than calls under way at once, and an idle one sleeps.
+Laws: checksums are computed and verified here, off every other thread, so data from a backend is valid only if its
+frame says so. An exception or a nonsensical answer of a backend becomes an exception in the outcome; nothing else
+leaves a worker. There are never more threads than concurrent calls, and an idle one sleeps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Returned: TypeAlias = Callable[[BackendCall, "CallAnswer | Exception"], None]
 
 
 def perform(backend: Backend, call: BackendCall) -> CallAnswer:
-    """Do it; raises whatever the back end raises."""
+    """Perform it; raises whatever the backend raises."""
     match call.kind:
         case OrderKind.EXISTS:
             return CallAnswer([bool(each) for each in _matched(call, backend.exists(call.keys))])
@@ -39,12 +39,12 @@ def perform(backend: Backend, call: BackendCall) -> CallAnswer:
 
 def _got(backend: Backend, call: BackendCall) -> CallAnswer:
     for frame in call.frames:
-        frame[:FRAME_BYTES] = bytes(FRAME_BYTES)  # what a call before left there must not look like an answer
+        frame[:FRAME_BYTES] = bytes(FRAME_BYTES)  # leftovers of an earlier call must not look like an answer
     sizes = _matched(call, backend.get(call.keys, call.frames))
     good, damaged, frames = [], [], []
     for key, frame, size in zip(call.keys, call.frames, sizes, strict=True):
         if backend.lands_late and size == frame.nbytes:
-            frame = memoryview(bytes(frame))  # checked here, so it must be out of reach of what lands from now on
+            frame = memoryview(bytes(frame))  # copied before checking: late bytes must not change it
         frames.append(frame)
         good.append(size == frame.nbytes and holds(frame, key, frame.nbytes - FRAME_BYTES))
         if size and not good[-1]:
@@ -61,7 +61,7 @@ def _matched(call: BackendCall, answers: Sequence[T]) -> list[T]:
 
 
 class Workers:
-    """As many threads as calls that are under way at once; `returned` is called on them."""
+    """As many threads as concurrent calls; `returned` is called on them."""
 
     def __init__(self, backend: Backend, returned: Returned) -> None:
         self._backend = backend
@@ -73,7 +73,7 @@ class Workers:
         self._stopped = False
 
     def begin(self, call: BackendCall) -> None:
-        """RuntimeError when no thread can take it, as after `stop`: the back end may be closed by then."""
+        """RuntimeError when no thread can take it, as after `stop`: the backend may be closed by then."""
         with self._lock:
             if self._stopped:
                 raise RuntimeError("the store was closed")
@@ -85,7 +85,7 @@ class Workers:
             self._calls.put(call)
 
     def stop(self) -> None:
-        """Threads end when they are idle; one that is stuck ends when it comes back."""
+        """Threads end when they are idle; a stuck one ends when it returns."""
         with self._lock:
             self._stopped = True
             for _ in range(self._threads):
@@ -100,4 +100,4 @@ class Workers:
             with self._lock:
                 self._idle += 1
             self._returned(call, outcome)
-            del call, outcome  # an idle thread holds on to nothing
+            del call, outcome  # an idle thread keeps no references

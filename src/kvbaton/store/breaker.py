@@ -1,14 +1,14 @@
-"""Whether to ask a store that has failed. Time is an argument.
+"""A circuit breaker for a store that has failed. Time is an argument.
 
-Law: after a failure nobody asks until `retry_s` has passed, then one at a time may try; success closes the matter, each
-further failure doubles the wait, up to its bound. So a store that is gone costs each request nothing, not a time-out.
+Law: after a failure no call is made until `retry_s` has passed, then one at a time may try; success closes the breaker,
+each further failure doubles the wait, up to its bound. So a dead store costs a request nothing, not a timeout.
 """
 
 from __future__ import annotations
 
 
 class Breaker:
-    """Closed (all may ask), open (nobody), or trying (one)."""
+    """Closed (all calls pass), open (none), or trying (one)."""
 
     def __init__(self, retry_s_min: float, retry_s_max: float) -> None:
         self._bounds = retry_s_min, retry_s_max
@@ -17,7 +17,7 @@ class Breaker:
         self._trying = False
 
     def may_ask(self, now: float) -> bool:
-        """Whether a call may begin; if this is the one that tries, others wait for what becomes of it."""
+        """Whether a call may start; if this is the trial, others wait for its result."""
         if not self._wait_s:
             return True
         if self._trying or now < self._until:
@@ -30,7 +30,7 @@ class Breaker:
 
     def failed(self, now: float) -> None:
         if self._wait_s and not self._trying and now < self._until:
-            return  # it began before the failure that we know of
+            return  # it started before the known failure
         low, high = self._bounds
         self._wait_s = min(high, max(low, self._wait_s * 2))
         self._until = now + self._wait_s

@@ -1,8 +1,8 @@
-"""What a block of KV is called in a store: a chain of hashes over the tokens, in a space of engines that agree.
+"""The keys of KV blocks in a store: a chain of hashes over the tokens, in a space of compatible engines.
 
-Law: equal content gives equal keys in every process; any difference in the tokens up to the block's end, in what else
-shapes the KV (adapter, salt, images, embeddings), in the compatibility key or in how the KV is cut into parts gives
-different ones. A key is text of bounded length: lower-case letters, digits, '.', '-' and '_'.
+Law: equal content gives equal keys in every process; any difference in the tokens up to the block's end, in other
+inputs of the KV (adapter, salt, images, embeddings), in the compatibility key or in how the KV is divided into parts
+gives different ones. A key is text of bounded length: lower-case letters, digits, '.', '-' and '_'.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import msgspec
 
 from kvbaton.protocol.content import Content
 
-HASH_BYTES = 32  # keys are shared between tenants: a collision that someone looked for must be out of reach
+HASH_BYTES = 32  # keys are shared between tenants: collisions must be infeasible
 KEY_CHARS_MAX = 192
 RANKS_MAX = 4096
 LAYERS_MAX = 65_536
@@ -40,11 +40,11 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     layer_start: int = 0
     layer_stop: int
     part: int = 0
-    layout: str = ""  # whatever else decides where in a value a byte lies, as text (dtype, order of the planes)
+    layout: str = ""  # what else determines a byte's place in a value, as text (dtype, order of the planes)
 
 
 def prefix(space: Space) -> str:
-    """The front of every key of a space; ValueError names the field that is wrong."""
+    """The prefix of every key of a space; ValueError names the invalid field."""
     _check(space)
     facts = msgspec.msgpack.encode((space.block_tokens, space.value_bytes, space.group, space.layout))
     shape = hashlib.blake2b(facts, digest_size=8, person=_PERSON).hexdigest()
@@ -54,7 +54,7 @@ def prefix(space: Space) -> str:
 
 
 def chain(content: Content, block_tokens: int) -> Iterator[bytes]:
-    """The hash of each whole block among the content's first `position` tokens; each stands for all before it too."""
+    """The hash of each whole block among the content's first `position` tokens; each covers all before it too."""
     if block_tokens < 1:
         raise ValueError(f"block_tokens: {block_tokens}; a block has at least one token")
     root = (content.lora, content.multimodal, content.salt, content.embeddings, block_tokens)
@@ -69,12 +69,12 @@ def chain(content: Content, block_tokens: int) -> Iterator[bytes]:
 
 
 def keys(front: str, hashes: Sequence[bytes]) -> tuple[str, ...]:
-    """The keys of a chain, or of a run of it, in a space whose `prefix` is `front`."""
+    """The keys of a chain, or of a part of it, in a space whose `prefix` is `front`."""
     return tuple(front + each.hex() for each in hashes)
 
 
 def is_key(text: str) -> bool:
-    """Whether a text that came from elsewhere may be used as a key."""
+    """Whether an external string may be used as a key."""
     return _KEY.fullmatch(text) is not None
 
 

@@ -1,10 +1,10 @@
-"""The disk tier: one file a value, in one folder, up to a bound in bytes; the least recently used go first.
+"""The disk tier: one file per value, in one folder, up to a bound in bytes; the least recently used go first.
 
-Laws: a file is written under another name and then renamed, so a name stands for a whole file or none. Whatever is
-wrong with a file or the disk is a miss and a count, never an exception: frames carry their own sums, and the reader
-checks them. A folder has one process at a time; what it held is there again when it is opened again. A value is KV of
-somebody's prompt: the folder is its user's alone and so is every file in it, whatever the umask is; what is not a plain
-file of this user is neither read nor kept.
+Laws: a file is written under another name and then renamed, so a name stands for a whole file or none. Any problem with
+a file or the disk is a miss and a count, never an exception: frames carry their own checksums, and the reader verifies
+them. A folder belongs to one process at a time; its contents survive a restart. A value is KV of a user's prompt:
+folder and files are accessible to their owner only, whatever the umask is; anything but a plain file of this user is
+neither read nor kept.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class DiskTier:
         self.counters: Counter[str] = Counter()
         self._folder = folder
         self._bytes_max = bytes_max
-        self._lock = threading.Lock()  # of the books
-        self._writing = threading.Lock()  # of the folder: what goes and what comes cannot cross
+        self._lock = threading.Lock()  # of the index
+        self._writing = threading.Lock()  # of the folder: writes and evictions do not overlap
         self._sizes: OrderedDict[str, int] = OrderedDict()  # by file name, the least recently used first
         self._bytes = 0
         self._written = 0
@@ -59,23 +59,23 @@ class DiskTier:
             return name in self._sizes
 
     def write(self, key: str, value: bytes | memoryview) -> bool:
-        """Keep a value unless it is there; False when it could not be."""
+        """Store a value unless it exists; False on failure."""
         with self._writing:
             return self._write(_name(key), value)
 
     def read(self, key: str) -> bytes | None:
-        """The file's bytes, whatever they are; None when there is none or it cannot be read."""
+        """The file's bytes, whatever they are; None when it does not exist or cannot be read."""
         if not self.has(key):
             return None
-        with contextlib.suppress(OSError):  # being written, being evicted, or the disk is at fault
+        with contextlib.suppress(OSError):  # being written or evicted, or a disk error
             return self._load(_name(key))
-        with self._writing:  # nobody writes now: what cannot be read is not there
+        with self._writing:  # no writer now: an unreadable file does not exist
             if not self.has(key):
                 return None
             with contextlib.suppress(OSError):
                 return self._load(_name(key))
             self.counters["read_errors"] += 1
-            self._remove(_name(key))  # else it would be said to be there, and never be put again
+            self._remove(_name(key))  # otherwise it would be reported as present and never put again
             return None
 
     def discard(self, key: str) -> None:
@@ -83,7 +83,7 @@ class DiskTier:
             self._remove(_name(key))
 
     def close(self) -> None:
-        """Let another process have the folder. Idempotent."""
+        """Release the folder for another process. Idempotent."""
         with self._writing:
             if self._guard >= 0:
                 os.close(self._guard)
@@ -114,7 +114,7 @@ class DiskTier:
         return True
 
     def _admit(self, name: str, size: int) -> list[str]:
-        """Make room, in the books; the names of the files that must go."""
+        """Make room in the index; returns the names of the files to delete."""
         evicted = []
         while self._bytes + size > self._bytes_max:
             old, gone = self._sizes.popitem(last=False)
@@ -141,7 +141,7 @@ class DiskTier:
             self._bytes -= self._sizes.pop(name, 0)
 
     def _find(self) -> None:
-        """What an earlier process left: whole files count, oldest first; unfinished ones go, and others' too."""
+        """Files of an earlier process: complete ones count, oldest first; incomplete and foreign ones are deleted."""
         found = []
         for entry in os.scandir(self._folder):
             if entry.name.endswith(UNFINISHED):
@@ -150,7 +150,7 @@ class DiskTier:
                 try:
                     guard = _open_private(Path(entry.path))
                 except OSError:
-                    with contextlib.suppress(OSError):  # a folder, say: its name stands for no value
+                    with contextlib.suppress(OSError):  # a folder, for example: not a value
                         Path(entry.path).unlink()
                     continue
                 told = os.fstat(guard)
@@ -170,7 +170,7 @@ def _name(key: str) -> str:
 
 
 def _write_private(path: Path, value: bytes | memoryview) -> None:
-    """All of it, to a file that is new and this user's alone."""
+    """Write everything to a new file that only this user can access."""
     guard = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with open(guard, "wb", buffering=0) as file:
         os.fchmod(guard, 0o600)  # a umask may have taken even this user's rights
@@ -180,17 +180,17 @@ def _write_private(path: Path, value: bytes | memoryview) -> None:
 
 
 def _open_private(path: Path) -> int:
-    """A descriptor to read from; `OSError` if it is no plain file of this user's, or has a second name elsewhere."""
-    guard = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait
+    """A descriptor to read from; `OSError` if it is not a plain file of this user with a single link."""
+    guard = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would block
     told = os.fstat(guard)
     if not stat.S_ISREG(told.st_mode) or told.st_uid != os.geteuid() or told.st_nlink != 1:
         os.close(guard)
-        raise OSError("no file of this process's user alone")
+        raise OSError("not a file that only this user can access")
     return guard
 
 
 def _claimed(folder: Path) -> int:
-    """A descriptor that holds the folder for this process."""
+    """A descriptor that locks the folder for this process."""
     try:
         _make(folder)
         _check(folder)
@@ -208,10 +208,10 @@ def _claimed(folder: Path) -> int:
 
 
 def _make(folder: Path) -> None:
-    """The folder and those above it that are not there, each of them this user's alone."""
+    """Create the folder and its missing parents, each accessible to this user only."""
     if not folder.exists():
         _make(folder.parent)
-        with contextlib.suppress(FileExistsError):  # somebody was first: looked at like any other
+        with contextlib.suppress(FileExistsError):  # another process was first: checked like any other
             folder.mkdir(mode=0o700)
             folder.chmod(0o700)  # a umask may have taken even this user's rights
 
@@ -219,12 +219,12 @@ def _make(folder: Path) -> None:
 def _check(folder: Path) -> None:
     told = folder.stat()
     mode = stat.S_IMODE(told.st_mode)
-    other = f"or give a folder that is not there yet, such as {folder / 'kv'}"
+    other = f"or give a folder that does not exist yet, such as {folder / 'kv'}"
     if not stat.S_ISDIR(told.st_mode):
-        raise DiskError(f"{folder}: not a folder; give one")
+        raise DiskError(f"{folder}: not a folder; give a folder")
     if told.st_uid != os.geteuid():
         raise DiskError(
             f"{folder} belongs to user {told.st_uid}, not to {os.geteuid()} who runs this; chown it, {other}"
         )
     if mode & OTHERS:
-        raise DiskError(f"{folder} has mode {mode:04o}: others could get at the KV in it; chmod 700 {folder}, {other}")
+        raise DiskError(f"{folder} has mode {mode:04o}: others could read the KV in it; chmod 700 {folder}, {other}")

@@ -1,14 +1,14 @@
-"""The two interfaces of the shared store: `Store`, which engines use, and `Backend`, which keeps the bytes.
+"""The two interfaces of the shared store: `Store`, used by engines, and `Backend`, which holds the bytes.
 
-Laws of a `Store`, checked on every back end by `kvbaton.testing.check_store`:
- 1. `submit`, `cancel`, `drain` never block, and never raise for anything that a back end did.
- 2. Every accepted order ends exactly once (`OrderEnded`), by its time-out and the turn of a thread, whatever a back end
-    does: a call that hangs is abandoned, and what it may still read or write is memory of the store's own.
- 3. An engine's memory is touched by the store's own copies alone, and not after the order's end: it is always at rest.
- 4. A put holds one pin from `submit` until its last byte was copied or it ended, whichever is first; dropped once.
- 5. A get lands the longest prefix that is there and whole. Bytes that are not what the key names are a miss.
- 6. A store that is gone costs misses and counted errors. It is left alone for a while instead of asked by each order.
- 7. Nothing spins: an idle store costs no CPU; `waker` is called (from any thread) when `drain` has news.
+Laws of a `Store`, checked on every backend by `kvbaton.testing.check_store`:
+ 1. `submit`, `cancel`, `drain` never block, and never raise because of a backend.
+ 2. Every accepted order ends exactly once (`OrderEnded`), by its timeout plus a thread's turn, whatever a backend does:
+    a call that hangs is abandoned, and it can only reach the store's own memory.
+ 3. An engine's memory is touched only by the store's own copies, and not after the order's end: it is always at rest.
+ 4. A put holds one pin from `submit` until its last byte is copied or it has ended, whichever is first; unpinned once.
+ 5. A get lands the longest prefix that is present and intact. Bytes that do not match their key are a miss.
+ 6. A dead store costs misses and counted errors. It is left alone for a while instead of being tried by each order.
+ 7. Nothing busy-waits: an idle store costs no CPU; `waker` is called (from any thread) when `drain` has news.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ class StoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     value_bytes_max: int
     values_per_call_max: int = 64
     keys_max: int = 4096  # of one order: 65,536 tokens in blocks of 16
-    orders_max: int = 256  # accepted, and their end not drained
-    stuck_max: int = 4  # calls that were abandoned and have not come back; more, and the store counts as gone
+    orders_max: int = 256  # accepted, end not drained
+    stuck_max: int = 4  # abandoned calls that have not returned; beyond it the store counts as dead
     timeout_s_max: float = 30.0
     call_timeout_s: float = 5.0
-    retry_s_min: float = 0.5  # how long a store that failed is left alone: doubled each time
+    retry_s_min: float = 0.5  # back-off after a failure: doubled each time
     retry_s_max: float = 8.0
     close_s: float = 2.0
 
 
 class Lookup(msgspec.Struct, frozen=True):
-    """How many of these keys, from the first on, are there?"""
+    """How many of these keys, from the first on, are in the store?"""
 
     order: OrderId
     keys: tuple[str, ...]
@@ -65,7 +65,7 @@ class Lookup(msgspec.Struct, frozen=True):
 
 
 class Get(msgspec.Struct, frozen=True):
-    """Bring as many of these values as are there, from the first on."""
+    """Load the longest prefix of these values."""
 
     order: OrderId
     keys: tuple[str, ...]
@@ -74,7 +74,7 @@ class Get(msgspec.Struct, frozen=True):
 
 
 class Put(msgspec.Struct, frozen=True):
-    """Keep these values, which lie in these blocks of the engine."""
+    """Store these values, which are in these blocks of the engine."""
 
     order: OrderId
     keys: tuple[str, ...]
@@ -87,9 +87,9 @@ Order: TypeAlias = Lookup | Get | Put
 
 
 class OrderEnded(msgspec.Struct, frozen=True):
-    """An order is over. `count`: keys that were found, values that have landed, values that are in the store now.
+    """An order has ended. `count`: keys found, values landed, or values now in the store.
 
-    A reason says why there are not more; without one the rest was not there, or, for a put, there is no rest.
+    A reason says why there are not more; without one the rest was missing, or, for a put, there is no rest.
     """
 
     order: OrderId
@@ -102,7 +102,8 @@ class Pins(Protocol):
     """The engine's promise not to reuse blocks. Never blocks."""
 
     def pin(self, order: OrderId, blocks: Sequence[int]) -> None:
-        """On the thread that submits, within `submit`. What it raises leaves `submit`, and nothing is pinned."""
+        """On the thread that submits, within `submit`. Its exceptions propagate from `submit`, and nothing is
+        pinned."""
 
     def unpin(self, order: OrderId) -> None:
         """On any thread, exactly once for each `pin`."""
@@ -115,7 +116,7 @@ class Store(Protocol):
     def counters(self) -> Mapping[str, int]: ...
 
     def submit(self, order: Order) -> bool:
-        """Begin; False when the bounded queue is full or the store is closed. ValueError names the wrong field.
+        """Start; False when the bounded queue is full or the store is closed. ValueError names the invalid field.
 
         Memory that cannot be a value (not contiguous, too large, read-only) ends the order with `BAD_SPAN`.
         """
@@ -133,28 +134,28 @@ class Store(Protocol):
 
 
 class Backend(Protocol):
-    """Keeps bytes under keys. Its calls may block and raise; they come from several threads at once.
+    """Stores bytes under keys. Its calls may block and raise; they come from several threads at once.
 
-    The memory in `values` and `into` lies in what was registered, and belongs to the call until it returns.
+    The memory in `values` and `into` is registered, and belongs to the call until it returns.
     """
 
     @property
     def lands_late(self) -> bool:
-        """Whether bytes of a get may land in `into` after it came back: libraries that cannot cancel do that."""
+        """Whether bytes of a get may land in `into` after it returned: true for libraries that cannot cancel."""
 
     def register(self, memory: memoryview) -> None:
-        """Memory of later calls. Called before any of them; may not block."""
+        """Memory used by later calls. Called before any of them; must not block."""
 
     def exists(self, keys: Sequence[str]) -> Sequence[bool]:
-        """Which of the keys are there, as far as can be told without reading them."""
+        """Which of the keys exist, as far as can be determined without reading them."""
 
     def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> Sequence[str]:
-        """Keep each value; per key what went wrong, or "" (also when the key was there already)."""
+        """Store each value; per key the error, or "" (also when the key existed already)."""
 
     def get(self, keys: Sequence[str], into: Sequence[memoryview]) -> Sequence[int]:
-        """Per key, how many bytes were written to the front of its buffer; 0 for a miss."""
+        """Per key, how many bytes were written to the start of its buffer; 0 for a miss."""
 
     def discard(self, keys: Sequence[str]) -> None:
-        """Forget these: what they hold is damaged."""
+        """Delete these: their contents are damaged."""
 
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""The embedded back end: values in host memory, the least recently used go first, to disk if there is a disk tier.
+"""The embedded backend: values in host memory, evicted least recently used, to disk if there is a disk tier.
 
-Laws: at most `bytes_max` of values are in memory at any time, whatever is put. The lock is held for look-ups alone, not
-while bytes are copied or files written. A value never changes once it is here, so readers need no lock on it.
+Laws: at most `bytes_max` of values are in memory at any time, whatever is put. The lock is held for lookups only, not
+while bytes are copied or files written. A stored value never changes, so readers need no lock on it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from kvbaton.store.disk_tier import DiskTier
 
 Value: TypeAlias = bytes | memoryview
-KEY_COST_BYTES = 512  # what an entry costs beside its value, so that many small ones are bounded too
+KEY_COST_BYTES = 512  # overhead of an entry, so that many small ones are bounded too
 
 
 class MemoryBackend:
@@ -49,7 +49,7 @@ class MemoryBackend:
             here = [key in self._values for key in keys]
             for key in keys:
                 if key in self._values:
-                    self._values.move_to_end(key)  # who asks is about to get it
+                    self._values.move_to_end(key)  # a lookup is followed by a get
         if self._disk is None:
             return here
         return [is_here or self._disk.has(key) for key, is_here in zip(keys, here, strict=True)]
@@ -58,11 +58,11 @@ class MemoryBackend:
         return [self.adopt(key, bytes(value)) for key, value in zip(keys, values, strict=True)]
 
     def adopt(self, key: str, value: Value) -> str:
-        """Put without a copy: the caller has no further use for `value`, and never changes it."""
+        """Put without a copy: the caller no longer uses `value`, and never changes it."""
         return "" if self._keep(key, value) else TOO_LARGE
 
     def value(self, key: str) -> Value | None:
-        """Get without a copy: what comes must not be changed."""
+        """Get without a copy: the result must not be changed."""
         with self._lock:
             value = self._values.get(key)
             if value is not None:
@@ -86,7 +86,7 @@ class MemoryBackend:
                 self._disk.discard(key)
 
     def close(self) -> None:
-        """What is in memory is gone; with a disk tier it is there when this is opened again."""
+        """Memory is lost; with a disk tier its contents are there when this is opened again."""
         with self._lock:
             left, self._values, self._bytes = self._values, OrderedDict(), 0
         if self._disk is not None:

@@ -1,9 +1,9 @@
-"""A back end over Mooncake Store: a master that knows where values lie, and processes that lend memory to it.
+"""A backend over Mooncake Store: a master that knows where values are, and processes that lend memory to it.
 
 Laws: everything that can block is done in a call, none at construction, so an engine starts and serves without a
-master. Before the library is set up the master's port is tried: with no master there it would block for 90 s. A code
-that says that the master is out of reach is an exception (the store then leaves it alone for a while); any other is
-about its key alone. Bytes of a get that timed out in the library land later, when the peer resumes (`lands_late`).
+master. Before the library is set up the master's port is probed: without a master it would block for 90 s. A code that
+means that the master is unreachable becomes an exception (the store then leaves it alone for a while); any other
+concerns only its key. Bytes of a get that timed out in the library land later, when the peer resumes (`lands_late`).
 
 Measured with 0.3.13.post1: a dead master costs 4.3 s a call, a stopped one `rpc_timeout_s`, a stopped owner 30 s.
 """
@@ -29,14 +29,14 @@ PACKAGE = "mooncake.store"
 
 
 class MooncakeError(Exception):
-    """The store cannot be used now; the message names the next step."""
+    """The store is unusable now; the message names the next step."""
 
 
 class MooncakeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the master is, and what this process lends to it (nothing: it only uses the others' memory)."""
+    """The master's address, and the memory that this process lends to it (none: it only uses the others' memory)."""
 
     master: str  # host:port
-    host: str = "127.0.0.1"  # by which other processes reach this one
+    host: str = "127.0.0.1"  # at which other processes reach this one
     segment_bytes: int = 0
     buffer_bytes: int = 16 << 20
     protocol: str = "tcp"
@@ -86,11 +86,11 @@ class MooncakeBackend:
         return sizes
 
     def discard(self, keys: Sequence[str]) -> None:
-        """By force: a value that was looked at a moment ago is leased. Who reads it now sees that it is no value."""
+        """By force: a value that was read a moment ago is leased. A concurrent reader sees that it is invalid."""
         self._ready().batch_remove(list(keys), True)
 
     def close(self) -> None:
-        """Give back what was lent. The values that lay in it are lost to everybody."""
+        """Return the lent memory. The values in it are lost to all engines."""
         self._closed = True
         client, self._client = self._client, None
         if client is not None:
@@ -112,7 +112,7 @@ class MooncakeBackend:
         if client is not None:
             return client
         if not self._setting_up.acquire(timeout=self._settings.connect_timeout_s):
-            raise MooncakeError("another call is setting the store up")
+            raise MooncakeError("another call is setting up the store")
         try:
             if self._client is None:
                 self._client = self._set_up()
@@ -122,7 +122,7 @@ class MooncakeBackend:
 
     def _set_up(self) -> Any:
         if self._closed:
-            raise MooncakeError("this back end was closed")
+            raise MooncakeError("this backend was closed")
         settings = self._settings
         try:
             socket.create_connection(self._address, settings.connect_timeout_s).close()
@@ -142,7 +142,7 @@ class MooncakeBackend:
         return client
 
     def _real(self) -> Any:
-        # The library reads these when it is loaded, and has no other way to be told (0.3.13).
+        # The library reads these when it is loaded, and has no other interface for them (0.3.13).
         os.environ.setdefault("MC_RPC_TIMEOUT_MS", str(int(self._settings.rpc_timeout_s * 1000)))
         os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")
         try:
@@ -154,7 +154,7 @@ class MooncakeBackend:
 
 
 def _calls(keys: Sequence[str], frames: Sequence[memoryview]) -> list[tuple[list[str], tuple[list[int], list[int]]]]:
-    """Keys with the addresses and sizes of their frames, in runs that the library can take."""
+    """Keys with the addresses and sizes of their frames, in batches that the library accepts."""
     return [
         (
             list(keys[at : at + SLICES_MAX]),

@@ -1,9 +1,9 @@
-"""The orders of one store: what runs, what waits, what was given up. Pure: no threads, no clock, no input or output.
+"""The orders of one store: running, waiting and abandoned. Pure: no threads, no clock, no I/O.
 
-Laws: an order ends once, in `_end`, and every way to fail enters by `_fail`. There is one lane for each kind of order,
-and a lane has one call under way; one that is not back by its deadline is *stuck*: its order ends, its slot stays with
-it, and the lane goes on with another slot and another thread. At most `stuck_max` calls are; beyond it the store is
-gone. Gets and puts have staging memory of their own, so bytes that land late can spoil no value that is being put.
+Laws: an order ends once, in `_end`, and every failure enters by `_fail`. There is one lane for each kind of order, and
+a lane has one call in flight; a call that has not returned by its deadline is *stuck*: its order ends, its slot stays
+with it, and the lane continues with another slot and another thread. At most `stuck_max` calls may be stuck; beyond it
+the store is dead. Gets and puts have separate staging memory, so bytes that land late cannot corrupt a value being put.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Keeper:
         self.settings = settings
         self.counters: Counter[str] = Counter()
         size = 1 + settings.stuck_max, settings.values_per_call_max, settings.value_bytes_max
-        self.staging = {"get": Staging(*size), "put": Staging(*size)}  # apart: what lands late must not be put
+        self.staging = {"get": Staging(*size), "put": Staging(*size)}  # separate: late bytes must not be put
         self._breaker = Breaker(settings.retry_s_min, settings.retry_s_max)
         self._lanes = {name: _Lane(name) for name in LANES.values()}
         self._stuck: dict[BackendCall, tuple[str, int | None]] = {}  # the lane that it was on, and its slot
@@ -58,13 +58,13 @@ class Keeper:
 
     @property
     def under_way(self) -> int:
-        """Calls that have begun and have not come back."""
+        """Calls that have started and have not returned."""
         return len(self._stuck) + sum(lane.call is not None for lane in self._lanes.values())
 
     # --- inputs
 
     def take(self, task: Task, now: float) -> None:
-        """A task that has begun; from here on it ends exactly once."""
+        """A task that has started; from here on it ends exactly once."""
         lane = self._lanes[LANES[type(task.order)]]
         lane.tasks.append(task)
         self._pump(lane, now)
@@ -75,7 +75,7 @@ class Keeper:
                 self._fail(lane, task, RefusedCall(Reason.CANCELLED, "cancelled"), now)
 
     def returned(self, call: BackendCall, outcome: CallAnswer | Exception, now: float) -> None:
-        """A call has come back, in time or not."""
+        """A call has returned, in time or not."""
         if isinstance(outcome, Exception):
             self._breaker.failed(now)
             self.counters[f"errors.{call.kind.value}"] += 1
@@ -106,7 +106,7 @@ class Keeper:
         return min(due, default=None)
 
     def close(self, now: float) -> None:
-        """End every order; no call begins any more."""
+        """End every order; no further call starts."""
         self._closed = True
         for lane in self._lanes.values():
             for task in list(lane.tasks):
@@ -126,10 +126,10 @@ class Keeper:
         ends, self._ends = self._ends, []
         return ends
 
-    # --- a lane's life
+    # --- lanes
 
     def _pump(self, lane: _Lane, now: float, answer: CallAnswer | RefusedCall | None = None) -> None:
-        """Go on with the first task, and the next, until a call is under way or none is left."""
+        """Continue with the first task, and the next, until a call is in flight or none is left."""
         while lane.tasks and lane.call is None:
             task = lane.tasks[0]
             call = self._step(lane, task, answer)
@@ -143,7 +143,7 @@ class Keeper:
                 self._calls.append(call)
 
     def _step(self, lane: _Lane, task: Task, answer: CallAnswer | RefusedCall | None) -> BackendCall | None:
-        """Let a script go on; its next call, or None once its order has ended."""
+        """Resume a script; its next call, or None once its order has ended."""
         slot = lane.slot
         task.frame = None if slot is None else partial(self.staging[lane.name].frame, slot)
         try:
@@ -156,7 +156,7 @@ class Keeper:
             pass
         except RefusedCall as refused:
             task.reason, task.detail = refused.reason, refused.detail
-        except Exception as error:  # an engine's memory or pins: it costs this order alone
+        except Exception as error:  # from the engine's memory or pins: fails this order only
             self.counters["faults"] += 1
             log.exception("[store-order-failed] order %d of a store failed", task.order.order)
             task.reason, task.detail = Reason.STORE_FAILED, f"{type(error).__name__}: {error}"[:DETAIL_CHARS_MAX]
@@ -164,7 +164,7 @@ class Keeper:
         return None
 
     def _fail(self, lane: _Lane, task: Task, refused: RefusedCall, now: float) -> None:
-        """The one way to fail. A call that is under way goes on, and keeps the lane until it is back or stuck."""
+        """The only way to fail. A call in flight continues, and keeps the lane until it returns or is stuck."""
         if lane.waiting is task:
             lane.waiting = None
         self._step(lane, task, refused)
@@ -178,18 +178,18 @@ class Keeper:
         self._ends.append(OrderEnded(task.order.order, task.count, task.reason, task.detail))
 
     def _refusal(self, now: float) -> RefusedCall | None:
-        """Why no call may begin now."""
+        """Why no call may start now."""
         if self._closed:
             return RefusedCall(Reason.CANCELLED, "the store was closed")
         if len(self._stuck) >= self.settings.stuck_max:
             self.counters["skipped"] += 1
-            return RefusedCall(Reason.BUSY, f"{len(self._stuck)} calls to the store have not come back")
+            return RefusedCall(Reason.BUSY, f"{len(self._stuck)} calls to the store have not returned")
         if not self._breaker.may_ask(now):
             self.counters["skipped"] += 1
-            return RefusedCall(Reason.STORE_FAILED, "the store has failed and is left alone for a while")
+            return RefusedCall(Reason.STORE_FAILED, "the store has failed and is not retried yet")
         return None
 
-    # --- calls that do not come back
+    # --- calls that do not return
 
     def _abandon(self, lane: _Lane, call: BackendCall, now: float) -> None:
         self.counters["stuck"] += 1
@@ -205,7 +205,7 @@ class Keeper:
             self._pump(lane, now)
 
     def _rescue(self, call: BackendCall) -> None:
-        """What was stuck has come back: its slot can be used again."""
+        """A stuck call has returned: its slot can be used again."""
         name, slot = self._stuck.pop(call)
         if slot is not None:
             self.staging[name].give_back(slot)

@@ -1,8 +1,8 @@
-"""What each kind of order does, as a script: it yields the calls that a back end is to perform and gets their answers.
+"""Each kind of order as a script: a generator that yields backend calls and receives their answers.
 
 Law: a put's pin is dropped in the one `finally` of `_put`: after its last byte was copied, or when the script is left
-by anything else, an answer, an exception thrown in for a time-out, a cancel or a shutdown included. `begin` runs a put
-up to its first call, so there is no time at which the pin is held and the `finally` not armed.
+in any other way, by an answer or an exception thrown in for a timeout, a cancel or a shutdown. `begin` runs a put up to
+its first call, so there is no time at which the pin is held and the `finally` not armed.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class OrderKind(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class BackendCall:
-    """One thing for the back end to do, on a thread that may block. `frames` lie in the caller's slot."""
+    """One backend operation, on a thread that may block. `frames` are in the caller's slot."""
 
     kind: OrderKind
     keys: tuple[str, ...]
     frames: tuple[memoryview, ...] = ()
-    deadline: float = 0.0  # set when it begins
+    deadline: float = 0.0  # set when it starts
 
 
 class CallAnswer:
-    """What a call brought: per key whether it is good (there, whole, kept), and the first thing that was wrong.
+    """The result of a call: per key whether it is good (present, intact, stored), and the first error.
 
-    `frames` hold what a get brought: in memory that nothing but this answer can change.
+    `frames` hold the data of a get, in memory that nothing else can change.
     """
 
     __slots__ = ("damaged", "detail", "frames", "good")
@@ -71,7 +71,7 @@ FrameOf: TypeAlias = Callable[[int, int], memoryview]
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """One accepted order. The keeper fills in `frame` when its turn comes."""
+    """One accepted order. The scheduler fills in `frame` when its turn comes."""
 
     order: Order
     deadline: float
@@ -80,7 +80,7 @@ class Task:
     reason: Reason | None = None
     detail: str = ""
     frame: FrameOf | None = None
-    first: BackendCall | None = None  # of a put, which is under way from the moment it is accepted
+    first: BackendCall | None = None  # of a put, which is in flight from the moment it is accepted
     script: Script = field(init=False)
 
     def begin(self, pins: Pins) -> None:
@@ -97,7 +97,7 @@ class Task:
     def frames(self, values: Sequence[Pieces], *, writes: bool) -> tuple[memoryview, ...]:
         """A frame for each value."""
         if self.frame is None:
-            raise RefusedCall(Reason.BUSY, "all staging memory is held by calls that have not come back")
+            raise RefusedCall(Reason.BUSY, "all staging memory is held by calls that have not returned")
         try:
             if writes and any(piece.readonly for pieces in values for piece in pieces):
                 raise ValueError("a piece cannot be written to")
@@ -148,7 +148,7 @@ def _staged(task: Task, order: Put, indexes: Sequence[int]) -> BackendCall:
 
 
 def _kept(task: Task, call: BackendCall) -> Generator[BackendCall, CallAnswer, bool]:
-    """Put one batch; whether to go on. After a hole nobody would find the rest."""
+    """Put one batch; whether to continue. After a hole the rest would never be found."""
     answer = yield call
     task.count += sum(answer.good)
     if not all(answer.good):

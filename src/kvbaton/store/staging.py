@@ -1,7 +1,7 @@
-"""Memory that a store shares with its back end, in slots of one call each. Engines' memory never meets a back end.
+"""Memory that a store shares with its backend, in slots of one call each. A backend never sees engines' memory.
 
-Law: a slot has at most one owner. One whose call was abandoned stays with that call until it comes back: a library that
-cannot cancel may read and write it for as long as it likes, and harms nobody. One copy more each way is the price
+Law: a slot has at most one owner. A slot whose call was abandoned stays with that call until it returns: a library that
+cannot cancel may read and write it for as long as it likes, without harm. The price is one more copy in each direction
 (about 8 GB/s at 16 KiB pieces); it also makes one contiguous object of a block's many pieces, which Mooncake moves
 three times as fast.
 """
@@ -31,7 +31,7 @@ class Staging:
         return len(self._free)
 
     def take(self) -> int | None:
-        """A slot, or None when all are in use or lost to calls that have not come back."""
+        """A slot, or None when all are in use or held by calls that have not returned."""
         return self._free.pop() if self._free else None
 
     def give_back(self, slot: int) -> None:
@@ -40,7 +40,7 @@ class Staging:
         self._free.append(slot)
 
     def frame(self, slot: int, index: int, value_bytes: int) -> memoryview:
-        """The `index`th frame of a slot, as long as a value of that size makes it; ValueError when it has no room."""
+        """The `index`th frame of a slot, sized for such a value; ValueError when it has no room."""
         if not 0 < value_bytes <= self.value_bytes_max or not 0 <= index < self.frames:
             raise ValueError(f"a value of {value_bytes} bytes; 1..{self.value_bytes_max}")
         at = (slot * self.frames + index) * self._pitch
@@ -48,14 +48,14 @@ class Staging:
 
 
 def size_of(pieces: Pieces) -> int:
-    """How many bytes a value has; ValueError unless it is made of contiguous bytes."""
+    """The size of a value; ValueError unless its pieces are contiguous bytes."""
     if any(piece.format != "B" or not piece.c_contiguous for piece in pieces):
         raise ValueError("a piece is not a contiguous memoryview of bytes")
     return sum(piece.nbytes for piece in pieces)
 
 
 def gather(pieces: Sequence[memoryview], frame: memoryview) -> None:
-    """Copy an engine's pieces behind the head of a frame."""
+    """Copy an engine's pieces after the header of a frame."""
     at = FRAME_BYTES
     for piece in pieces:
         frame[at : at + piece.nbytes] = piece

@@ -1,7 +1,7 @@
-"""The client's side of invitations: asks a `StoreServer` for a line, over the authenticated control plane.
+"""The client's side of invitations: requests a line from a `StoreServer`, over the authenticated control plane.
 
-Laws: a call comes back within its time, with an invitation or `ServerSilent`; a lost frame is nothing else. One thread
-touches the port.
+Laws: a call returns within its timeout, with an invitation or `ServerSilent`; a lost frame causes nothing else. One
+thread touches the port.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CLOSE_S = 4.0
 
 
 class ServerSilent(Exception):
-    """The server did not answer in time; the message names the next step."""
+    """The server did not respond in time; the message names the next step."""
 
 
 class InvitationClient:
@@ -64,7 +64,7 @@ class InvitationClient:
             try:
                 self._turn()
             except Exception:
-                log.exception("[store-fault] the store's client failed at one thing; going on")
+                log.exception("[store-fault] the store's client failed once; continuing")
                 self._stopping.wait(0.05)
         self._port.close()
 

@@ -1,6 +1,6 @@
-"""Invitations: the messages by which a member of the cluster is given a line (`lines`) to a store's server.
+"""Invitations: the messages that give a member of the cluster a line (`tcp_connection`) to a store's server.
 
-They cross an authenticated and encrypted control plane. Law: outside data becomes one of these types at the door,
+They cross an authenticated and encrypted control plane. Law: external data becomes one of these types when received,
 within bounds, or is dropped and counted.
 """
 
@@ -16,7 +16,7 @@ from kvbaton.protocol.numbers import Number, Port
 
 
 class _StoreMessage(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    id: Number  # of a question; its answer has the same
+    id: Number  # of a request; its response has the same
 
 
 class Dial(_StoreMessage, frozen=True):
@@ -24,7 +24,7 @@ class Dial(_StoreMessage, frozen=True):
 
 
 class Invited(_StoreMessage, frozen=True):
-    """Where lines are answered, and what to greet with. (server)"""
+    """Where lines are served, and the secret to open one with. (server)"""
 
     port: Port
     number: Number
@@ -38,7 +38,7 @@ _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowE
 
 
 class FramePort(Protocol):
-    """The control plane as the store uses it: `ZmqControl` is one. Touched by one thread, but for `wake`."""
+    """The control plane as the store uses it: `ZmqControl` is one. Touched by one thread, except `wake`."""
 
     def send(self, worker: WorkerId, frame: bytes) -> bool: ...
     def receive(self) -> Sequence[tuple[WorkerId, bytes]]: ...

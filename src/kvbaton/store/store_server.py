@@ -1,8 +1,8 @@
-"""One process's back end, served to many: members of an authenticated control plane are invited to lines.
+"""One process's backend, served to many: members of an authenticated control plane are invited to lines.
 
-Laws: nothing that a client says raises here or costs another client more than a turn. Only a member that may ask is
-invited; values themselves never cross the control plane, whose encryption would bound them at 50 MB/s. Values are as
-good as their senders: any worker of the cluster may put and discard.
+Laws: no message of a client raises here or costs another client more than a turn. Only a member with permission is
+invited; values themselves never cross the control plane, whose encryption would limit them to 50 MB/s. Values are as
+trustworthy as their senders: any worker of the cluster may put and discard.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class StoreServer:
-    """Answers until it is closed; owns the port, the lines and the back end."""
+    """Serves until it is closed; owns the port, the lines and the backend."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class StoreServer:
         *,
         may_ask: Callable[[WorkerId], bool] = lambda worker: True,
     ) -> None:
-        """`may_ask`: whether a member's key is for this."""
+        """`may_ask`: whether a member's key permits this."""
         self.counters: Counter[str] = Counter()
         self._port = port
         self._backend = backend
@@ -43,7 +43,7 @@ class StoreServer:
         self._thread.start()
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Stop answering; bounded in time. Idempotent."""
+        """Stop serving; bounded in time. Idempotent."""
         self._stopping.set()
         self._port.wake()
         self._thread.join(timeout_s)
@@ -71,7 +71,7 @@ class StoreServer:
             action()
         except Exception:
             self.counters["faults"] += 1
-            log.exception("[store-fault] the store's server failed at one thing; going on")
+            log.exception("[store-fault] the store's server failed once; continuing")
             self._stopping.wait(0.05)
 
     def _invite(self, worker: WorkerId, said: Dial) -> None:

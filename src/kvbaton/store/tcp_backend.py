@@ -1,8 +1,8 @@
-"""A back end that asks a `StoreServer` over lines: one of them for each call that is under way.
+"""A backend that calls a `StoreServer` over lines: one line per call in flight.
 
-Laws: a call comes back within `timeout_s`, with an answer or `ServerSilent`. Only the calling thread writes into its
-buffers, and none after it came back: a line that was late is closed. Invitations to lines come over the control plane,
-so a stranger gets none. An idle line that the server has left is replaced once, in the same call.
+Laws: a call returns within `timeout_s`, with an answer or `ServerSilent`. Only the calling thread writes into its
+buffers, and none after it returned: a late line is closed. Invitations to lines come over the control plane, so an
+unauthenticated peer gets none. An idle line that the server has closed is replaced once, in the same call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 
 class LinedBackend:
-    """Implements `Backend`; owns `control`, by which it is invited. `host` is where the server's lines are."""
+    """Implements `Backend`; owns `control`, which delivers its invitations. `host` is the address of the server's
+    lines."""
 
     lands_late = False
 
@@ -70,7 +71,7 @@ class LinedBackend:
             for to in into:
                 [size] = SIZE.unpack(line.read(SIZE.size))
                 if size > to.nbytes:
-                    raise LineError("more than there is room for")
+                    raise LineError("larger than the buffer")
                 line.read_into(to[:size])
                 sizes.append(size)
             return sizes
@@ -99,7 +100,7 @@ class LinedBackend:
             try:
                 return self._talk(line, until, talk)
             except (LineError, OSError):
-                self.counters["renewed"] += 1  # perhaps the server was started anew
+                self.counters["renewed"] += 1  # the server may have restarted
         try:
             return self._talk(self._dial(until), until, talk)
         except (LineError, OSError) as error:

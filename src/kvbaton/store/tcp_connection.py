@@ -1,8 +1,8 @@
 """Lines: TCP connections that carry values between a store's server and its clients.
 
-Laws: an invitation (number and secret) travels over the encrypted control plane and is for one line, which begins with
+Laws: an invitation (number and secret) travels over the encrypted control plane and is for one line, which starts with
 the handshake over it (`kvbaton.security.handshake` has its laws). Every wait has a deadline, and a line on which
-anything was odd, short or late is closed, never used again. Values have checksums of their own (`frames`).
+anything was malformed, short or late is closed, never used again. Values have their own checksums (`value_header`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WRONG_CHARS_MAX = 200
 _MAGIC = b"KVBL"
 _HELLO = struct.Struct(f"<4sB3xQ{NONCE_BYTES}s{PROOF_BYTES}s")
 _SAID = struct.Struct("<BQ")
-_HEAD = struct.Struct("<B3xI")  # what is asked, and the bytes of its list
+_HEAD = struct.Struct("<B3xI")  # the request, and the size of its list
 SIZE = struct.Struct("<Q")
 
 Item: TypeAlias = tuple[
@@ -62,7 +62,7 @@ _OPS = frozenset(map(int, Op))
 
 
 class LineError(Exception):
-    """The line is of no use any more."""
+    """The line is unusable."""
 
 
 class StoreConnection:
@@ -80,10 +80,10 @@ class StoreConnection:
         return self._socket
 
     def seal(self, seals: Seals) -> None:
-        """All that is said from now on, both ways, crosses as records."""
+        """Everything from now on, in both directions, crosses as records."""
         self._seals = seals
         self._records = memoryview(bytearray(3 * (RECORD_BYTES + OVERHEAD_BYTES)))  # one out, one in, its plaintext
-        self._opened = self._records[:0]  # of the last record, not yet asked for
+        self._opened = self._records[:0]  # of the last record, not yet consumed
 
     def send(self, *parts: bytes | memoryview) -> None:
         for part in parts:
@@ -108,7 +108,7 @@ class StoreConnection:
             at += step
 
     def _open(self, seals: Seals) -> None:
-        """The next record. Nothing of it is seen before it is proven."""
+        """The next record. Nothing of it is used before it is authenticated."""
         record_bytes = RECORD_BYTES + OVERHEAD_BYTES
         room = self._records[record_bytes : 2 * record_bytes]
         try:
@@ -143,10 +143,10 @@ class StoreConnection:
         self.send(_HEAD.pack(op, len(blob)) + blob)
 
     def asked(self) -> tuple[Op, tuple[Item, ...]]:
-        """The next question, within bounds."""
+        """The next request, within bounds."""
         op, size = _HEAD.unpack(self.read(_HEAD.size))
         if op not in _OPS or size > BLOB_BYTES_MAX:
-            raise LineError("not a question")
+            raise LineError("not a request")
         try:
             items: tuple[Item, ...] = _items.decode(self.read(size))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -162,22 +162,22 @@ class StoreConnection:
     def told(self) -> tuple[str, ...]:
         [size] = SIZE.unpack(self.read(SIZE.size))
         if size > BLOB_BYTES_MAX:
-            raise LineError("an answer out of bounds")
+            raise LineError("a response out of bounds")
         try:
             texts: tuple[str, ...] = _texts.decode(self.read(size))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise LineError(f"not an answer: {error}") from None
+            raise LineError(f"not a response: {error}") from None
         return texts
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # also ends a read of another thread
+            self._socket.shutdown(socket.SHUT_RDWR)  # also ends another thread's read
         self._socket.close()
 
     def _left(self) -> float:
         left = self.until - time.monotonic()
         if left <= 0:
-            raise LineError("not in time")
+            raise LineError("timed out")
         return left
 
 
@@ -190,7 +190,7 @@ def greet(line: StoreConnection, number: int, secret: bytes, sealed: bool = Fals
     try:
         proof = line.read(PROOF_BYTES)
     except (LineError, OSError) as error:
-        raise LineError(f"refused at the greeting ({error}); is encrypt the same there, and the version?") from None
+        raise LineError(f"refused in the handshake ({error}); are encrypt and version the same there?") from None
     if not ours.is_proof(proof):
         raise LineError("the server does not hold the secret of our invitation")
     _go_on(line, ours.seals("the store"))
@@ -202,23 +202,23 @@ def admit(
     take: Callable[[int], bytes | None],
     must_seal: bool = False,
 ) -> None:
-    """The server's half; LineError for a stranger, and with `must_seal` for a client that speaks plainly. `take` gives
-    an invitation's secret once, to who has proven it."""
+    """The server's half; LineError for an unauthenticated peer, and with `must_seal` for a client that does not
+    encrypt. `take` returns an invitation's secret once, to a client that has proven it."""
     challenge = nonce()
     line.send(challenge)
     magic, version, number, theirs, proof = _HELLO.unpack(line.read(_HELLO.size))
     if magic != _MAGIC or version not in VERSIONS:
-        raise LineError(f"no greeting of version {PLAIN} or {SEALED}")
+        raise LineError(f"no handshake of version {PLAIN} or {SEALED}")
     said = _said(version, number, challenge, theirs)
     ours = Handshake(Service.STORE, version, secret_of(number), said, is_server=True)
     if not ours.is_proof(proof):
-        raise LineError("a stranger")  # who only names a number spends no invitation
+        raise LineError("a stranger")  # naming a number alone spends no invitation
     try:
         seals = ours.seals("a client of the store", must_seal)
     except HandshakeError as error:
         raise LineError(str(error)) from None
     if take(number) is None:
-        raise LineError("an invitation is for one line")
+        raise LineError("an invitation is valid for one line")
     line.send(ours.proof())
     _go_on(line, seals)
 
@@ -229,5 +229,5 @@ def _go_on(line: StoreConnection, seals: Seals | None) -> None:
 
 
 def _said(version: int, number: int, server: bytes, client: bytes) -> bytes:
-    """What both prove. Version 1 has always been the nonces alone."""
+    """The text that both prove. Version 1 has always been the nonces alone."""
     return server + client if version == PLAIN else _SAID.pack(version, number) + server + client

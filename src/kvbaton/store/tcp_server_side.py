@@ -1,7 +1,7 @@
-"""Answers lines: a thread for each, which sleeps in the kernel when nothing is asked.
+"""Serves lines: one thread per line, asleep in the kernel when idle.
 
-Laws: a line is answered only after its greeting. Lines, invitations and the memory of each line (one value) are
-bounded; at the bound new ones are turned away. Nothing that comes over a line raises past it: it costs that line.
+Laws: a line is served only after its handshake. Lines, invitations and the memory of each line (one value) are bounded;
+at the bound new ones are refused. Nothing that comes over a line raises past it: it costs that line.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from kvbaton.store.tcp_connection import SIZE, Item, LineError, Op, StoreConnect
 log = logging.getLogger(__name__)
 
 LINES_MAX = 256
-GREETING_MAX = 64  # of lines that have not proven themselves; beyond it the oldest of these goes
-THREADS_MAX = LINES_MAX + 2 * GREETING_MAX  # those of lines just turned away end a moment later
+GREETING_MAX = 64  # unauthenticated lines; beyond it the oldest of these is closed
+THREADS_MAX = LINES_MAX + 2 * GREETING_MAX  # threads of refused lines end a moment later
 INVITATIONS_MAX = 1024
 GREETING_S = 5.0
 QUESTION_S = 30.0
@@ -37,14 +37,14 @@ _NONE = SIZE.pack(0)
 
 
 class LineServer:
-    """Serves a back end, which it does not own, on a port of its own."""
+    """Serves a backend, which it does not own, on its own port."""
 
     def __init__(self, backend: Backend, host: str, *, value_bytes_max: int, encrypt: Encrypt = "auto") -> None:
         sealing.check(encrypt, host)
         self._encrypt: Encrypt = encrypt
         self.counters: Counter[str] = Counter()
         self._backend = backend
-        self._direct = backend if isinstance(backend, MemoryBackend) else None  # spares it a copy each way
+        self._direct = backend if isinstance(backend, MemoryBackend) else None  # saves a copy in each direction
         self._value_bytes_max = value_bytes_max
         self._numbers = itertools.count(1)
         self._invitations: OrderedDict[int, bytes] = OrderedDict()
@@ -53,7 +53,7 @@ class LineServer:
         self._lines: set[StoreConnection] = set()
         self._greeting: OrderedDict[StoreConnection, None] = (
             OrderedDict()
-        )  # not among the lines: strangers take nobody's place
+        )  # not among the lines: unauthenticated peers take no member's place
         self._closed = False
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
@@ -63,13 +63,17 @@ class LineServer:
         threading.Thread(target=self._accept, name="kvbaton-store-lines", daemon=True).start()
 
     def invite(self) -> tuple[int, bytes]:
-        """A number and a secret for one line; the oldest that nobody used is forgotten at the bound."""
+        """A number and a secret for one line; at the bound the oldest unused one is forgotten."""
         number, secret = next(self._numbers), secrets.token_bytes(SECRET_BYTES)
         with self._lock:
             self._invitations[number] = secret
             if len(self._invitations) > INVITATIONS_MAX:
                 self._invitations.popitem(last=False)
         return number, secret
+
+    @property
+    def open_lines(self) -> int:
+        return len(self._lines)
 
     def close(self) -> None:
         with self._lock:
@@ -87,9 +91,9 @@ class LineServer:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(0.05)  # out of descriptors: some line will end
+                time.sleep(0.05)  # out of descriptors: a line will end
                 continue
-            self._threads.acquire()  # one is always about to end: a greeting has a deadline
+            self._threads.acquire()  # one always ends soon: a handshake has a deadline
             self._begin(StoreConnection(connection))
 
     def _begin(self, line: StoreConnection) -> None:
@@ -101,7 +105,7 @@ class LineServer:
             oldest.close()
         try:
             threading.Thread(target=self._serve, args=(line,), name="kvbaton-store-line", daemon=True).start()
-        except RuntimeError:  # out of threads: some line will end
+        except RuntimeError:  # out of threads: a line will end
             self.counters["turned_away"] += 1
             self._leave(line)
             self._threads.release()
@@ -118,7 +122,7 @@ class LineServer:
                 buffer = self._answer(line, buffer)
         except (LineError, OSError):
             self.counters["ended"] += 1
-        except Exception:  # a back end's; the client sees a line that ended
+        except Exception:  # of the backend; the client sees a closed line
             self.counters["faults"] += 1
             log.exception("[store-fault] a line of the store failed")
         finally:
@@ -126,7 +130,7 @@ class LineServer:
             self._threads.release()
 
     def _enter(self, line: StoreConnection) -> Callable[[int], bytes | None]:
-        """Takes an invitation, and with it a place among the lines."""
+        """Redeems an invitation, and takes a place among the lines."""
 
         def take(number: int) -> bytes | None:
             with self._lock:
@@ -171,11 +175,13 @@ class LineServer:
             if self._direct is not None:
                 whole = room(size)
                 line.read_into(whole)
+                self.counters["bytes_in"] += size
                 wrong.append(self._direct.adopt(key, whole))
                 continue
             buffer = _grown(buffer, size)
             with memoryview(buffer) as all_of_it, all_of_it[:size] as value:
                 line.read_into(value)
+                self.counters["bytes_in"] += size
                 wrong += self._backend.put([key], [value])
         line.tell(wrong)
         return buffer
@@ -186,18 +192,20 @@ class LineServer:
             if self._direct is not None:
                 value = self._direct.value(key)
                 if value is not None and len(value) > room_bytes:
-                    self._direct.discard([key])  # damaged: else it would be said to be there, and never be put again
+                    self._direct.discard([key])  # damaged: otherwise it would look present and never be put again
                     value = None
                 if value is None:
                     line.send(_NONE)
                 else:
                     line.send(SIZE.pack(len(value)), memoryview(value))
+                    self.counters["bytes_out"] += len(value)
                 continue
             buffer = _grown(buffer, room_bytes)
             with memoryview(buffer) as all_of_it, all_of_it[:room_bytes] as into:
                 size = self._backend.get([key], [into])[0]
                 if 0 < size <= room_bytes:
                     line.send(SIZE.pack(size), into[:size])
+                    self.counters["bytes_out"] += size
                 else:
                     line.send(_NONE)
         return buffer

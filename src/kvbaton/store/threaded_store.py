@@ -1,7 +1,7 @@
-"""A `Store` over any `Backend`: one thread that keeps the orders, and workers that may hang.
+"""A `Store` over any `Backend`: one scheduler thread for the orders, and workers that may hang.
 
-Laws: the submitting thread does no more than check, pin and append. Only the keeper's thread touches the keeper and the
-engine's memory, and it never calls a back end. `close` leaves no order open and no pin held; a back end is closed only
+Laws: the submitting thread only checks, pins and appends. Only the scheduler's thread touches the scheduler and the
+engine's memory, and it never calls a backend. `close` leaves no order open and no pin held; a backend is closed only
 when no call is inside it, since libraries do not survive that.
 """
 
@@ -28,7 +28,7 @@ _Input: TypeAlias = Task | OrderId | tuple[BackendCall, CallAnswer | Exception]
 
 
 class KeptStore:
-    """Implements `Store`. `owned`: the back end is this store's alone, and closed with it."""
+    """Implements `Store`. `owned`: the backend belongs to this store, and is closed with it."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class KeptStore:
         self._changed = threading.Condition()
         self._inputs: deque[_Input] = deque()
         self._news: list[OrderEnded] = []
-        self._open = 0  # accepted, and the end not drained: bounds the news as well
+        self._open = 0  # accepted, end not drained: bounds the news as well
         self._closed = False
         self._waker: Callable[[], None] = lambda: None
         self._thread = threading.Thread(target=self._run, name="kvbaton-store", daemon=True)
@@ -62,7 +62,7 @@ class KeptStore:
 
     @property
     def stuck(self) -> int:
-        """Calls that were given up and have not come back."""
+        """Abandoned calls that have not returned."""
         return self._keeper.stuck
 
     def submit(self, order: Order) -> bool:
@@ -105,7 +105,7 @@ class KeptStore:
         if self._backend is None:
             return
         if self._keeper.under_way:
-            log.warning("[store-stuck] a call to the store has not come back: its back end is left open")
+            log.warning("[store-stuck] a call to the store has not returned: its backend is left open")
             return
         closing = threading.Thread(target=self._backend.close, name="kvbaton-store-close", daemon=True)
         closing.start()
@@ -122,7 +122,7 @@ class KeptStore:
         except Exception:
             log.warning("[waker-failed] the waker raised", exc_info=True)
 
-    # --- the keeper's thread
+    # --- the scheduler's thread
 
     def _run(self) -> None:
         while True:
@@ -133,9 +133,9 @@ class KeptStore:
                 inputs, self._inputs = self._inputs, deque()
                 closed = self._closed
             try:
-                self._turn(inputs)  # takes what it handles: the rest is for the next turn
-            except Exception:  # a bug in one turn must not leave the others without an end
-                log.exception("[store-fault] the store's keeper failed; going on")
+                self._turn(inputs)  # removes what it handles: the rest is for the next turn
+            except Exception:  # a bug in one turn must not leave other orders without an end
+                log.exception("[store-fault] the store's scheduler failed; continuing")
                 time.sleep(PAUSE_S)
                 with self._changed:
                     self._inputs.extendleft(reversed(inputs))
@@ -161,7 +161,7 @@ class KeptStore:
         for call in self._keeper.calls():
             try:
                 self._workers.begin(call)
-            except RuntimeError as error:  # out of threads: the call has failed, and the rest begins
+            except RuntimeError as error:  # out of threads: the call has failed, and the rest start
                 self._post((call, error))
         ends = self._keeper.ends()
         if ends:
@@ -172,7 +172,7 @@ class KeptStore:
                 self._ring()
 
     def _finish(self) -> None:
-        """End all orders, and give the calls that are under way a while to come back."""
+        """End all orders, and give the calls in flight a while to return."""
         self._keeper.close(self._clock())
         self._tell()
         until = self._clock() + self._settings.close_s / 2
@@ -187,9 +187,9 @@ class KeptStore:
 
 
 def check(order: Order, settings: StoreSettings) -> None:
-    """ValueError names the field of an order that no store could carry out.
+    """ValueError names the invalid field of an order.
 
-    Pieces are looked at later, on the keeper's thread: 64 values of 64 pieces would cost the engine's step 1 ms.
+    Pieces are checked later, on the scheduler's thread: 64 values of 64 pieces would cost the engine's step 1 ms.
     """
     if not 0 < len(order.keys) <= settings.keys_max:
         raise ValueError(f"keys: {len(order.keys)}; give 1..{settings.keys_max}")

@@ -1,8 +1,8 @@
-"""A value as back ends hold it: 64 bytes that say what follows, then the value. The same in memory and on disk.
+"""A value as backends hold it: a header of 64 bytes, then the value. The same in memory and on disk.
 
 Law: `holds` is True only for a frame that `seal` made for that very key, with that very length, and unaltered since. So
-a damaged, torn, foreign or misfiled value is told from a good one by whoever reads it, wherever it lay. A frame of
-another version is none: what an older program left is a miss.
+any reader can tell a damaged, torn, foreign or misplaced value from a good one, wherever it was stored. A frame of
+another version is invalid: leftovers of an older program are misses.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SUMMED = _HEAD.size - 4
 
 
 def seal(frame: memoryview, key: str, value_bytes: int) -> None:
-    """Write the head for the value that already lies behind it."""
+    """Write the header for the value that already follows it."""
     total = xxhash.xxh3_64_intdigest(frame[FRAME_BYTES : FRAME_BYTES + value_bytes])
     head = bytearray(_HEAD.pack(_MAGIC, _VERSION, value_bytes, _named(key), total, 0))
     head[_SUMMED:] = xxhash.xxh32_intdigest(head[:_SUMMED]).to_bytes(4, "little")
@@ -30,7 +30,7 @@ def seal(frame: memoryview, key: str, value_bytes: int) -> None:
 
 
 def holds(frame: memoryview, key: str, value_bytes: int) -> bool:
-    """Whether `frame` begins with an intact value of that length for that key."""
+    """Whether `frame` starts with an intact value of that length for that key."""
     if len(frame) < FRAME_BYTES + value_bytes:
         return False
     magic, version, size, named, total, head_sum = _HEAD.unpack(frame[:FRAME_BYTES])

@@ -1,4 +1,4 @@
-"""Contracts that any transport, store back end or engine adapter can run on itself."""
+"""Contract tests that any transport, store backend or engine adapter can run on itself."""
 
 from kvbaton.proof.contracts.engine_contract import EngineCase, check_engine
 from kvbaton.proof.contracts.engine_harness import EngineRig

@@ -1,1 +1,1 @@
-"""Data planes: each moves byte spans between registered memory of two processes. The list of them is `catalogue`."""
+"""Transports: each moves byte spans between registered memory of two processes. They are listed in `catalogue`."""

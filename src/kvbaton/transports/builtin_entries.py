@@ -1,11 +1,11 @@
 """The transports of this package, best first: each is a folder and its entry here.
 
-The order is that of what the bytes pass through: another process's device memory, another process's host memory, an
-RDMA fabric, a kernel's sockets. `auto` offers what is best without being told more: NIXL only where there is an RDMA
-device, since over TCP kvbaton's own are faster or can cancel and fence; MoRI not, since it has not run on hardware;
-Mooncake not, since its engine serves everybody who can reach its port.
+The order follows what the bytes pass through: another process's device memory, another process's host memory, an RDMA
+fabric, a kernel's sockets. `auto` offers the best without further configuration: NIXL only where there is an RDMA
+device, since over TCP kvbaton's own transports are faster or can cancel and fence; not MoRI, which has not run on
+hardware; not Mooncake, whose engine serves any peer that can reach its port.
 
-Modules are named where they are used (`the`), so that no library is imported before its transport is asked for.
+Modules are named where they are used (`the`), so that no library is imported before its transport is requested.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def rdma_devices() -> tuple[str, ...]:
 
 
 def loads(load: Callable[[], Any]) -> Callable[[], str]:
-    """Whether a library can be had; its first import may take a while."""
+    """Whether a library is available; its first import may take a while."""
 
     def problem() -> str:
         try:
@@ -53,7 +53,7 @@ def _staged(carrier: str, way: str) -> CatalogueEntry:
 
     return CatalogueEntry(
         name=f"staged-{carrier}",
-        what=f"device memory through pinned memory of the host, over {way}",
+        what=f"device memory through pinned host memory, over {way}",
         needs="an NVIDIA GPU and its driver",
         usable=_HAS_GPU,
         in_auto=lambda: True,
@@ -96,7 +96,7 @@ def _tcp_endpoints() -> Any:
 _ENTRIES = (
     CatalogueEntry(
         name="cuda",
-        what="device memory of another process of this host, by CUDA IPC and one kernel launch",
+        what="device memory of another process on this host, by CUDA IPC and one kernel launch",
         needs="an NVIDIA GPU and its driver",
         usable=_HAS_GPU,
         in_auto=lambda: True,
@@ -106,7 +106,7 @@ _ENTRIES = (
     ),
     CatalogueEntry(
         name="shm",
-        what="host memory of another process of this host",
+        what="host memory of another process on this host",
         needs="Linux",
         usable=_shm_problem,
         in_auto=lambda: True,
@@ -128,7 +128,7 @@ _ENTRIES = (
     ),
     CatalogueEntry(
         name="nixl",
-        what="host or device memory by RDMA, and what else UCX has, by NIXL",
+        what="host or device memory by NIXL: RDMA and other UCX transports",
         needs="pip install nixl",
         usable=loads(lambda: the("kvbaton.transports.nixl.nixl_agent").load_bindings()),
         in_auto=lambda: bool(rdma_devices()),
@@ -147,7 +147,7 @@ _ENTRIES = (
     ),
     CatalogueEntry(
         name="tcp",
-        what="kvbaton's own over TCP",
+        what="kvbaton's own, over TCP",
         in_auto=lambda: True,
         encrypts=True,
         capabilities=lambda: the("kvbaton.transports.tcp.tcp_transport").CAPABILITIES,

@@ -1,13 +1,13 @@
-"""Which data planes are offered to a peer, in which order, and how one is made: the catalogue's reader.
+"""Which transports are offered to a peer, in which order, and how to construct one: reads the catalogue.
 
-Both sides of a pair list what they have, best first (`builtin`, or an operator's own order), P takes the first that D
-has too, D opens it before anything depends on it, and where that fails the pair takes the next
-(`protocol/machines/pairing_target.py`).
-Any transport is offered when it is named, and moves this kind of memory; those of other packages (`external`) only so.
+Both sides of a pair list their transports, best first (`builtin_entries`, or an operator's own order), P takes the
+first that D has too, D opens it before anything depends on it, and if that fails the pair takes the next
+(`protocol/machines/pairing_target.py`). Any transport is offered if it is named and moves this kind of memory; those of
+other packages (`external`) only then.
 
-With checksums a plane is another plane (`tcp+sums`): both sides need the service that answers for the bytes, so a side
-with and a side without have nothing in common, and are told so by name. Checksums that are `auto` are those of
-`BETWEEN_HOSTS` for device memory on a plane that leaves the host, and off everywhere else.
+A transport with checksums is another transport (`tcp+sums`): both sides need the service that answers for the bytes, so
+a side with and a side without have nothing in common, and the error names it. Checksums that are `auto` are those of
+`BETWEEN_HOSTS` for device memory on a transport that leaves the host, and off everywhere else.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ MadeT = TypeVar("MadeT")
 
 
 def names() -> tuple[str, ...]:
-    """All that can be asked for: this package's own, then those of other packages."""
+    """All known transports: this package's own, then those of other packages."""
     return (*ORDER, *external_entries.names())
 
 
@@ -84,24 +84,24 @@ def plane_of(name: str) -> CatalogueEntry:
 
 
 def parse(text: str) -> tuple[str, ...]:
-    """The names in an operator's choice: `auto`, one name, or several with commas, best first."""
+    """The names in an operator's choice: `auto`, one name, or several separated by commas, best first."""
     chosen = tuple(part.strip() for part in text.split(","))
     for name in chosen:
         if problem := conflict(name):
             raise ValueError(problem)
         if name not in (AUTO, *names()):
-            raise ValueError(f"got {name!r}, expected {AUTO}, or some of {', '.join(names())} with commas, best first")
+            raise ValueError(f"got {name!r}, expected {AUTO}, or some of {', '.join(names())}, separated by commas")
     if len(set(chosen)) != len(chosen) or (AUTO in chosen and len(chosen) > 1):
-        raise ValueError(f"got {text!r}, which names one twice, or another beside {AUTO}")
+        raise ValueError(f"got {text!r}, which names one twice, or another besides {AUTO}")
     return chosen
 
 
 def offered(
     choice: str, device: str = "cpu", checksum: ChecksumChoice = "off", require_enforcement: bool = False
 ) -> tuple[str, ...]:
-    """What this process offers its peers, best first. OSError names what a chosen one lacks.
+    """The transports that this process offers its peers, best first. OSError names what a chosen one lacks.
 
-    With `require_enforcement` only those on which a peer reaches nothing but what is lent to it.
+    With `require_enforcement` only those on which a peer can reach only the memory lent to it.
     """
     found = _usable(choice, device)
     if require_enforcement:
@@ -109,7 +109,7 @@ def offered(
         if open_ and parse(choice) != (AUTO,):
             kept = ", ".join(name for name in ORDER if capabilities(name).enforces)
             raise PlaneError(
-                f"transport {open_[0]} cannot keep a peer to what is lent to it, and require_enforcement is set; "
+                f"transport {open_[0]} cannot confine a peer to the memory lent to it, and require_enforcement is set; "
                 f"use some of {kept}, or leave that out"
             )
         found = tuple(name for name in found if name not in open_)
@@ -117,7 +117,7 @@ def offered(
 
 
 def checksum_of(name: str, device: str, checksum: ChecksumChoice) -> ChecksumMode:
-    """What `auto` comes to on one plane, for memory of one kind."""
+    """What `auto` means on one transport, for memory of one kind."""
     if checksum != "auto":
         return checksum
     return "off" if device == "cpu" or capabilities(name).same_host else BETWEEN_HOSTS
@@ -137,32 +137,32 @@ def _usable(choice: str, device: str) -> tuple[str, ...]:
 
 
 def capabilities(name: str) -> Capabilities:
-    """What a data plane can promise, without making one."""
+    """The capabilities of a transport, without constructing one."""
     plain = plane_of(name).capabilities()
     return summed(plain) if name.endswith(SUMS) else plain
 
 
 def endpoint_type(name: str) -> Any:
-    """The type of a transport's endpoints, where this package knows it; else None."""
+    """The type of a transport's endpoints, if this package knows it; otherwise None."""
     plane = PLANES.get(name)
     return plane.endpoint() if plane is not None and plane.endpoint is not None else None
 
 
 def exposed(name: str, host: str, encrypt: Encrypt = "auto") -> str:
-    """What an operator must know before this plane is used at `host`; "" when nobody on the network can read it."""
+    """A warning for the operator before this transport is used at `host`; "" when the network cannot read it."""
     plain = name.removesuffix(SUMS)
     if is_loopback(host) or capabilities(plain).same_host:
         return ""
     if not plane_of(plain).encrypts:
-        return f"transport {plain} is not encrypted, and serves whoever reaches it: keep it on a network of its own"
+        return f"transport {plain} is not encrypted, and serves any peer that reaches it: use a private network"
     return f"transport {plain} is not encrypted between hosts, since encrypt is off" if encrypt == "off" else ""
 
 
 def make(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[memoryview]) -> HostTransport:
-    """A data plane over these regions of host memory."""
+    """A transport over these regions of host memory."""
     _check_kind(name.removesuffix(SUMS), "cpu")
     maker = plane_of(name).make
-    assert maker is not None  # it says that it moves such memory
+    assert maker is not None  # its entry says that it moves such memory
     plane = _made(name, settings, lambda: maker(me, settings))
     if name.endswith(SUMS):
         plane = SummedTransport(plane, me, _sum_config(settings))
@@ -172,10 +172,10 @@ def make(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[memory
 
 
 def make_device(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[DeviceMemory]) -> DeviceTransport:
-    """A data plane over these regions of one device's memory."""
+    """A transport over these regions of one device's memory."""
     _check_kind(name.removesuffix(SUMS), "cuda")
     device, maker = memory[0].device, plane_of(name).make_device
-    assert maker is not None  # it says that it moves such memory
+    assert maker is not None  # its entry says that it moves such memory
     plane = _made(name, settings, lambda: maker(me, settings, device))
     if name.endswith(SUMS):
         from kvbaton.transports.checksum.checksum_device import DeviceSums  # digested by the device, on both sides
@@ -202,15 +202,15 @@ def _made(name: str, settings: PlaneSettings, maker: Callable[[], MadeT]) -> Mad
 
 
 def of_kind(device: str) -> tuple[str, ...]:
-    """This package's own that move memory of this kind, `cpu` (the host's) or `cuda`, best first."""
+    """This package's own transports for this kind of memory, `cpu` (the host's) or `cuda`, best first."""
     return tuple(name for name in ORDER if device in capabilities(name).device_kinds)
 
 
 def _check_kind(name: str, device: str) -> None:
-    """PlaneError for a plane that cannot move such memory."""
+    """PlaneError for a transport that cannot move such memory."""
     if device not in capabilities(name).device_kinds:
         memory = "host memory" if device == "cpu" else "device memory"
-        raise PlaneError(f"transport {name} does not move {memory}, which goes over {', '.join(of_kind(device))}")
+        raise PlaneError(f"transport {name} does not move {memory}; use {', '.join(of_kind(device))}")
 
 
 def _sum_config(settings: PlaneSettings) -> SumConfig:
@@ -219,9 +219,9 @@ def _sum_config(settings: PlaneSettings) -> SumConfig:
 
 
 def check_host(name: str, host: str) -> None:
-    """Some data planes take a numeric address only."""
+    """Some transports accept only a numeric address."""
     if plane_of(name).numeric_host:
         try:
             ipaddress.IPv4Address(host)
         except ValueError:
-            raise ValueError(f"host: {host!r}; {name} needs this host's own IPv4 address, as numbers") from None
+            raise ValueError(f"host: {host!r}; {name} requires this host's own numeric IPv4 address") from None

@@ -1,8 +1,8 @@
-"""An entry of the catalogue of transports: what it is, what it needs, and how one is made.
+"""An entry of the transport catalogue: what it is, what it needs, and how to construct one.
 
-An entry is all that the rest of kvbaton knows of a transport: `--transport NAME`, `auto`, the ranks of vLLM, `kvbaton
-doctor` and the shell's completion are derived from it. Functions instead of values, so that listing transports imports
-none of their libraries.
+The entry is all that the rest of kvbaton knows about a transport: `--transport NAME`, `auto`, the ranks of vLLM,
+`kvbaton doctor` and shell completion are derived from it. Functions instead of values, so that listing transports
+imports none of their libraries.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ ChecksumChoice = Literal["auto", "off", "sample", "full"]
 
 
 class PlaneError(OSError):
-    """A data plane cannot be had here; the message says which and why."""
+    """A transport is unavailable here; the message says which and why."""
 
 
 class PlaneSettings(msgspec.Struct, frozen=True):
-    """What a data plane is told when it is made."""
+    """Construction settings of a transport."""
 
-    host: str = "127.0.0.1"  # that peers dial
+    host: str = "127.0.0.1"  # that peers connect to
     checksum: ChecksumChoice = "off"
     encrypt: Encrypt = "auto"
     copy_share: float = SHARE  # of a device's multiprocessors, for copies and digests together
 
 
 class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry. `make` is for memory of the host, `make_device` for that of one device, which it is told."""
+    """One entry. `make` is for host memory, `make_device` for the memory of a given device."""
 
     name: str
     what: str
@@ -44,9 +44,9 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True):
     make: Callable[[PeerId, PlaneSettings], HostTransport] | None = None
     make_device: Callable[[PeerId, PlaneSettings, int], DeviceTransport] | None = None
     needs: str = "nothing"  # how to get it
-    usable: Callable[[], str] = lambda: ""  # why it cannot be used in this process; "" when it can
+    usable: Callable[[], str] = lambda: ""  # why it is unusable in this process; "" if it is usable
     in_auto: Callable[[], bool] = lambda: False
-    encrypts: bool = False  # what leaves the host, between hosts
-    shares: bool = False  # peers open the memory itself, which must be such that they can
-    numeric_host: bool = False  # it takes this host's own IPv4 address only
+    encrypts: bool = False  # traffic between hosts
+    shares: bool = False  # peers open the memory itself, which must be shareable
+    numeric_host: bool = False  # it accepts only this host's own IPv4 address
     endpoint: Callable[[], Any] | None = None  # the type of its endpoints, to check one without a transport

@@ -1,8 +1,8 @@
 """Transports of other packages: entry points of the group `kvbaton.transports`, each naming a `CatalogueEntry`.
 
-Laws: a package's code is imported only when an operator has named its transport (or asks `kvbaton doctor`); its name is
+Laws: a package's code is imported only when an operator has named its transport (or runs `kvbaton doctor`); its name is
 known from the metadata alone. `auto` never offers one. A name that this package has, or that two packages claim, is
-refused where it is used, by the names of the packages: no transport ever stands in for another.
+refused where it is used, naming the packages: no transport ever replaces another.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PAGE = "docs/write-a-transport.md"
 
 @functools.cache
 def claims() -> dict[str, tuple[EntryPoint, ...]]:
-    """What installed packages offer, by name. Read once: what is installed later needs a new process."""
+    """Transports of installed packages, by name. Read once: a later installation needs a new process."""
     found: dict[str, tuple[EntryPoint, ...]] = {}
     for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, package_of(point))):
         found[point.name] = (*found.get(point.name, ()), point)
@@ -36,7 +36,7 @@ def package_of(point: EntryPoint) -> str:
 
 
 def names() -> tuple[str, ...]:
-    """Those that can be asked for by name."""
+    """Transports that can be named."""
     return tuple(name for name in claims() if not conflict(name) and NAME.fullmatch(name) and name not in RESERVED)
 
 
@@ -60,14 +60,12 @@ def conflict(name: str) -> str:
 def load(name: str) -> CatalogueEntry:
     """The entry of another package. PlaneError names the package, and what to do."""
     if name not in claims():
-        raise PlaneError(
-            f"there is no transport {name}: choose from {', '.join(PLANES)}, or install the package that has it"
-        )
+        raise PlaneError(f"no transport {name}: choose from {', '.join(PLANES)}, or install the package that has it")
     (point,) = claims()[name]
     package = package_of(point)
     try:
         plane: CatalogueEntry = point.load()
-    except Exception as error:  # somebody else's module: it may raise anything
+    except Exception as error:  # external module: it may raise anything
         raise PlaneError(
             f"transport {name} of package {package} cannot be loaded ({point.value}): {type(error).__name__}: {error}; "
             f"update the package, or uninstall it (pip uninstall {package})"
@@ -81,7 +79,7 @@ def load(name: str) -> CatalogueEntry:
 
 
 def problem_of(plane: object, name: str) -> str:
-    """Why what a package calls its entry is none; "" when it is."""
+    """Why a package's object is not a valid entry; "" when it is."""
     if not isinstance(plane, CatalogueEntry):
         return f"expected a kvbaton.transports.catalogue_entry.CatalogueEntry, got a {type(plane).__name__}"
     if plane.name != name:
@@ -89,9 +87,9 @@ def problem_of(plane: object, name: str) -> str:
     try:
         capabilities = plane.capabilities()
     except Exception as error:  # noqa: BLE001 - as above
-        return f"its capabilities cannot be had: {error!r}"
+        return f"its capabilities cannot be read: {error!r}"
     if capabilities.name != name:
         return f"its capabilities are named {capabilities.name!r}"
     makers = {"cpu": plane.make, "cuda": plane.make_device}
     missing = [kind for kind in capabilities.device_kinds if makers.get(kind) is None]
-    return f"it says that it moves {missing[0]} memory, and has no maker for that" if missing else ""
+    return f"it claims to move {missing[0]} memory, but has no maker for that" if missing else ""

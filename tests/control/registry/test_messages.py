@@ -145,7 +145,7 @@ def test_another_version_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("field", ["worker", "incarnation", "control_endpoint", "public_key"])
 def test_a_worker_checks_what_the_registry_says_too(field: str) -> None:
-    body = msgspec.to_builtins(m.Directory(m.SeenWorkers(1, 2), True, (ENTRY,)))
+    body = msgspec.to_builtins(m.Directory(m.SeenWorkers(1, 2), True, (ENTRY,)), builtin_types=(bytes,))
     body["entries"][0][field] = 0 if field == "incarnation" else "no good"
     with pytest.raises(m.RegistryFault, match=field):
         m.decode_from_registry(msgspec.msgpack.encode((m.VERSION, body)))

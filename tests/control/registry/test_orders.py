@@ -85,7 +85,7 @@ class TestDrain:
             said = line(town).drain(WorkerId("p9"), 0, DEADLINE_S)
         assert said is not None
         assert (said.worker, said.state, said.workers) == ("p9", "unknown", ("d0", "p0"))
-        assert "young" in said.held, "it may yet come back"
+        assert "restarted" in said.held, "it may yet come back"
 
     def test_no_worker_can_have_another_drained(self, town: Town) -> None:
         listed(town)

@@ -21,6 +21,9 @@ SAID: dict[m.ToRegistry, Act] = {
     m.Deregister(Incarnation(1)): Act.REGISTER,
     m.WorkerReport(Incarnation(1), b"{}"): Act.REPORT,
     m.DrainWorker(WorkerId("d0")): Act.DRAIN,
+    m.Watch(m.SeenWorkers()): Act.WATCH,
+    m.DiscardFor(WorkerId("p0"), Incarnation(1), ("t",)): Act.WATCH,
+    m.ShowFor(WorkerId("p0"), Incarnation(1), ()): Act.WATCH,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 
 from kvbaton.control.registry import MemberState, RegistryClient, RegistryServer, RegistrySettings, WorkerState
 from kvbaton.control.registry import registry_messages as m
-from kvbaton.protocol.ids import Incarnation
+from kvbaton.protocol.ids import Incarnation, WorkerId
 
 from ..rig import Post, cluster, costs_less, posted, until
 from .town import CALM, HASTY, RINGS, ROUTER, Town, reg
@@ -99,6 +100,26 @@ def test_a_directory_that_was_lost_comes_with_the_answer_to_a_ping() -> None:
         p0.control.send(ROUTER, m.encode(m.Ping(Incarnation(11), m.SeenWorkers(1, 1))))
         until(lambda: len(p0.inbox) == 3, p0)
         assert [m.decode_from_registry(frame) for _, frame in p0.inbox] == [answer, answer, directory]
+
+
+def test_pings_of_one_that_has_seen_nothing_cost_one_directory_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as a member may send come in one turn: each answered with the whole list, that would be gigabytes."""
+    server = RegistryServer(RINGS["router"], settings=msgspec.structs.replace(CALM, settle_s=0.0))
+    try:
+        told = reg("p0")
+        sent: list[bytes] = []
+        pings = [(WorkerId("p0"), m.encode(m.Ping(told.incarnation, m.SeenWorkers())), RINGS["p0"].public)] * 256
+        first = [(WorkerId("p0"), m.encode(m.Register(told)), RINGS["p0"].public)]
+        rounds = [first, [], *([pings] * 20), [], []]
+        monkeypatch.setattr(server._control, "hear", lambda: rounds.pop(0))
+        monkeypatch.setattr(server._control, "address_of", lambda _: "127.0.0.1")
+        monkeypatch.setattr(server._control, "send", lambda _, frame: bool(sent.append(frame)) or True)
+        for turn in range(3):
+            server._turn(time.monotonic())
+            directories = [frame for frame in sent if isinstance(m.decode_from_registry(frame), m.Directory)]
+            assert len(directories) == (1, 2, 2)[turn]
+    finally:
+        server.close()
 
 
 def test_an_identity_added_to_the_cluster_can_join_a_running_registry(town: Town) -> None:

@@ -114,10 +114,10 @@ class PlainRoster:
     def _admit(self, newcomer: Announcement) -> None:
         expected = self.settings.fleet or _fleet(heard.listed for heard in self._heard.values())
         if expected is not None and newcomer.fleet is not expected:
-            why = "this router was started for" if self.settings.fleet else "those who are listed announce"
+            why = "this router was started for" if self.settings.fleet else "the listed workers announce"
             raise PlainFault("transfer_mode", f"got {newcomer.fleet.transfer_mode}, {why} {expected.transfer_mode}")
         if len(self._heard) >= self.settings.workers_max:
-            raise PlainFault("workers", f"{len(self._heard)} are listed, the most there can be")
+            raise PlainFault("workers", f"{len(self._heard)} are listed, the maximum")
 
     def _change(self, heard: _Heard, *, suspect: bool) -> None:
         heard.listed = msgspec.structs.replace(heard.listed, suspect=suspect)

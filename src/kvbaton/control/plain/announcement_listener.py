@@ -92,7 +92,7 @@ class PlainListener:
         self._door.deaf = not self._left
         for gone in self._roster.on_time(now):
             self.counters["evicted"] += 1
-            self._say("evicted", "", f"{gone.announcement} fell silent and is no longer listed")
+            self._say("evicted", "", f"{gone.announcement} stopped announcing itself and is no longer listed")
         if self._published != self._roster.revision:
             self._published = self._roster.revision
             self._workers = self._roster.entries()
@@ -104,7 +104,7 @@ class PlainListener:
             announcement = decode(payload_of(frames))
         except PlainFault as fault:
             self.counters["bad"] += 1
-            self._say("bad", fault.field, f"a plain announcement was skipped: {fault}")
+            self._say("bad", fault.field, f"a plain announcement was ignored: {fault}")
             return
         try:
             news = self._roster.announce(announcement, now)

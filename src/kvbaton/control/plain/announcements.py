@@ -20,7 +20,11 @@ from typing import Literal, TypeVar
 import msgspec
 from msgspec import Raw
 
+from kvbaton.control.plain.nesting import is_nested_within
+
 MESSAGE_BYTES_MAX = 4096
+NESTING_MAX = 16
+"""Of values that are not known and ignored; those that are known are a map of texts and numbers."""
 RANKS_MAX = 65_536
 HOST_CHARS_MAX = 253
 
@@ -103,6 +107,8 @@ def decode(payload: bytes) -> Announcement:
     """The announcement, or `PlainFault` naming the field that is wrong."""
     if len(payload) > MESSAGE_BYTES_MAX:
         raise PlainFault("message", f"{len(payload)} bytes, at most {MESSAGE_BYTES_MAX}")
+    if not is_nested_within(payload, NESTING_MAX):
+        raise PlainFault("message", f"lists and maps within each other, more than {NESTING_MAX} deep")
     told = _read("message", _told, payload)
     role = _role(_read("type", _text, _given("type", told.type)))
     http = _host_port("http_address", _read("http_address", _text, _given("http_address", told.http_address)))
@@ -187,9 +193,9 @@ def _ip(field: str, text: str, bare: str) -> str:
     except ValueError:
         raise PlainFault(field, f"{_shown(text)} is not an IP address") from None
     if isinstance(address, ipaddress.IPv6Address) and address.scope_id is not None:
-        raise PlainFault(field, f"{_shown(text)}: a zone means something on one host only")
+        raise PlainFault(field, f"{_shown(text)}: a zone is valid on one host only")
     if address.is_unspecified or address.is_multicast:
-        raise PlainFault(field, f"{_shown(text)} cannot be dialled; announce the address by which others reach it")
+        raise PlainFault(field, f"{_shown(text)} is not reachable; announce an address at which others reach it")
     return str(address)
 
 

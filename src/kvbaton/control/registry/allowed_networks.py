@@ -54,7 +54,7 @@ class Networks(msgspec.Struct, frozen=True):
             ("http_address", told.http_address),
             ("control_endpoint", told.control_endpoint.removeprefix("tcp://")),
         ):
-            why = self.why_not(host_of(authority), peer)
+            why = self.why_not(host_of(authority), peer) if authority else ""
             if why:
                 raise RegistryFault(f"{field}: {authority[:80]!r} {why}")
 

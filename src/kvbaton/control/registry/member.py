@@ -1,19 +1,17 @@
 """A worker's standing with the registry, as pure code: answers and time go in; what to say, and news, come out.
 
-Laws: what is known of the peers survives the registry. A peer is departed when a registry that has heard everybody does
-not list it, when it is named as gone, or when it is listed in another life; never because the registry is away. Until
-the registry says otherwise, registering is repeated; a worker that drains is listed once the registry says that of it.
+Laws: what is known of the peers survives the registry; who has departed, by this registry alone, is `registry_union`'s.
+Until the registry says otherwise, registering is repeated; a worker that drains is listed once the registry says that
+of it.
 """
 
 from __future__ import annotations
 
 import enum
 
-import msgspec
-
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.registry_roster import RegistrySettings
-from kvbaton.protocol.ids import PeerId, WorkerId
+from kvbaton.control.registry.registry_union import News, RegistryUnion, RegistryView
 
 
 class MemberState(enum.StrEnum):
@@ -21,13 +19,6 @@ class MemberState(enum.StrEnum):
     LISTED = "listed"
     SUPERSEDED = "superseded"  # another process took the name; listed again when that one is gone
     REFUSED = "refused"  # the registry said why; tried again all the same
-
-
-class News(msgspec.Struct, frozen=True):
-    """The directory changed."""
-
-    entries: tuple[m.DirectoryEntry, ...]
-    departed: tuple[PeerId, ...]
 
 
 class Member:
@@ -44,7 +35,8 @@ class Member:
         self._ping_s = settings.ping_s
         self._speak_at = now
         self._seen = m.SeenWorkers()
-        self._known: dict[WorkerId, m.DirectoryEntry] = {}
+        self.view: RegistryView[m.DirectoryEntry] | None = None  # the registry's last list
+        self._union: RegistryUnion[m.DirectoryEntry] = RegistryUnion(1)
 
     def on_time(self, now: float) -> m.FromWorker | None:
         """What to say now, if anything is due."""
@@ -76,7 +68,7 @@ class Member:
         self.registration = m.validate(registration)
         self._speak_at = now
 
-    def on_message(self, message: m.FromRegistry, now: float) -> News | None:
+    def on_message(self, message: m.FromRegistry, now: float) -> News[m.DirectoryEntry] | None:
         """Take an answer; returns what has changed among the peers."""
         if isinstance(message, m.Directory):
             return self._on_directory(message)
@@ -98,20 +90,10 @@ class Member:
             return  # the answer to what was said before
         self.state, self.detail = MemberState.LISTED, ""
 
-    def _on_directory(self, message: m.Directory) -> News | None:
+    def _on_directory(self, message: m.Directory) -> News[m.DirectoryEntry] | None:
         if message.seen.registry == self._seen.registry and message.seen.version <= self._seen.version:
             return None
         self._seen = message.seen
-        listed = {entry.worker: entry for entry in message.entries if entry.worker != self.registration.worker}
-        gone = set(message.gone)
-        kept = (
-            {}
-            if message.complete
-            else {worker: entry for worker, entry in self._known.items() if entry.peer not in gone}
-        )
-        before, self._known = self._known, {**kept, **listed}
-        if before == self._known:
-            return None
-        here = {entry.peer for entry in self._known.values()}
-        departed = tuple(entry.peer for entry in before.values() if entry.peer not in here)
-        return News(tuple(self._known[worker] for worker in sorted(self._known)), departed)
+        others = tuple(entry for entry in message.entries if entry.worker != self.registration.worker)
+        self.view = RegistryView(others, message.complete, frozenset(message.gone), frozenset(message.left))
+        return self._union.take(0, self.view)

@@ -1,73 +1,123 @@
-"""An operator's line to the registry: one question, one answer. Used by one thread, which may wait for it.
+"""An operator's lines to the registries of a cluster: one question to all, one answer. Used by one thread, which waits.
 
-Law: an answer is believed only from the registry's key, and only about the worker that was asked for.
+Laws: an answer is believed only from a registry's key, and only about the worker that was asked for. A worker is gone
+when no registry that answers lists it, and idle when none of them has it at work. One that does not answer is waited
+for once; from then on the others suffice until it does.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import TracebackType
 
 from kvbaton.control.addressing import ControlError, ControlLimits, check_endpoint
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.registry import registry_messages as m
+from kvbaton.control.registry.registry_places import RegistryPlace
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.privileges import Act, may
 
 REPEAT_S = 1.0  # a question may be lost, and asking twice is asking once
+SILENT_S = 0.3  # for which one that did not answer the last question is waited for
+SLICE_S = 0.02
 LIMITS = ControlLimits(frames_queued_max=16)
+_STATES = ("draining", "idle", "gone", "unknown")
+"""Of several answers the first of these counts: a worker is there as long as one registry says so."""
 
 
 class OperatorLine:
-    """Asks a registry to drain workers. `registry` is its name in the key directory and its endpoint."""
+    """Asks registries to drain workers; of several the answers are made one."""
 
     def __init__(
-        self, keyring: Keyring, registry: tuple[WorkerId, str], clock: Callable[[], float] = time.monotonic
+        self,
+        keyring: Keyring,
+        registry: RegistryPlace | Sequence[RegistryPlace],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._registry = registry[0]
-        self._clock = clock
+        """`registry`: its name in the key directory and its endpoint; or several of these."""
         if not may(keyring.role_of(keyring.name), Act.DRAIN):
             raise ControlError(f"name: {keyring.name} is no operator; use one named {m.OPERATOR} or {m.OPERATOR}-…")
+        places = [registry] if isinstance(registry[0], str) else list(registry)
+        self._clock = clock
+        self._lines: list[_RegistryLine] = []
         try:
-            address = check_endpoint(registry[1], names=True)
-        except ValueError as error:
-            raise ControlError(f"registry: {error}") from None
-        if registry[0] not in keyring.peers:
-            raise ControlError(f"{registry[0]}: not in the key directory; give the registry's name there")
-        self._control = ZmqControl(keyring, None, LIMITS, clock)
-        self._control.set_directory({self._registry: (address, "")})  # under whichever key it has
+            for place in places:
+                self._lines.append(_RegistryLine(keyring, place, clock))  # type: ignore[arg-type]
+        except ControlError:
+            self._close()
+            raise
 
     def __enter__(self) -> OperatorLine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._control.close()
+        self._close()
 
     def drain(self, worker: WorkerId, incarnation: int, timeout_s: float) -> m.DrainState | None:
         """Have a worker drained, and hear how far it is; None when no answer came in time.
 
         `incarnation` is 0 at first, then the answer's, so that a worker which was started again is left alone.
         """
-        until = self._clock() + timeout_s
-        asked_at = -REPEAT_S
-        while (now := self._clock()) < until:
-            if now >= asked_at + REPEAT_S:
-                asked_at = now
-                self._control.send(self._registry, m.encode(m.DrainWorker(worker, incarnation)))
-            for _, frame in self._control.receive():
-                said = self._answer(frame)
-                if said is not None and said.worker == worker and incarnation in (0, said.incarnation):
-                    return said
-            self._control.wait(max(0.0, min(until, asked_at + REPEAT_S) - now))
-        return None
+        begun = self._clock()
+        for line in self._lines:
+            line.begin(worker, incarnation)
+        while (now := self._clock()) < begun + timeout_s:
+            for line in self._lines:
+                line.turn(now)
+            waited_for = [line for line in self._lines if line.said is None]
+            answered = len(waited_for) < len(self._lines)
+            if not waited_for or (answered and all(line.silent and now >= begun + SILENT_S for line in waited_for)):
+                break
+            left_s = begun + timeout_s - now
+            waited_for[0].control.wait(min(left_s, REPEAT_S if len(waited_for) == 1 else SLICE_S))
+        for line in self._lines:
+            line.silent = line.said is None
+        said = [line.said for line in self._lines if line.said is not None]
+        return min(said, key=lambda each: (_STATES.index(each.state), not each.held)) if said else None
 
-    def _answer(self, frame: bytes) -> m.DrainState | None:
+    def _close(self) -> None:
+        for line in self._lines:
+            line.control.close()
+
+
+class _RegistryLine:
+    """One registry."""
+
+    def __init__(self, keyring: Keyring, place: RegistryPlace, clock: Callable[[], float]) -> None:
+        try:
+            address = check_endpoint(place[1], names=True)
+        except ValueError as error:
+            raise ControlError(f"registry: {error}") from None
+        if place[0] not in keyring.peers:
+            raise ControlError(f"{place[0]}: not in the key directory; give the registry's name there")
+        self.said: m.DrainState | None = None
+        self.silent = False  # it did not answer the last question
+        self._registry = place[0]
+        self._question = m.DrainWorker(place[0])
+        self._ask_at = 0.0
+        self.control = ZmqControl(keyring, None, LIMITS, clock)
+        self.control.set_directory({self._registry: (address, "")})  # under whichever key it has
+
+    def begin(self, worker: WorkerId, incarnation: int) -> None:
+        self.said, self._question, self._ask_at = None, m.DrainWorker(worker, incarnation), -REPEAT_S
+
+    def turn(self, now: float) -> None:
+        """Ask, and hear what has come."""
+        if self.said is None and now >= self._ask_at:
+            self._ask_at = now + REPEAT_S
+            self.control.send(self._registry, m.encode(self._question))
+        for _, frame in self.control.receive():
+            self._take(frame)
+
+    def _take(self, frame: bytes) -> None:
         try:
             said = m.decode_to_operator(frame)
         except m.RegistryFault:
-            return None
+            return
         if isinstance(said, m.RegistryRefused):
             raise ControlError(f"the registry refused: {said.detail}")
-        return said
+        question = self._question
+        if said.worker == question.worker and question.incarnation in (0, said.incarnation):
+            self.said = said

@@ -1,4 +1,4 @@
-"""A worker's end of discovery: registers, pings, and passes on what it hears. Runs on its own thread.
+"""A worker's line to one registry: registers, pings, and passes on what it hears. Runs on its own thread.
 
 Laws: callbacks run on that thread, the directory first and the departures after it, so that whoever is told of a
 departure already knows the new address; a callback that raises is logged and costs only itself. When the registry is
@@ -17,11 +17,13 @@ from functools import partial
 import msgspec
 
 from kvbaton.control.addressing import ControlError, ControlLimits, check_endpoint
+from kvbaton.control.joining.join_messages import ClusterCard
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.poll_loop import LoopThread
 from kvbaton.control.registry import registry_messages as m
-from kvbaton.control.registry.member import Member, MemberState, News
+from kvbaton.control.registry.member import Member, MemberState
 from kvbaton.control.registry.registry_roster import RegistrySettings
+from kvbaton.control.registry.registry_union import Hearing, News, RegistryView
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import Incarnation, WorkerId
@@ -43,7 +45,9 @@ OnDeparted = Callable[[WorkerId, Incarnation], None]
 OnDrain = Callable[[], None]
 OnDiscard = Callable[[Sequence[str]], None]
 OnShow = Callable[[Sequence[str]], None]
+OnMembership = Callable[[bytes, ClusterCard], None]
 MakeReport = Callable[[], bytes | None]
+OnView = Callable[[RegistryView[m.DirectoryEntry]], None]
 
 
 def _ignore(*_: object) -> None:
@@ -59,6 +63,8 @@ class _Callbacks:
     on_drain: OnDrain
     on_discard: OnDiscard
     on_show: OnShow
+    on_membership: OnMembership
+    on_view: OnView
 
 
 class _ReportTimes:
@@ -94,6 +100,8 @@ class RegistryClient:
         on_discard: OnDiscard = _ignore,
         report: MakeReport | None = None,
         on_show: OnShow = _ignore,
+        on_membership: OnMembership = _ignore,
+        on_view: OnView = _ignore,
         settings: RegistrySettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -102,18 +110,22 @@ class RegistryClient:
         `on_drain` is called when an operator wants this worker to drain, until it has called `drain`; `on_discard` with
         the tickets that nobody will use. `report` makes the next report, or None if there is nothing to tell; it is
         called every half a second at most while the registry takes reports, and soon after `on_show`, which is called
-        with what somebody wants to be told of.
+        with what somebody wants to be told of. `on_membership`: the certificate of a member that joined, and its
+        cluster's keys, as of now; told with every answer. `on_view` is called when the registry's list changes, and
+        when the registry begins or ceases to answer: of several registries, one list is made elsewhere.
         """
         self.counters: Counter[str] = Counter()
         _check_known(keyring, registry[0])
         self._registry, self._address = registry[0], _dialable(registry[1])
-        self._callbacks = _Callbacks(on_directory, on_departed, on_drain, on_discard, on_show)
+        self._callbacks = _Callbacks(on_directory, on_departed, on_drain, on_discard, on_show, on_membership, on_view)
         self._report = report
         self._report_times = _ReportTimes(clock())
         self._is_draining = False
         self._clock = clock
         self._heard_at: float | None = clock()  # None: it is said that the registry is silent
-        self._member = _member(keyring, registration, settings or RegistrySettings(), clock())
+        settings = settings or RegistrySettings()
+        self._hearing: Hearing[m.DirectoryEntry] = Hearing(settings.evict_s, settings.ping_s)
+        self._member = _member(keyring, registration, settings, clock())
         self._control = ZmqControl(keyring, None, LIMITS, clock)
         self._updates: deque[m.Registration] = deque(maxlen=1)
         self._control.set_directory({self._registry: (self._address, "")})  # under whichever key it has by then
@@ -122,6 +134,11 @@ class RegistryClient:
     @property
     def state(self) -> MemberState:
         return self._member.state
+
+    @property
+    def answers(self) -> bool:
+        """Whether the registry does: it has, and not long ago."""
+        return self._hearing.is_answered
 
     def start(self) -> None:
         self._thread.start()
@@ -145,6 +162,10 @@ class RegistryClient:
         """What is still waited for, in words for the operator; goes with the next ping. From any thread."""
         self._member.held = held[: m.FIELD_CHARS_MAX]
 
+    def set_keyring(self, keyring: Keyring) -> None:
+        """Of a member that joined: its renewed keyring. From any thread."""
+        self._control.set_keyring(keyring)
+
     def close(self) -> bool:
         """Deregister and stop; False when the thread did not end in time."""
         return self._thread.stop(CLOSE_S)
@@ -154,7 +175,11 @@ class RegistryClient:
             self._member.present(self._updates.popleft(), now)
         for message in self._messages():
             self._heard_at = now
+            self._hearing.heard(now)
             self._take(message, now)
+        view = self._hearing.news(self._member.view, now)
+        if view is not None:
+            self._guard(partial(self._callbacks.on_view, view))
         if self._heard_at is not None and now - self._heard_at >= SILENCE_S:
             self._heard_at = None
             said = "[registry-silent] %s: registry %s at %s has not answered for %g s; still trying"
@@ -186,13 +211,15 @@ class RegistryClient:
             except m.RegistryFault as fault:
                 self.counters["bad_messages"] += 1
                 if worth_saying(self.counters["bad_messages"]):
-                    log.warning("[registry-message] a message of the registry was skipped: %s", fault)
+                    log.warning("[registry-message] a message from the registry was ignored: %s", fault)
         return found
 
     def _take(self, message: m.FromRegistry, now: float) -> None:
         if isinstance(message, m.DrainWorker | m.DiscardTickets | m.Show):
             self._obey(message, now)
             return
+        if isinstance(message, m.RegisteredReply) and message.cluster is not None:
+            self._guard(partial(self._callbacks.on_membership, message.certificate, message.cluster))
         before = self._member.state
         news = self._member.on_message(message, now)
         if self._member.state is not before:
@@ -217,7 +244,7 @@ class RegistryClient:
         elif self._member.registration.draining:  # said, but it did not get there: the order comes until it has
             self._member.present(self._member.registration, self._clock())
 
-    def _pass_on(self, news: News) -> None:
+    def _pass_on(self, news: News[m.DirectoryEntry]) -> None:
         self._guard(partial(self._callbacks.on_directory, news.entries))
         for peer in news.departed:
             self._guard(partial(self._callbacks.on_departed, peer.worker, peer.incarnation))
@@ -227,7 +254,7 @@ class RegistryClient:
             action()
         except Exception:
             self.counters["callback_faults"] += 1
-            log.exception("[callback-failed] a callback of discovery failed; going on")
+            log.exception("[callback-failed] a discovery callback failed; continuing")
 
     def _say(self, message: m.FromWorker) -> None:
         self._control.send(self._registry, m.encode(message))

@@ -1,4 +1,4 @@
-"""What workers and operators say to the registry, and it to them.
+"""Messages of workers, operators and watching routers to the registry, and of the registry to them.
 
 Maps, not arrays: errors name the field, and unknown fields pass.
 
@@ -7,6 +7,7 @@ Law: `decode` raises `RegistryFault` and nothing else, whatever the bytes; past 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from typing import Annotated, Literal, TypeVar
 
@@ -14,10 +15,12 @@ import msgspec
 from msgspec import Meta
 
 from kvbaton.control.addressing import check_authority, check_endpoint
+from kvbaton.control.joining.certificate import Certificate
+from kvbaton.control.joining.join_messages import ClusterCard
 from kvbaton.control.keyring import is_public_key
 from kvbaton.protocol import ids
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, PeerId, WorkerId, is_worker_id
-from kvbaton.protocol.numbers import ID, Version
+from kvbaton.protocol.numbers import ID, UnixSeconds, Version
 from kvbaton.protocol.numbers import Number as Count
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX
 
@@ -31,6 +34,7 @@ NOTHING = "nothing"
 TICKETS_MAX = 64
 """In one message: 64 KiB of the longest."""
 REPORT_BYTES_MAX = 512 << 10
+DP_SIZE_MAX = 1024
 SHOWN_MAX = 64
 """Ids that one message asks for."""
 
@@ -42,6 +46,7 @@ Incarnation = Annotated[ids.Incarnation, ID]
 Worker = Annotated[WorkerId, Meta(max_length=WORKER_ID_CHARS_MAX)]
 Ids = Annotated[tuple[Annotated[str, Meta(max_length=FIELD_CHARS_MAX)], ...], Meta(max_length=SHOWN_MAX)]
 Tickets = Annotated[tuple[Annotated[str, Meta(max_length=TICKET_CHARS_MAX)], ...], Meta(max_length=TICKETS_MAX)]
+Lives = Annotated[tuple[PeerId, ...], Meta(max_length=WORKERS_MAX)]
 
 
 class RegistryFault(Exception):
@@ -54,7 +59,7 @@ class Registration(msgspec.Struct, frozen=True):
     worker: Worker
     incarnation: Incarnation
     role: Role
-    http_address: Text  # host:port, without a scheme
+    http_address: Text  # host:port, without a scheme; "": another server has this worker inside, no router asks it
     control_endpoint: Text  # tcp://, numeric
     modes: Names = ()
     transports: Names = ()
@@ -64,6 +69,9 @@ class Registration(msgspec.Struct, frozen=True):
     host: Text = ""  # workers that name the same can share memory
     draining: bool = False  # finishes what it has and then goes: ask others
     stays: bool = False  # its process does not end by itself when it has drained
+    dp_rank: Annotated[int, Meta(ge=0, lt=DP_SIZE_MAX)] = 0  # which of the ranks behind its HTTP address it is
+    dp_size: Annotated[int, Meta(ge=1, le=DP_SIZE_MAX)] = 1  # how many those are; above 1 a request must name the rank
+    born: UnixSeconds = 0.0  # Unix time of the start of this life, by its own clock; 0: not told
 
     @property
     def peer(self) -> PeerId:
@@ -78,10 +86,38 @@ class DirectoryEntry(msgspec.Struct, frozen=True):
     role: Role
     control_endpoint: Text
     public_key: Name
+    certificate: Certificate = b""  # of a cluster whose members may join: proves name, key and role
+    born: UnixSeconds = 0.0
 
     @property
     def peer(self) -> PeerId:
         return PeerId(self.worker, self.incarnation)
+
+
+class WorkerState(enum.StrEnum):
+    READY = "ready"
+    SUSPECT = "suspect"
+
+
+class RosterEntry(msgspec.Struct, frozen=True):
+    """A listed worker, as routers need to know it."""
+
+    registration: Registration
+    public_key: Name
+    state: WorkerState
+    draining: bool = False  # by its own word or an operator's
+
+    @property
+    def worker(self) -> WorkerId:
+        return self.registration.worker
+
+    @property
+    def peer(self) -> PeerId:
+        return self.registration.peer
+
+    @property
+    def born(self) -> float:
+        return self.registration.born
 
 
 class HeldReport(msgspec.Struct, frozen=True):
@@ -132,6 +168,32 @@ class WorkerReport(msgspec.Struct, frozen=True, tag="report"):
     data: Annotated[bytes, Meta(max_length=REPORT_BYTES_MAX)]  # opaque here; see kvbaton.observe.flight
 
 
+# --- router to registry
+
+
+class Watch(msgspec.Struct, frozen=True, tag="watch"):
+    """Tell me of everybody; repeated, it says what has arrived, and that more may be sent."""
+
+    seen: SeenWorkers
+    reports: Count = 0  # that have arrived from this life of the registry
+
+
+class DiscardFor(msgspec.Struct, frozen=True, tag="discard_for"):
+    """Have a worker told that nobody will use these tickets."""
+
+    worker: Worker
+    incarnation: Incarnation
+    tickets: Tickets
+
+
+class ShowFor(msgspec.Struct, frozen=True, tag="show_for"):
+    """Have a worker report at once, of these ids too."""
+
+    worker: Worker
+    incarnation: Incarnation
+    ids: Ids
+
+
 # --- operator to registry, and on from there to the worker
 
 
@@ -167,6 +229,8 @@ class RegisteredReply(msgspec.Struct, frozen=True, tag="registered"):
     incarnation: Incarnation
     draining: bool = False  # and nobody new is sent to you
     reports: bool = False  # the registry takes reports; older ones do not know what that is
+    certificate: Certificate = b""  # to one that joined: its certificate as of now, and
+    cluster: ClusterCard | None = None  # what a member without a key directory needs of one
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
@@ -195,7 +259,32 @@ class Directory(msgspec.Struct, frozen=True, tag="directory"):
     seen: SeenWorkers
     complete: bool
     entries: Annotated[tuple[DirectoryEntry, ...], Meta(max_length=WORKERS_MAX)]
-    gone: Annotated[tuple[PeerId, ...], Meta(max_length=WORKERS_MAX)] = ()
+    gone: Lives = ()
+    left: Lives = ()  # lives that ended by their own word: they deregistered, or a later one registered
+
+
+class Roster(msgspec.Struct, frozen=True, tag="roster"):
+    """A `Directory` for a router: all that is known of those who are listed."""
+
+    seen: SeenWorkers
+    complete: bool
+    entries: Annotated[tuple[RosterEntry, ...], Meta(max_length=WORKERS_MAX)]
+    gone: Lives = ()
+    left: Lives = ()
+
+
+class Watching(msgspec.Struct, frozen=True, tag="watching"):
+    """To a router that has seen the newest roster."""
+
+    seen: SeenWorkers
+
+
+class RelayedReport(msgspec.Struct, frozen=True, tag="relayed"):
+    """A worker's report, to a router."""
+
+    worker: Worker
+    incarnation: Incarnation
+    data: Annotated[bytes, Meta(max_length=REPORT_BYTES_MAX)]
 
 
 class DiscardTickets(msgspec.Struct, frozen=True, tag="discard"):
@@ -215,7 +304,8 @@ class Show(msgspec.Struct, frozen=True, tag="show"):
 AboutStanding = Register | Ping | Deregister
 FromWorker = AboutStanding | WorkerReport
 FromOperator = DrainWorker
-ToRegistry = FromWorker | FromOperator
+FromRouter = Watch | DiscardFor | ShowFor
+ToRegistry = FromWorker | FromOperator | FromRouter
 FromRegistry = (
     RegisteredReply
     | Unknown
@@ -228,16 +318,18 @@ FromRegistry = (
     | Show
 )
 ToOperator = DrainState | RegistryRefused
+ToRouter = Roster | Watching | RelayedReport | RegistryRefused
 
 _encoder = msgspec.msgpack.Encoder()
 _frames = msgspec.msgpack.Decoder(tuple[Version, msgspec.Raw])
 _to_registry = msgspec.msgpack.Decoder(ToRegistry)
 _from_registry = msgspec.msgpack.Decoder(FromRegistry)
 _to_operator = msgspec.msgpack.Decoder(ToOperator)
+_to_router = msgspec.msgpack.Decoder(ToRouter)
 T = TypeVar("T")
 
 
-def encode(message: ToRegistry | FromRegistry | ToOperator) -> bytes:
+def encode(message: ToRegistry | FromRegistry | ToOperator | ToRouter) -> bytes:
     return _encoder.encode((VERSION, message))
 
 
@@ -247,7 +339,10 @@ def decode_to_registry(frame: bytes) -> ToRegistry:
         validate(message.registration)
     elif isinstance(message, DrainWorker):
         _check_worker(message.worker)
-    else:
+    elif isinstance(message, DiscardFor | ShowFor):
+        _check_worker(message.worker)
+        _check_incarnation(message.incarnation)
+    elif not isinstance(message, Watch):
         _check_incarnation(message.incarnation)
         if isinstance(message, Ping) and not message.held.isprintable():  # it ends on an operator's screen
             raise RegistryFault("held: expected printable text")
@@ -256,6 +351,15 @@ def decode_to_registry(frame: bytes) -> ToRegistry:
 
 def decode_to_operator(frame: bytes) -> ToOperator:
     message: ToOperator = _decode(frame, _to_operator)
+    return message
+
+
+def decode_to_router(frame: bytes) -> ToRouter:
+    message: ToRouter = _decode(frame, _to_router)
+    for entry in message.entries if isinstance(message, Roster) else ():
+        validate(entry.registration)
+        if not is_public_key(entry.public_key):
+            raise RegistryFault(f"public_key: not a key, for {entry.worker}")
     return message
 
 
@@ -279,8 +383,11 @@ def validate(registration: Registration) -> Registration:
     """The registration itself, or `RegistryFault` naming the field that is wrong."""
     _check_worker(registration.worker)
     _check_incarnation(registration.incarnation)
-    _check("http_address", registration.http_address)
+    if registration.http_address:
+        _check("http_address", registration.http_address)
     _check("control_endpoint", registration.control_endpoint)
+    if registration.dp_rank >= registration.dp_size:
+        raise RegistryFault(f"dp_rank: got {registration.dp_rank}, expected less than dp_size, {registration.dp_size}")
     return registration
 
 

@@ -22,12 +22,17 @@ from kvbaton.control.registry.registry_messages import (
     DrainState,
     DrainWorker,
     Registration,
+    Roster,
+    RosterEntry,
     SeenWorkers,
+    WorkerState,
 )
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 
 REPLACED_MAX = 1024
+LEFT_MAX = 256
+"""Lives that ended by their own word, of which the others are told: the last ones."""
 
 
 class RegistrySettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,20 +49,6 @@ class RegistrySettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("expected 0 < ping_s < suspect_s < evict_s and settle_s >= 0")
         if not 0 < self.workers_max <= WORKERS_MAX:
             raise ValueError(f"workers_max: got {self.workers_max}, expected 1..{WORKERS_MAX}")
-
-
-class WorkerState(enum.StrEnum):
-    READY = "ready"
-    SUSPECT = "suspect"
-
-
-class RosterEntry(msgspec.Struct, frozen=True):
-    """A listed worker."""
-
-    registration: Registration
-    public_key: str
-    state: WorkerState
-    draining: bool = False  # by its own word or an operator's
 
 
 class Standing(enum.Enum):
@@ -95,11 +86,17 @@ class RegistryRoster:
         self._listed: dict[WorkerId, _Listed] = {}
         self._replaced: Remembered[PeerId, None] = Remembered(REPLACED_MAX)
         self._gone: deque[PeerId] = deque(maxlen=WORKERS_MAX)
+        self._left: deque[PeerId] = deque(maxlen=LEFT_MAX)
 
     @property
     def seen(self) -> SeenWorkers:
         """Which directory is the newest."""
         return self._seen
+
+    @property
+    def watched(self) -> SeenWorkers:
+        """Which roster is the newest: routers hear of every change."""
+        return SeenWorkers(self._seen.registry, self.revision + 1)
 
     def register(self, registration: Registration, public_key: str, now: float) -> Standing:
         """A worker can serve, under a name that was found to be its own."""
@@ -110,6 +107,7 @@ class RegistryRoster:
             if registration.peer in self._replaced:
                 return Standing.SUPERSEDED
             self._replaced.put(current.registration.peer, None)
+            self._left.append(current.registration.peer)
             self._leave(current)
         if current is None or (current.registration, current.public_key) != (registration, public_key):
             self._list(registration, public_key, now)
@@ -130,11 +128,11 @@ class RegistryRoster:
         """An operator wants a worker (in this life, if given) to finish and go; asked again, says how far that is."""
         current = self._listed.get(worker)
         if current is None and self._may_be_back(worker, incarnation):
-            return DrainState(worker, "draining", incarnation, "the registry is young and waits for its workers")
+            return DrainState(worker, "draining", incarnation, "the registry has restarted and waits for its workers")
         if current is None or incarnation not in (0, current.registration.incarnation):
             names = () if incarnation else tuple(sorted(self._listed))
             young = current is None and self._looked_at < self._settles_at
-            said = "the registry is young and waits for its workers" if young and not incarnation else ""
+            said = "the registry has restarted and waits for its workers" if young and not incarnation else ""
             return DrainState(worker, "gone" if incarnation else "unknown", incarnation, said, names)
         if not current.draining:
             self.revision += 1
@@ -164,6 +162,7 @@ class RegistryRoster:
         """A worker leaves; a life that is not listed has left already."""
         current = self._listed.get(worker)
         if current is not None and current.registration.incarnation == incarnation:
+            self._left.append(current.registration.peer)
             self._leave(current)
 
     def on_time(self, now: float) -> None:
@@ -193,12 +192,24 @@ class RegistryRoster:
         )
 
     def directory(self) -> Directory:
-        """What every worker should know."""
+        """The list, for workers."""
         entries = tuple(_told(listed) for _, listed in sorted(self._listed.items()))
-        complete = self._looked_at >= self._settles_at
-        here = {entry.peer for entry in entries}
-        gone = () if complete else tuple(peer for peer in self._gone if peer not in here)
-        return Directory(self._seen, complete, entries, gone)
+        return Directory(self._seen, self.is_complete, entries, *self._ended())
+
+    def roster(self) -> Roster:
+        """The list, for routers."""
+        return Roster(self.watched, self.is_complete, self.entries(), *self._ended())
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether everybody has had the time to register."""
+        return self._looked_at >= self._settles_at
+
+    def _ended(self) -> tuple[tuple[PeerId, ...], tuple[PeerId, ...]]:
+        """Lives that are gone, while absence means nothing yet; and lives that left by their own word."""
+        here = {listed.registration.peer for listed in self._listed.values()}
+        gone = () if self.is_complete else tuple(peer for peer in self._gone if peer not in here)
+        return gone, tuple(dict.fromkeys(peer for peer in self._left if peer not in here))
 
     def _may_be_back(self, worker: WorkerId, incarnation: int) -> bool:
         """Whether a life that is not listed may not have been heard yet: of a young registry that it has not left."""
@@ -234,4 +245,6 @@ class RegistryRoster:
 
 def _told(listed: _Listed) -> DirectoryEntry:
     told = listed.registration
-    return DirectoryEntry(told.worker, told.incarnation, told.role, told.control_endpoint, listed.public_key)
+    return DirectoryEntry(
+        told.worker, told.incarnation, told.role, told.control_endpoint, listed.public_key, born=told.born
+    )

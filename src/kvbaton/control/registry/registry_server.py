@@ -1,11 +1,11 @@
-"""The registry's server: lives in the router's process, on its own thread.
+"""The registry's server: in the router's process or one of its own, on its own thread.
 
 Laws: a worker registers only under the name that its key proves, at an address that is its own or that the operator
 allows, and is told that it is listed only after the router can see it. A bad message is counted, answered with the
 field at fault and skipped; it never ends the server. Every worker hears of every change, once per turn however many
 there were, and whoever missed it gets it with the answer to its next ping. Who may say what is decided by the role of
 its key (`protocol.privileges`): only an operator can have a worker drained, and the router knows before the worker is
-told.
+told; only a router reads the whole list, and has workers told of tickets (`registry_watchers`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from kvbaton.control.addressing import ControlLimits
+from kvbaton.control.joining.admission import Admission
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.poll_loop import LoopThread
 from kvbaton.control.registry import registry_messages as m
+from kvbaton.control.registry.admitting import certified, is_living, membership
 from kvbaton.control.registry.allowed_networks import Networks
-from kvbaton.control.registry.registry_roster import RegistryRoster, RegistrySettings, RosterEntry, Standing
+from kvbaton.control.registry.registry_roster import RegistryRoster, RegistrySettings, Standing
+from kvbaton.control.registry.registry_watchers import RosterWatchers
 from kvbaton.control.registry.reports import OnReport, Reports
 from kvbaton.control.zmq import LOOPBACK, ZmqControl
 from kvbaton.observe.codes.saying import worth_saying
@@ -36,8 +39,10 @@ CLOSE_S = 2.0
 DISCARDS_MAX = 4096
 """Tickets that wait for the next turn; beyond it they are not told, and their leases run out by themselves."""
 
-Workers = tuple[RosterEntry, ...]
-Answer = m.FromRegistry | m.ToOperator
+LIMITS = ControlLimits(frames_queued_max=512)  # a list that a member does not read is sent again with its next ping
+
+Workers = tuple[m.RosterEntry, ...]
+Answer = m.FromRegistry | m.ToOperator | m.ToRouter
 
 
 def _ignore(_: Workers) -> None:
@@ -56,22 +61,26 @@ class RegistryServer:
         on_change: Callable[[Workers], None] = _ignore,
         on_report: OnReport | None = None,
         networks: Networks | None = None,
+        admission: Admission | None = None,
         limits: ControlLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.counters: Counter[str] = Counter()
-        self._control = ZmqControl(keyring, bind, limits, clock)
+        self._control = ZmqControl(keyring, bind, limits or LIMITS, clock)
         self._role_of = keyring.role_of
         self._roster = RegistryRoster(settings or RegistrySettings(), 1 + secrets.randbits(62), clock())
         self._networks = networks or Networks()
+        self._admission = admission
         self._discards: deque[tuple[PeerId, str]] = deque()
         self._control.on_keys = self._take_keys
         self.on_keys: Callable[[Keyring], None] = lambda _: None  # when the key directory changed; on its thread
         self._on_change = on_change
-        self._reports = Reports(self._roster, on_report, self.counters)
+        self._watchers = RosterWatchers(self._roster, self.counters)
+        self._reports = Reports(self._roster, on_report, self.counters, self._watchers)
         self._workers: Workers = ()
         self._published = self._roster.revision
         self._announced = self._roster.seen
+        self._behind: set[WorkerId] = set()  # who asked in this turn, and has not seen the newest directory
         self._thread = LoopThread("kvbaton-registry", self._control, self._turn, self._control.close, clock)
 
     @property
@@ -86,9 +95,28 @@ class RegistryServer:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether everybody has had the time to register. From any thread."""
+        return self._roster.is_complete
+
+    @property
+    def readers(self) -> int:
+        """How many routers read from outside. From any thread."""
+        return len(self._watchers)
+
     def workers(self) -> Workers:
         """Who is listed now, by name. From any thread."""
         return self._workers
+
+    def look_soon(self) -> None:
+        """Somebody joined: let it in now. From any thread."""
+        self._control.look_soon()
+
+    def is_living(self, name: str, key: str) -> bool:
+        """Whether a worker of that name is listed under that key, or may be in a moment: as long as the registry is
+        young, whoever it does not know may be alive. From any thread."""
+        return not self.is_complete or is_living(self._workers, name, key)
 
     def discard(self, worker: WorkerId, incarnation: Incarnation, tickets: Sequence[str]) -> int:
         """Have a worker told that nobody will use these tickets; returns how many will be. From any thread.
@@ -127,10 +155,10 @@ class RegistryServer:
                 answers += self._on_frame(worker, frame, key, now)
         self._roster.on_time(now)
         self._publish()
-        for worker, answer in [*answers, *self._discarded(), *self._reports.questions()]:
+        for worker, answer in [*answers, *self._discarded(), *self._reports.questions(), *self._watchers.due(now)]:
             self._send(worker, m.encode(answer))
         self._announce()
-        return self._roster.next_deadline()
+        return min(self._roster.next_deadline(), self._watchers.next_deadline(now))
 
     def _on_frame(self, sender: WorkerId, frame: bytes, key: str, now: float) -> list[tuple[WorkerId, Answer]]:
         try:
@@ -141,13 +169,22 @@ class RegistryServer:
         except m.RegistryFault as fault:
             self.counters["bad_messages"] += 1
             if worth_saying(self.counters["bad_messages"]):
-                log.warning("[member-message] a message of %s was skipped: %s", sender, fault)
+                log.warning("[member-message] a message from %s was ignored: %s", sender, fault)
             return [(sender, m.RegistryRefused(str(fault)[: m.DETAIL_CHARS_MAX]))]
         self.counters["messages"] += 1
         if isinstance(message, m.DrainWorker):
             return self._on_drain(sender, message)
         if isinstance(message, m.WorkerReport):
             self._reports.take(sender, message, now)
+            return []
+        if isinstance(message, m.Watch):
+            told = self._watchers.watch(sender, message, now)
+            return [] if told is None else [(sender, told)]
+        if isinstance(message, m.DiscardFor):
+            self.discard(message.worker, message.incarnation, message.tickets)
+            return []
+        if isinstance(message, m.ShowFor):
+            self.show(message.worker, message.incarnation, message.ids)
             return []
         answers: list[tuple[WorkerId, Answer]] = [
             (sender, answer) for answer in self._answers(sender, message, key, now)
@@ -158,7 +195,7 @@ class RegistryServer:
     def _on_drain(self, operator: WorkerId, message: m.DrainWorker) -> list[tuple[WorkerId, Answer]]:
         said = self._roster.drain(message.worker, message.incarnation)
         if not message.incarnation:
-            log.info("%s wants %s to drain: %s", operator, message.worker, said.state)
+            log.info("%s requested to drain %s: %s", operator, message.worker, said.state)
         order = self._roster.order(message.worker) if said.state == "draining" else None
         answers: list[tuple[WorkerId, Answer]] = [(operator, said)]
         return answers if order is None else [*answers, (message.worker, order)]
@@ -182,20 +219,25 @@ class RegistryServer:
                 return [
                     m.RegistryRefused(f"workers: {self._roster.settings.workers_max} are listed, the most there can be")
                 ]
-        listed = m.RegisteredReply(incarnation, self._roster.is_draining(worker), self._reports.taken)
+        certificate, cluster = membership(self._admission, worker, key)
+        draining = self._roster.is_draining(worker)
+        listed = m.RegisteredReply(incarnation, draining, self._reports.taken, certificate, cluster)
         if isinstance(message, m.Ping) and message.seen != self._roster.seen:
-            return [listed, self._roster.directory()]
+            self._behind.add(worker)
         return [listed]
 
     def _take_keys(self, keyring: Keyring) -> None:
         """Whoever was listed under a key that is no longer let in, or not for that any more, has left."""
         self._role_of = keyring.role_of
+        if self._admission is not None:
+            self._admission.keyring = keyring
         for entry in self._roster.entries():  # also who registered since the last that was published
             told = entry.registration
             listed = entry.public_key in (keyring.peers.get(told.worker), *keyring.also.get(told.worker, ()))
             if not listed or not _may_serve(keyring.role_of(told.worker), told.role):
-                log.warning("[key-withdrawn] %s is no longer in the key directory, and no longer listed", told.peer)
+                log.warning("[key-withdrawn] %s is no longer in the key directory, and was deregistered", told.peer)
                 self._roster.deregister(told.worker, told.incarnation)
+        self._watchers.keep(lambda router: router in keyring.peers and may(keyring.role_of(router), Act.WATCH))
         self.on_keys(keyring)
 
     def _discarded(self) -> Iterator[tuple[WorkerId, Answer]]:
@@ -221,16 +263,19 @@ class RegistryServer:
             self._on_change(self._workers)
         except Exception:
             self.counters["callback_faults"] += 1
-            log.exception("[callback-failed] on_change failed; going on")
+            log.exception("[callback-failed] on_change failed; continuing")
 
     def _announce(self) -> None:
-        """Tell the workers."""
-        if self._announced == self._roster.seen:
-            return
-        self._announced = self._roster.seen
-        frame = m.encode(self._roster.directory())
-        for entry in self._workers:
-            self._send(entry.registration.worker, frame)
+        """Tell the workers: all of them of what has changed, and who has said that it missed that; once in a turn,
+        however often they say it."""
+        behind, self._behind = self._behind, set()
+        if self._announced != self._roster.seen:
+            self._announced = self._roster.seen
+            behind |= {entry.registration.worker for entry in self._workers}
+        if behind:
+            frame = m.encode(certified(self._admission, self._roster.directory()))
+            for worker in sorted(behind):
+                self._send(worker, frame)
 
     def _send(self, worker: WorkerId, frame: bytes) -> None:
         if not self._control.send(worker, frame):
@@ -243,6 +288,13 @@ _NEEDS: Mapping[type[m.ToRegistry], Act] = {
     m.Deregister: Act.REGISTER,
     m.WorkerReport: Act.REPORT,
     m.DrainWorker: Act.DRAIN,
+    m.Watch: Act.WATCH,
+    m.DiscardFor: Act.WATCH,
+    m.ShowFor: Act.WATCH,
+}
+_WHOSE = {
+    Act.DRAIN: f"an identity named {m.OPERATOR} or {m.OPERATOR}-…",
+    Act.WATCH: "a router's, named router or router-…",
 }
 
 
@@ -250,7 +302,7 @@ def _check_sender(sender: WorkerId, role: Role, message: m.ToRegistry) -> None:
     """Who may say this, by the name that the sender's key proves and the role that it has."""
     act = _NEEDS[type(message)]
     if not may(role, act):
-        use = f"an identity named {m.OPERATOR} or {m.OPERATOR}-…" if act is Act.DRAIN else "a worker's"
+        use = _WHOSE.get(act, "a worker's")
         raise m.RegistryFault(f"{act}: the key of {sender} is for {role}; use {use}, or mint one with another role")
     if isinstance(message, m.Register):
         told = message.registration

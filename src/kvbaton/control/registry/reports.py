@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.registry_roster import RegistryRoster
+from kvbaton.control.registry.registry_watchers import RosterWatchers
 from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 
@@ -37,16 +38,27 @@ class _Reporter:
 class Reports:
     """One registry's. `ask` may be called from any thread, all else on the registry's."""
 
-    def __init__(self, roster: RegistryRoster, on_report: OnReport | None, counters: Counter[str]) -> None:
-        self.taken = on_report is not None
+    def __init__(
+        self,
+        roster: RegistryRoster,
+        on_report: OnReport | None,
+        counters: Counter[str],
+        watchers: RosterWatchers | None = None,
+    ) -> None:
+        self._watchers = RosterWatchers(roster, counters) if watchers is None else watchers
         self._on_report = on_report
         self._roster = roster
         self._counters = counters
         self._reporters: dict[WorkerId, _Reporter] = {}  # of those that are listed, and for a turn or so of others
         self._questions: deque[tuple[PeerId, tuple[str, ...]]] = deque()
 
+    @property
+    def taken(self) -> bool:
+        """Whether anyone wants them."""
+        return self._on_report is not None or len(self._watchers) > 0
+
     def take(self, worker: WorkerId, message: m.WorkerReport, now: float) -> None:
-        if self._on_report is None or not self._roster.lists(worker, message.incarnation):
+        if not self.taken or not self._roster.lists(worker, message.incarnation):
             self._counters["reports_late"] += 1
             return
         if not self._allows(worker, message.incarnation, now):
@@ -56,12 +68,15 @@ class Reports:
                 log.warning(said, worker, REPORTS_PER_S_MAX)
             return
         self._counters["reports"] += 1
+        self._watchers.take_report(worker, message.incarnation, message.data)
+        if self._on_report is None:
+            return
         try:
             self._on_report(worker, message.incarnation, message.data)
         except Exception:
             self._counters["callback_faults"] += 1
             if worth_saying(self._counters["callback_faults"]):
-                log.exception("[callback-failed] a report of %s could not be taken; going on", worker)
+                log.exception("[callback-failed] a report from %s could not be processed; continuing", worker)
 
     def ask(self, peer: PeerId, ids: Sequence[str]) -> bool:
         reporter = self._reporters.get(peer.worker)

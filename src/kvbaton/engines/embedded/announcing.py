@@ -1,7 +1,7 @@
-"""How an embedded worker makes itself known to another system's router, and what it needs to understand its requests.
+"""Announces an embedded worker to another system's router, and resolves the addresses in that router's requests.
 
-Laws: announced only once the registry lists it, since its peers know it by then; and no more once it stops. There is no
-goodbye in these formats: vllm-router goes on sending for up to five seconds.
+Laws: announced only once the registry lists it, since its peers know it by then; and no longer once it stops. These
+formats have no goodbye: vllm-router keeps sending for up to five seconds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INTERVAL_S = 1.0  # vllm-router forgets after 4 to 5 s: at vLLM's 3 s one that c
 
 
 def announcement(options: WorkerOptions, http_address: str, control_endpoint: str) -> MoriioRegistration:
-    """What is said to the router at `options.announce_to`; `ControlError` names a field that cannot be said."""
+    """The announcement for the router at `options.announce_to`; `ControlError` names an invalid field."""
     side: Literal["P", "D"] = "P" if options.role == "prefill" else "D"
     if options.announce_as == "p2p-nccl":
         return p2p_nccl_registration(side, http_address, p2p_nccl_address(control_endpoint))
@@ -41,7 +41,7 @@ class Herald:
     def __init__(self, router: str, said: MoriioRegistration) -> None:
         self._announcer = MoriioAnnouncer(f"tcp://{router}", said, interval_s=INTERVAL_S)
         self._stopped = False
-        self._lock = threading.Lock()  # never started after it was stopped, whoever stops it
+        self._lock = threading.Lock()  # never started after it was stopped
 
     async def announce_when(self, is_listed: Callable[[], bool]) -> None:
         """Begin as soon as `is_listed`; without a deadline, as the worker itself serves without one."""
@@ -52,7 +52,7 @@ class Herald:
                 self._announcer.start()
 
     def stop(self) -> None:
-        """Announce no more. From any thread, idempotent; blocks for milliseconds, at most the announcer's `STOP_S`."""
+        """Stop announcing. From any thread, idempotent; blocks for milliseconds, at most the announcer's `STOP_S`."""
         with self._lock:
             self._stopped = True
         self._announcer.stop()

@@ -1,8 +1,8 @@
 """The engine's thread, seen from the event loop: requests in, tokens out, aborts by closing the iterator.
 
-Laws: only the engine's thread touches the engine; the loop leaves notes and gets called back once per step. With
-nothing to compute the thread sleeps until a note, or news at the door, wakes it. Every iterator ends: by `Finished`,
-by `RefusedError`, or because the thread stopped.
+Laws: only the engine's thread touches the engine; the loop queues requests and is called back once per step. With
+nothing to compute the thread sleeps until a request, or news at the doorway, wakes it. Every iterator ends: by
+`Finished`, by `RefusedError`, or because the thread stopped.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvbaton.engines.embedded.engine_request import (
     RequestStatus,
     Sampling,
 )
+from kvbaton.engines.embedded.engine_times import EngineTimes
 from kvbaton.engines.embedded.http_worker import Finished, RefusedError, Token
 from kvbaton.engines.embedded.server_plan import GenerateRequest, ModelCard
 from kvbaton.node.doorway import Doorway
@@ -45,11 +46,12 @@ class EngineThread:
     def __init__(self, engine: Engine, doorway: Doorway | None = None) -> None:
         self.engine = engine
         self.faults = 0
+        self.times = EngineTimes()
         self._doorway = doorway
         self._notes: deque[tuple[str, Any]] = deque()
         self._news = threading.Event()
         self._stopping = False
-        self._ended: RefusedError | None = None  # why nobody will be answered any more; the event loop's
+        self._ended: RefusedError | None = None  # why no request will be answered any more; the event loop's
         self.on_death: Callable[[], None] = lambda: None  # called on the event loop
         self._listeners: dict[RequestId, asyncio.Queue[Outcome]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -83,7 +85,7 @@ class EngineThread:
         return queue
 
     def forget(self, request: RequestId) -> None:
-        """Nobody listens any more: abort the request if it is still there."""
+        """The client is gone: abort the request if it still exists."""
         self._listeners.pop(request, None)
         self._note("abort", request)
 
@@ -98,7 +100,7 @@ class EngineThread:
                 queue.put_nowait(outcome)
 
     def _end_all(self, why: RefusedError, died: bool) -> None:
-        """Whoever listens, or will, is told: on the event loop, so that nobody slips in between."""
+        """All current and future listeners are told: on the event loop, so that none is missed."""
         self._ended = why
         for queue in self._listeners.values():
             queue.put_nowait(why)
@@ -117,7 +119,7 @@ class EngineThread:
                     self._on_loop(self._tell, told)
                 elif self.engine.tokens_last_step == 0:
                     self._news.wait(SLEEP_S)
-        except Exception:  # an engine that raises is dead: say so to everybody and stop serving
+        except Exception:  # an engine that raises is dead: tell all listeners and stop serving
             self.faults += 1
             self._stopping = died = True
             why = RefusedError("broken", "the engine died")
@@ -126,7 +128,7 @@ class EngineThread:
 
     def _on_loop(self, act: Callable[..., None], *arguments: object) -> None:
         assert self._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed: there is nobody left to tell
+        with contextlib.suppress(RuntimeError):  # the loop is closed: no listener is left
             self._loop.call_soon_threadsafe(act, *arguments)
 
     def _turn(self) -> list[tuple[RequestId, Outcome]]:
@@ -138,11 +140,14 @@ class EngineThread:
                 continue
             try:
                 self.engine.add_request(value)
+                self.times.came(value)
             except RejectedError as error:
                 refusal: Literal["full", "invalid"] = "full" if isinstance(error, FullError) else "invalid"
                 told.append((value.request_id, RefusedError(refusal, str(error))))
         if self.engine.has_work():
-            told += [(output.request_id, output) for output in self.engine.step()]
+            outputs = self.engine.step()
+            self.times.stepped([each.request_id for each in self.engine.scheduler.running], outputs)
+            told += [(output.request_id, output) for output in outputs]
         else:
             self.engine.tokens_last_step = 0
         return told
@@ -185,12 +190,12 @@ class EngineBackend:
             self._thread.forget(asked.request_id)
 
     def _check_ticket(self, request: GenerateRequest) -> None:
-        """A ticket that this cluster did not sign is the caller's fault, and said at the door. Late ones are policy."""
+        """A ticket that this cluster did not sign is the caller's fault, and refused at once. Late ones are policy."""
         params = request.handoff
         if params is None or params.ticket is None:
             return
         if self._doorway is None:
-            raise RefusedError("handoff", "this worker hands nothing over", str(Reason.NO_TRANSPORT))
+            raise RefusedError("handoff", "this worker supports no handoffs", str(Reason.NO_TRANSPORT))
         try:
             self._doorway.open_ticket(params.ticket)
         except ProtocolError as error:

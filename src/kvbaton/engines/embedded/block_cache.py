@@ -1,8 +1,8 @@
-"""Blocks of KV: who holds them, what they hold, and in which order they are given away again.
+"""KV cache blocks: reference counts, contents, and the order in which they are reused.
 
-Law: a block's bytes stay what they are from the moment its last reference is dropped until `allocate` hands it out, and
-`allocate` raises its epoch *before* that. So whoever noted an epoch, copied the bytes and finds the epoch unchanged has
-copied what was there. Only the engine's thread calls the pool; any thread may read `epoch`.
+Law: a block's bytes stay unchanged from the moment its last reference is dropped until `allocate` returns it, and
+`allocate` raises its epoch *before* that. So a reader that noted an epoch, copied the bytes and finds the epoch
+unchanged has copied the right bytes. Only the engine's thread calls the pool; any thread may read `epoch`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BlockKey = tuple[int, bytes]
 
 
 class OutOfBlocksError(Exception):
-    """Fewer blocks are free than were asked for; nothing was allocated."""
+    """Fewer blocks are free than requested; nothing was allocated."""
 
 
 class BlockPool:
@@ -38,7 +38,7 @@ class BlockPool:
     def watch(self, on_reuse: Callable[[int], None]) -> None:
         """Call `on_reuse(block)` before a block is handed out, after its epoch was raised. One watcher per pool."""
         if self._on_reuse is not None:
-            raise RuntimeError("the pool has its watcher already; keep one and share its knowledge")
+            raise RuntimeError("the pool has a watcher already; share that one")
         self._on_reuse = on_reuse
 
     @property
@@ -46,9 +46,9 @@ class BlockPool:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """The `count` blocks that were used longest ago, referenced once; what they held is lost."""
+        """The `count` least recently used blocks, referenced once; their contents are lost."""
         if count > len(self._free):
-            raise OutOfBlocksError(f"{count} blocks asked for, {len(self._free)} free of {len(self.refs) - 1}")
+            raise OutOfBlocksError(f"{count} blocks requested, {len(self._free)} free of {len(self.refs) - 1}")
         blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
         for block in blocks:
             self.epoch[block] += 1
@@ -70,7 +70,7 @@ class BlockPool:
         """Drop a reference to each; the first one named is the first to be reused."""
         for block in blocks:
             assert block != NULL_BLOCK, "null blocks are not referenced: drop them before free"
-            assert self.refs[block] > 0, f"block {block} is freed more often than it was taken"
+            assert self.refs[block] > 0, f"block {block} is freed more often than it was allocated"
             self.refs[block] -= 1
             if self.refs[block] == 0:
                 self._free[block] = None
@@ -84,7 +84,7 @@ class BlockPool:
         return self._block_of.get(key)
 
     def publish(self, block: int, key: BlockKey) -> None:
-        """Let a full block be found by what it holds; where two blocks hold the same, the first is."""
+        """Make a full block findable by its content; where two blocks hold the same, the first is."""
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
@@ -98,7 +98,7 @@ class BlockPool:
         return True
 
     def validate(self, held: dict[int, int]) -> None:
-        """Raise AssertionError unless references are exactly `held` (block to count) and the books agree."""
+        """Raise AssertionError unless references are exactly `held` (block to count) and the indexes agree."""
         for block, refs in enumerate(self.refs):
             assert refs == held.get(block, 0), f"block {block}: {refs} references, {held.get(block, 0)} holders"
             free = block in self._free

@@ -1,4 +1,4 @@
-"""Which blocks a request holds, per KV group, and how they grow, slide and are found again.
+"""The blocks of a request, per KV group, and how they grow, slide and are found again.
 
 Law: a table has one entry per block of tokens, and an entry is null only where no query at or after the table's next
 position can see it. All groups of a request grow together or not at all.
@@ -75,7 +75,8 @@ class KvCache:
         return self.missing([[] for _ in self.groups], tokens, 0)
 
     def publish(self, tables: Tables, hashes: Sequence[bytes], first: int = 0) -> None:
-        """Let the blocks named by `hashes` (from the `first` on), whose tokens are computed, be found by others."""
+        """Make the blocks named by `hashes` (from the `first` on), whose tokens are computed, findable by other
+        requests."""
         for group, table in enumerate(tables):
             for index in range(first, len(hashes)):
                 if table[index] != NULL_BLOCK:
@@ -88,7 +89,7 @@ class KvCache:
             table.clear()
 
     def _slide(self, tables: Tables, next_position: int) -> None:
-        """Let go of blocks that the window has left behind."""
+        """Release blocks that the window has left behind."""
         for table, group in self._each(tables):
             if group.window_tokens is None:
                 continue

@@ -1,13 +1,16 @@
-"""The embedded engine's connector: its hooks on one side, the `Doorway` on the other. The vLLM adapter's small brother.
+"""The embedded engine's connector: its hooks on one side, the `Doorway` on the other. A small version of vLLM's
+adapter.
 
-Laws: every hook runs on the engine's thread and none raises for what a client or a peer did. A request that was
-matched, or failed to match, once is never matched again. Blocks are touched in the hook that tells the door of them.
-The store is asked where there is no ticket, and as second source where a handoff failed, before the policy applies;
-with `fail` it must then have every whole block before the prompt's last token, or the request fails.
+Laws: every hook runs on the engine's thread and none raises because of a client or a peer. A request that was matched,
+or failed to match, once is never matched again. Blocks are touched in the hook that passes them to the doorway. The
+store is used where there is no ticket, and as second source where a handoff failed, before the policy applies; with
+`fail` it must then have every whole block before the prompt's last token, or the request fails.
 """
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,11 +23,16 @@ from kvbaton.engines.embedded.hooks import BlockIds, Chunk, LoadOrder, LoadOutco
 from kvbaton.engines.embedded.kv_layout import content_digest
 from kvbaton.node.doorway import Doorway, DropBlocks, MatchState, UnpinBlocks
 from kvbaton.node.doorway import LoadReport as RankReport
+from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import NO_BLOCK
 from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.ids import LeaseId, RequestId
+
+log = logging.getLogger(__name__)
+
+_SAID: Counter[str] = Counter()  # failures logged by this process, by reason
 
 
 @dataclass(slots=True)
@@ -159,7 +167,18 @@ class EmbeddedConnector:
             again = self._storing is not None and not duty.end.delivered and duty.request in self._known
             if again:
                 self._lost[duty.request] = duty.end
+            self._say(duty.request, duty.end)
             self._report(duty.request, duty.end, final=not again)
+
+    def _say(self, request: RequestId, end: End) -> None:
+        """Log a failure, of each reason the first few and then ever fewer."""
+        if end.delivered or end.reason is Reason.ABORTED:
+            return
+        _SAID[str(end.reason)] += 1
+        if worth_saying(_SAID[str(end.reason)]):
+            what = "its prompt is computed here" if self._policy == "recompute" else "it fails"
+            asked = {"request": request.rpartition("-")[0]}  # the client's id, which the engine's begins with
+            log.warning("[no-kv] no KV for request %s (%s: %s); %s", request, end.reason, end.detail, what, extra=asked)
 
     def _report(self, request: RequestId, end: End, *, final: bool = True) -> None:
         reason = f"{end.reason}: {end.detail}" if end.reason is not None else ""
@@ -167,7 +186,8 @@ class EmbeddedConnector:
         self._reports.append(LoadOutcome(request, end.delivered, good, reason, final))
 
     def _fetched(self, fetched: Fetched) -> None:
-        """The store's part is over. What it lacks is computed, unless this was the last hope of a strict handoff."""
+        """The store's part is over. Missing blocks are computed, unless this was the last source of a strict
+        handoff."""
         assert self._storing is not None
         lost = self._lost.pop(fetched.request, None)
         if lost is not None and not fetched.is_whole and self._policy == "fail":
@@ -181,7 +201,7 @@ class EmbeddedConnector:
     # --- P
 
     def _begin(self, request: EngineRequest) -> None:
-        """P starts to compute a prompt that is read behind it, or written from it."""
+        """P starts to compute a prompt that is read during its computation, or pushed."""
         params = _params(request)
         if (
             params is None

@@ -1,8 +1,9 @@
-"""The embedded engine's use of the shared store: prefixes that it need not compute, and prompts that others need not.
+"""The embedded engine's use of the shared store: prefixes that it need not compute, and prompts for other engines.
 
 Laws: all on the engine's thread, and nothing waits. A request is looked up once, and loaded from the store at most
-once: preempted, it is computed here. Blocks under a get are held (`touch`) until its end was told, also when their
-request ended before. At most half of the pool is pinned for puts; one beyond that is left out: a miss later on.
+once: after a preemption it is computed here. Blocks under a get are held (`touch`) until its end was reported, also
+when their request ended before. At most half of the pool is pinned for puts; one beyond that is skipped: a miss later
+on.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class EmbeddedStoring:
         get = _PrefixGet(request.request_id, first, tuple(blocks[first:stop]))
         ask = self._shelf.get(self._hashes_of(request)[first:stop], get.blocks)
         if ask is None:
-            self._refused.append(self._fetched(get, 0, "busy: too much is asked of the store"))
+            self._refused.append(self._fetched(get, 0, "busy: too many store requests"))
             return
         pool.touch(get.blocks)
         self._gets[ask] = get
@@ -120,7 +121,7 @@ class EmbeddedStoring:
                 continue
             pool.unpin(get.blocks)
             self.counters["hit_blocks"] += told.count
-            why = f"{told.reason}: {told.detail}" if told.reason is not None else "not there any more"
+            why = f"{told.reason}: {told.detail}" if told.reason is not None else "no longer there"
             found.append(self._fetched(get, told.count, why))
         return found
 
@@ -152,7 +153,7 @@ class EmbeddedStoring:
     # --- puts
 
     def put(self, request: EngineRequest, blocks: Sequence[int], known_tokens: int, pool: BlockPool) -> None:
-        """Keep a prompt that has been computed, unless all of its whole blocks were here already.
+        """Store a computed prompt, unless all of its whole blocks were here already.
 
         All of them go, not the new ones alone: the store checks what it has, and a hole at the front hides the rest.
         """

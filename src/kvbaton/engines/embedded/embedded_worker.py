@@ -1,13 +1,14 @@
 """One worker process of the embedded cluster: the engine and its thread, its `ClusterNode`, HTTP.
 
-Started in the order in which each needs the one before, registered last (a worker that is listed can serve), and taken
-down in reverse. Everything it holds is anonymous or unlinked from birth: kill -9 leaves nothing behind.
+Parts are started in the order of their dependencies, registered last (a registered worker can serve), and stopped in
+reverse. Everything it holds is anonymous or unlinked from birth: kill -9 leaves nothing behind.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -20,10 +21,12 @@ from kvbaton.api.foreign import ForeignLookup
 from kvbaton.api.http import run, serving
 from kvbaton.api.params import Mode
 from kvbaton.api.tokens import guard
-from kvbaton.control.keyring import Keyring, load
+from kvbaton.control.joining.enrolment import enrolled
+from kvbaton.control.joining.join_client import JoinedMember
+from kvbaton.control.keyring import Keyring
 from kvbaton.control.moriio import FORGET_S
 from kvbaton.control.registry.member import MemberState
-from kvbaton.control.registry.registry_client import RegistryClient
+from kvbaton.control.registry.registry_group import RegistryGroup
 from kvbaton.control.registry.registry_messages import HeldReport
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.announcing import Herald, announcement
@@ -55,6 +58,8 @@ from kvbaton.transports import catalogue
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import Transport
 
+log = logging.getLogger(__name__)
+
 
 def engine_config(options: WorkerOptions) -> EngineConfig:
     return EngineConfig(
@@ -67,9 +72,15 @@ def engine_config(options: WorkerOptions) -> EngineConfig:
 
 
 class EmbeddedWorker:
-    """An embedded engine and its node in the cluster: everything of one worker but its HTTP door."""
+    """An embedded engine and its node in the cluster: everything of one worker except HTTP."""
 
-    def __init__(self, options: WorkerOptions, keyring: Keyring, config: EngineConfig | None = None) -> None:
+    def __init__(
+        self,
+        options: WorkerOptions,
+        keyring: Keyring,
+        config: EngineConfig | None = None,
+        member: JoinedMember | None = None,
+    ) -> None:
         config = config or engine_config(options)
         geometry = KvGeometry(config.model, config.cache)
         self.options = options
@@ -103,6 +114,7 @@ class EmbeddedWorker:
             _cluster_settings(options),
             store=self.store.shelf if self.store is not None else None,
             gauges=self._gauges,
+            member=member,
         )
         self.lookup = self._make_lookup(keyring)
         self.node.on_keys = lambda keyring: setattr(self.lookup, "ticket_key", keyring.ticket_keys[0])
@@ -126,7 +138,7 @@ class EmbeddedWorker:
             region.close()
 
     def held(self) -> HeldReport:
-        """What must end before this worker can go without costing anybody anything."""
+        """What must end before this worker can leave without cost to others."""
         engine = self.engine.stats()
         requests = max(self.door.inside, engine.running + engine.waiting + engine.loading)
         return msgspec.structs.replace(self.node.held(), requests=requests)
@@ -140,11 +152,13 @@ class EmbeddedWorker:
         ends = _by_name(counts, "ends.")
         return {
             "worker": str(node.peer.worker),
+            "role": self.options.role,
             "incarnation": f"{node.peer.incarnation:016x}",
-            **node_figures.figures(ledger, node.control.counters, time.monotonic()),
+            **node_figures.figures(ledger, node.control.counters, time.monotonic(), engine.blocks),
             "data_refused_total": node_figures.data_refused(node.ranks),
             "peers": max(len(node.book) - 1, 0),
             "pins": node.doorway.pinned_blocks,
+            "pinned_ratio": round(node.doorway.pinned_blocks / engine.blocks, 4),
             "leases": len(ledger.producer.leases),
             "bytes_moved_total": counts.get("bytes_moved", 0),
             "handoffs_total": sum(ends.values()),
@@ -205,24 +219,29 @@ def _cluster_settings(options: WorkerOptions) -> ClusterSettings:
 
 
 def main(options: WorkerOptions) -> int:
-    """Serve until SIGTERM or SIGINT, or until an operator has this worker drained."""
+    """Serve until SIGTERM or SIGINT, or until an operator drains this worker."""
     return run(_serve(options))
 
 
 async def _serve(options: WorkerOptions) -> int:
-    worker = EmbeddedWorker(options, load(options.keys, options.name))
+    enrolment = await asyncio.to_thread(enrolled, options.credentials)
+    options = options.settled(enrolment.keyring.name)
+    worker = EmbeddedWorker(options, enrolment.keyring, member=enrolment.member)
     stop = Stopping()
     worker.thread.on_death = stop.now  # a worker that cannot answer must not stay on the list
     handoffs, disown = worker.node.watch.handoffs, worker.node.doorway.disown
-    app = worker_app(worker.door, lookup=worker.lookup, handoffs=handoffs, disown=disown)
+    times = worker.thread.times.families
+    app = worker_app(worker.door, lookup=worker.lookup, handoffs=handoffs, disown=disown, times=times)
     if options.http_is_guarded:
         app.middlewares.append(guard(options.name, lambda: worker.node.doorway.config.ticket_keys))
     async with _running(worker), serving(app, options.http_host, options.http_port) as url:
         with stop.on_signals(), _dumping(worker), _registered(worker, url, stop) as client:
             print(f"{options.name} {worker.node.peer.incarnation:016x} serves {url}", flush=True)
             async with _announced(worker, url, client) as herald:
+                log.info("%s worker %s serves %s", options.role, options.name, url)
                 await stop.begun.wait()
                 await _drained(worker, client, herald, stop)
+    log.info("[stopping] stopped")
     return 1 if worker.thread.faults else 0
 
 
@@ -237,7 +256,7 @@ async def _running(worker: EmbeddedWorker) -> AsyncIterator[None]:
 
 @contextlib.contextmanager
 def _dumping(worker: EmbeddedWorker) -> Iterator[None]:
-    """SIGUSR2 has the records of handoffs written down."""
+    """SIGUSR2 dumps the records of handoffs."""
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGUSR2, worker.node.watch.dumps.ask)
     try:
@@ -247,7 +266,7 @@ def _dumping(worker: EmbeddedWorker) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _registered(worker: EmbeddedWorker, url: str, stop: Stopping) -> Iterator[RegistryClient]:
+def _registered(worker: EmbeddedWorker, url: str, stop: Stopping) -> Iterator[RegistryGroup]:
     options, node = worker.options, worker.node
     registration = node.registration(url.removeprefix("http://"), options.modes)
     try:
@@ -257,7 +276,7 @@ def _registered(worker: EmbeddedWorker, url: str, stop: Stopping) -> Iterator[Re
 
 
 @contextlib.asynccontextmanager
-async def _announced(worker: EmbeddedWorker, url: str, client: RegistryClient) -> AsyncIterator[Herald | None]:
+async def _announced(worker: EmbeddedWorker, url: str, client: RegistryGroup) -> AsyncIterator[Herald | None]:
     """Known to another system's router too, where one was named, from when the registry lists this worker."""
     options = worker.options
     if not options.announce_to:
@@ -273,7 +292,7 @@ async def _announced(worker: EmbeddedWorker, url: str, client: RegistryClient) -
         await asyncio.to_thread(herald.stop)
 
 
-async def _drained(worker: EmbeddedWorker, client: RegistryClient, herald: Herald | None, stop: Stopping) -> None:
+async def _drained(worker: EmbeddedWorker, client: RegistryGroup, herald: Herald | None, stop: Stopping) -> None:
     """Finish what is under way; a router that is only told by pings has to forget this worker first."""
     if herald is not None:
         await asyncio.to_thread(herald.stop)
@@ -284,7 +303,7 @@ async def _drained(worker: EmbeddedWorker, client: RegistryClient, herald: Heral
 
 
 def reference_answers(prompts: Sequence[str | Sequence[int]], max_tokens: int, seed: int = 7) -> list[str]:
-    """What one engine, that hands nothing over, answers greedily: the oracle of `up --check` and of tests."""
+    """The greedy answers of one engine without handoffs: the oracle of `up --check` and of tests."""
     engine = Engine(EngineConfig(model=ModelConfig(seed=seed), cache=CacheConfig(blocks=4096)))
     texts = [""] * len(prompts)
     for index, prompt in enumerate(prompts):

@@ -1,6 +1,6 @@
-"""What an engine is made of: model, cache and scheduling, as frozen values handed down.
+"""The configuration of an engine: model, cache and scheduling, as frozen values handed down.
 
-`ModelConfig` shapes the KV: two engines can hand KV over only if theirs are equal. `CacheConfig` may differ between
+The KV depends on `ModelConfig`: two engines can hand KV over only if theirs are equal. `CacheConfig` may differ between
 them (block size, layout, ranks): the answer does not depend on it, bit for bit.
 """
 

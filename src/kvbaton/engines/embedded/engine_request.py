@@ -1,4 +1,4 @@
-"""What comes into the engine, what comes out, and what it knows about a request in between.
+"""Requests, their outputs, and the engine's state of a request in between.
 
 Law: a request's state changes only by `Sequence.enter`, along `NEXT`; it holds blocks in `HOLDING` states only.
 """
@@ -89,12 +89,12 @@ class RejectedError(Exception):
 
 
 class FullError(RejectedError):
-    """The engine cannot take this request now: the caller must come back later."""
+    """The engine cannot take this request now: the caller must retry later."""
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request on its way: `tokens` are prompt and answer, the first `computed` of them have their KV in `tables`."""
+    """A request in progress: `tokens` are prompt and answer, the first `computed` of them have their KV in `tables`."""
 
     request: EngineRequest
     tokens: list[int]

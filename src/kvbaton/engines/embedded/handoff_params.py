@@ -1,6 +1,6 @@
-"""What a body asks for each prompt's KV: our own parameters, or those of another system's router.
+"""Handoff parameters of a body, per prompt: our own, or those of another system's router.
 
-Law: one ticket is of one prompt and one choice. A body that stands for several has one for each, or is refused.
+Law: a ticket is for one prompt and one choice. A body with several has one for each, or is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvbaton.protocol.errors import ProtocolError
 
 
 def handoffs_of(body: Body, name: str, lookup: ForeignLookup | None) -> list[TransferParams | None]:
-    """One for each part of `body`, in order, None where nothing is handed over; `ApiError` names what is wrong.
+    """One for each part of `body`, in order, None where nothing is handed over; `ApiError` names the error.
 
     `name` is the request's id as it came; without `lookup` it is not read.
     """
@@ -30,7 +30,7 @@ def handoffs_of(body: Body, name: str, lookup: ForeignLookup | None) -> list[Tra
         raise bad_field(f"{FIELD}.mode", f"this worker does not serve {asked[0].mode}; see its --modes")
     tickets = [each.ticket for each in asked if each.ticket is not None]
     if len(set(tickets)) < len(tickets):
-        raise bad_field(FIELD, "one handoff is of one prompt and one choice; send them one by one")
+        raise bad_field(FIELD, "a handoff has one prompt and one choice; send them one by one")
     return found
 
 

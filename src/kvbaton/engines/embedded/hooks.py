@@ -1,4 +1,4 @@
-"""The seam between an engine and what moves its KV: the hooks of vLLM's `KVConnectorBase_V1`, scheduler side, typed.
+"""The interface between an engine and its KV connector: the scheduler-side hooks of vLLM's `KVConnectorBase_V1`, typed.
 
 All are called on the engine's thread, in this order within a step (a star: any number of times):
 `step_begin`, `take_reports`, (`match`, `allocated` | `preempted`)*, `layer_done`*, `chunk_done`*, `request_finished`*.
@@ -22,7 +22,7 @@ BlockIds = tuple[tuple[int, ...], ...]
 
 
 class NotYet(msgspec.Struct, frozen=True):
-    """Ask again in the next step; requests behind this one go on."""
+    """Ask again in the next step; requests behind this one continue."""
 
 
 class Nothing(msgspec.Struct, frozen=True):
@@ -74,7 +74,7 @@ class Connector(Protocol):
         """The engine's pool, once, before anything else: `touch`, `unpin`, `epoch`, `watch`. For hooks' use only."""
 
     def on_new_request(self, request: EngineRequest) -> None:
-        """The engine has accepted a request; it may be long until it is asked for."""
+        """The engine has accepted a request; it may be long until it is scheduled."""
 
     def match(self, request: EngineRequest, local_tokens: int) -> Match:
         """Can KV after the first `local_tokens` (whole blocks) be loaded? An answer may be discarded."""
@@ -95,7 +95,7 @@ class Connector(Protocol):
         """The first `computed_tokens` of the prompt have their KV in `blocks`, in all layers."""
 
     def preempted(self, request: EngineRequest) -> None:
-        """The request is about to lose its blocks and will be computed anew; `match` will be asked again."""
+        """The request is about to lose its blocks and will be recomputed; `match` will be called again."""
 
     def request_finished(
         self, request: EngineRequest, blocks: BlockIds, status: RequestStatus

@@ -1,9 +1,8 @@
-"""One worker's HTTP door: OpenAI's endpoints over any backend that can turn a prompt into tokens.
+"""One worker's HTTP server: OpenAI's endpoints over any backend that can turn a prompt into tokens.
 
 Law: closing the iterator that `TokenBackend.generate` gave is the one way to abort, and it happens for every end that
-the
-client or the router brings about. A refusal before the first token is an HTTP status, one after it an event. Whoever
-leased KV for a request that is refused is told (`disown`), so that it keeps nothing for nobody.
+the client or the router brings about. A refusal before the first token is an HTTP status, one after it an event. A P
+that leased KV for a request that is refused is told (`disown`), so that it keeps nothing in vain.
 """
 
 from __future__ import annotations
@@ -15,19 +14,22 @@ from typing import Any, Literal, Protocol
 import msgspec
 from aiohttp import web
 
+from kvbaton import __version__
 from kvbaton.api import answers, responses, sse
 from kvbaton.api.answers import AnswerShape, Token
 from kvbaton.api.api_errors import RETRY_AFTER_S, ApiError
 from kvbaton.api.bodies import Body, BodyKind, parse
 from kvbaton.api.foreign import ForeignLookup, tickets_in, together
 from kvbaton.api.gather import all_of, interleave
-from kvbaton.api.http import MISHEARD, REQUEST_ID, json_response, new_app, read_body, request_id, send_events
+from kvbaton.api.http import MISHEARD, json_response, new_app, read_body, request_id, send_events
 from kvbaton.api.merge import Joiner, join
 from kvbaton.api.params import FIELD, TransferParams
 from kvbaton.api.responses import ResponseShape
 from kvbaton.api.stops import StopFilter
 from kvbaton.engines.embedded.server_plan import GenerateRequest, ModelCard, PlannedJob, plan
+from kvbaton.engines.embedded.tokenizing import detokenized, tokenized
 from kvbaton.observe.metrics import exposition
+from kvbaton.observe.metrics.exposition import Family
 from kvbaton.observe.metrics.handoff_metrics import HandoffMetrics
 from kvbaton.observe.metrics.worker_metrics import render_worker
 from kvbaton.protocol.errors import MEANING, Blame, Reason
@@ -51,7 +53,7 @@ _CALLERS_FAULT = frozenset(str(reason) for reason, (blame, _) in MEANING.items()
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """The last thing a generator gives."""
+    """The last item of a generator."""
 
     reason: Literal["stop", "length"]
     cached_tokens: int = 0
@@ -69,7 +71,7 @@ _STATUS: Mapping[Refused, tuple[int, str, int | None]] = {
 
 
 class RefusedError(Exception):
-    """What a backend raises instead of an answer. `code` is a `Reason` where `kind` is "handoff"."""
+    """Raised by a backend instead of an answer. `code` is a `Reason` where `kind` is "handoff"."""
 
     def __init__(self, kind: Refused, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -82,13 +84,13 @@ class TokenBackend(Protocol):
     """An engine, seen from the event loop. No method blocks."""
 
     def models(self) -> Sequence[ModelCard]:
-        """What it serves; the first is the one meant when a body names none."""
+        """The models it serves; the first is the default."""
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Token | Finished, None]:
         """Tokens as they are made, then one `Finished`; or `RefusedError`. Closing it aborts the request."""
 
     def ready(self) -> bool:
-        """Whether requests are taken now."""
+        """Whether requests are accepted now."""
 
     def stats(self) -> Mapping[str, Any]:
         """Counters (`*_total`) and gauges, flat or one level deep."""
@@ -103,21 +105,27 @@ def worker_app(
     lookup: ForeignLookup | None = None,
     handoffs: HandoffMetrics | None = None,
     disown: Disown = lambda ticket, reason: None,
+    times: Callable[[], Sequence[Family]] = tuple,
 ) -> web.Application:
     """The application that serves `backend`; listen with `kvbaton.api.http.serving`.
 
-    With a `lookup` it also understands routers that know nothing of tickets; `handoffs` are shown among its metrics.
-    `disown` is told the tickets of requests that are refused; it must not block.
+    With a `lookup` it also understands routers that know nothing of tickets; `handoffs` appear among its metrics.
+    `disown` gets the tickets of refused requests; it must not block. `times` are further metrics.
     """
-    server = _Server(backend, lookup, handoffs, disown)
+    server = _Server(backend, lookup, handoffs, disown, times)
     app = new_app(body_bytes_max)
     app.add_routes(
         [
             web.post(BodyKind.COMPLETION.value, server.completions),
             web.post(BodyKind.CHAT.value, server.chat),
             web.post(BodyKind.RESPONSES.value, server.responses),
+            web.post("/tokenize", server.tokenize),
+            web.post("/detokenize", server.detokenize),
             web.get("/v1/models", server.models),
+            web.get("/version", server.version),
             web.get("/health", server.health),
+            web.get("/ping", server.health),
+            web.post("/ping", server.health),
             web.get("/metrics", server.metrics),
             web.get("/stats", server.stats),
         ]
@@ -127,12 +135,18 @@ def worker_app(
 
 class _Server:
     def __init__(
-        self, backend: TokenBackend, lookup: ForeignLookup | None, handoffs: HandoffMetrics | None, disown: Disown
+        self,
+        backend: TokenBackend,
+        lookup: ForeignLookup | None,
+        handoffs: HandoffMetrics | None,
+        disown: Disown,
+        times: Callable[[], Sequence[Family]],
     ) -> None:
         self._backend = backend
         self._lookup = lookup
         self._handoffs = handoffs
         self._disown = disown
+        self._times = times
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, BodyKind.COMPLETION)
@@ -142,6 +156,15 @@ class _Server:
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, BodyKind.RESPONSES)
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        return json_response(tokenized(await read_body(request), self._backend.models()))
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        return json_response(detokenized(await read_body(request)))
+
+    async def version(self, _: web.Request) -> web.Response:
+        return json_response({"version": __version__})
 
     async def models(self, _: web.Request) -> web.Response:
         cards = [
@@ -156,7 +179,7 @@ class _Server:
 
     async def metrics(self, request: web.Request) -> web.Response:
         openmetrics = exposition.wants_openmetrics(request.headers.get("Accept"))
-        text = render_worker(self._figures(request), self._handoffs, openmetrics)
+        text = render_worker(self._figures(request), self._handoffs, openmetrics, self._times())
         return web.Response(body=text.encode(), headers={"Content-Type": exposition.content_type(openmetrics)})
 
     async def stats(self, request: web.Request) -> web.Response:
@@ -178,16 +201,15 @@ class _Server:
         body = parse(kind, data)
         name = request_id(request)
         jobs = plan(body, name, self._backend.models(), self._lookup)
-        headers = {REQUEST_ID: name}
         if body.stream and isinstance(shape := jobs[0].shape, ResponseShape):
-            return await send_events(request, self._response_events(jobs[0], shape), headers, tell=shape.failed)
+            return await send_events(request, self._response_events(jobs[0], shape), tell=shape.failed)
         if body.stream:
-            return await send_events(request, self._events(body, jobs), headers)
+            return await send_events(request, self._events(body, jobs))
         whole = await all_of([self._whole(job) for job in jobs])
         answer = join([job.part for job in jobs], whole)
         if len(jobs) > 1 and (params := together([each.get(FIELD) for each in whole])) is not None:
             answer[FIELD] = params
-        return json_response(answer, headers=headers)
+        return json_response(answer)
 
     async def _events(self, body: Body, jobs: Sequence[PlannedJob]) -> AsyncGenerator[bytes, None]:
         joiner = Joiner()
@@ -249,7 +271,7 @@ class _Server:
         return answer
 
     async def _told(self, job: PlannedJob) -> AsyncGenerator[Token | tuple[str, Finished], None]:
-        """Tokens with the text that may be told, then (text held back, how it ended)."""
+        """Tokens with the text that may be sent, then (text held back, how it ended)."""
         stops = StopFilter(job.stops)
         try:
             async with contextlib.aclosing(self._backend.generate(job.request)) as events:

@@ -1,4 +1,4 @@
-"""How the embedded engine's KV lies, in the words of the protocol's geometry; and what its KV is of."""
+"""The memory layout of the embedded engine's KV in terms of the protocol's geometry, and its content identity."""
 
 from __future__ import annotations
 
@@ -65,5 +65,5 @@ def compat_key(model: ModelConfig, version: str) -> dict[str, str]:
 
 
 def content_digest(request: EngineRequest) -> bytes:
-    """The digest of what a request's KV is of; the same in every process."""
+    """The content digest of a request's KV; the same in every process."""
     return digest(Content(request.prompt, len(request.prompt), salt=request.cache_salt))

@@ -1,4 +1,4 @@
-"""Where the KV lies: one byte region per tensor-parallel rank, given by the caller, and typed views on it.
+"""KV memory: one byte region per tensor-parallel rank, given by the caller, and typed views on it.
 
 A page is the KV of one (layer, block) on one rank: `[K and V, heads of the rank, tokens of a block, head_dim]` float32.
 The model computes on these bytes directly, so what a peer copies out of a region is what attention reads; there is no
@@ -89,7 +89,7 @@ class KvMemory:
 
 
 def allocate_regions(geometry: KvGeometry) -> list[memoryview]:
-    """Private memory for an engine that hands nothing over."""
+    """Private memory for an engine without handoffs."""
     return [memoryview(bytearray(geometry.region_bytes)) for _ in range(geometry.cache.tp)]
 
 

@@ -8,7 +8,7 @@ RMSNorm, rotary positions and a bias by age, grouped-query attention, gated MLP;
     (else the mean over many tokens is the mean of the language, and a wrong block vanishes in it). Keys are biased
     by where they are found (else two blocks of a prompt could change places unseen: rotary positions lie in the bytes).
     What attention returns is normalised (else it fades with the length). Each layer outweighs those before it, and its
-    MLP gates by a steep sine: a small difference before it is a large one behind. See `tests/engine/test_sensitivity`.
+    MLP gates by a steep sine: a small difference before it is a large one behind. See `test_sensitivity`.
 
 Bits hold for one kind of machine, one version of numpy (1.26.4 and 2.4.6 differ) and one BLAS thread: a process that
 runs an engine sets OPENBLAS_NUM_THREADS=1 before it imports numpy.

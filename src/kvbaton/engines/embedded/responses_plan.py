@@ -1,7 +1,7 @@
-"""What a body of `/v1/responses` asks of the embedded engine, in the words of a chat.
+"""A body of `/v1/responses` for the embedded engine, converted to a chat.
 
-Law: the input becomes the messages that a chat would have sent, so both have the same prompt and the same KV. Nothing
-is kept of a response, so whatever leans on an earlier one is refused by name.
+Law: the input becomes the messages that a chat would have sent, so both have the same prompt and the same KV. Responses
+are not stored, so whatever refers to an earlier one is refused by name.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def logprobs(fields: Mapping[str, Any]) -> int | None:
 
 def _text(item: Mapping[str, Any], where: str) -> str:
     if not is_message(item):
-        raise bad_field(where, "the embedded engine reads items of type message only")
+        raise bad_field(where, "the embedded engine supports only items of type message")
     content = item.get("content")
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
         if part.get("type") not in TEXT_PARTS:
-            raise bad_field(f"{where}.content", f"the embedded engine reads parts of {', '.join(TEXT_PARTS)} only")
+            raise bad_field(f"{where}.content", f"the embedded engine supports only parts of {', '.join(TEXT_PARTS)}")
     return "".join(part["text"] for part in content)

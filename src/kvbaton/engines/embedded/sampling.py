@@ -1,7 +1,7 @@
-"""Which token follows: a pure function of logits, the request's sampling and the position.
+"""The next token: a pure function of logits, the request's sampling and the position.
 
-Chance is drawn from (seed, position), not from a running generator: a token is the same whether it was sampled by P or
-D, before or after a preemption, alone or in a batch.
+Randomness is drawn from (seed, position), not from a running generator: a token is the same whether it was sampled by P
+or D, before or after a preemption, alone or in a batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which requests compute how many tokens in a step: continuous batching, chunked prefill, preemption, loads.
+"""How many tokens of which requests are computed in a step: continuous batching, chunked prefill, preemption, loads.
 
 Laws:
  1. Requests are served in the order they came. One that the connector is not ready for is passed over and keeps its
@@ -41,7 +41,7 @@ class StepWork(msgspec.Struct, frozen=True):
 
 
 class _Turn(enum.Enum):
-    """What became of a waiting request that was looked at."""
+    """The outcome for a waiting request."""
 
     RUN = enum.auto()  # it has the blocks for its next tokens
     LATER = enum.auto()  # it waits for the connector
@@ -82,7 +82,7 @@ class Scheduler:
         return self._end(sequence, status, "", RequestState.ENDED)
 
     def take_reports(self) -> list[Output]:
-        """Apply what the connector says of loads; a report that is not due raises AssertionError, as in vLLM."""
+        """Apply the connector's reports of loads; a report that is not due raises AssertionError, as in vLLM."""
         outputs = []
         for report in self.connector.take_reports():
             sequence = self.sequences.get(report.request_id)
@@ -136,9 +136,9 @@ class Scheduler:
         if tokens > context:
             raise RejectedError(f"prompt and max_tokens are {tokens} tokens, the context is {context}")
         if self.cache.blocks_for(tokens) > capacity:
-            raise RejectedError(f"{self.cache.blocks_for(tokens)} blocks are needed, the cache has {capacity}")
+            raise RejectedError(f"{self.cache.blocks_for(tokens)} blocks are required, the cache has {capacity}")
         if len(self.waiting) >= self.config.waiting_max:
-            raise FullError(f"{len(self.waiting)} requests wait already; come back later")
+            raise FullError(f"{len(self.waiting)} requests are already waiting; try again later")
 
     def _make_room(self, sequence: Sequence, tokens: int) -> bool:
         """Grow a running request's tables; False if it had to give its own blocks back."""

@@ -1,6 +1,6 @@
-"""What a client's body asks of the embedded engine: prompts as tokens, sampling as numbers, each checked.
+"""A client's body as jobs of the embedded engine: prompts as tokens, sampling as numbers, each checked.
 
-Law: what the engine cannot do is refused by name, never ignored: that would be another answer than was asked for.
+Law: what the engine does not support is refused by name, never ignored: the answer would differ from the request.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedJob(msgspec.Struct, frozen=True):
-    """One request to the backend and how its answer is told."""
+    """One request to the backend and the form of its answer."""
 
     part: AnswerPart
     request: GenerateRequest
@@ -67,7 +67,8 @@ class PlannedJob(msgspec.Struct, frozen=True):
     stops: tuple[str, ...]
 
 
-def _card(body: Body, cards: Sequence[ModelCard]) -> ModelCard:
+def card_of(body: Body, cards: Sequence[ModelCard]) -> ModelCard:
+    """The model that a body means; `ApiError` (404) if it is not here."""
     wanted = body.fields.get("model")
     for card in cards:
         if wanted in (None, "", card.id):
@@ -77,15 +78,15 @@ def _card(body: Body, cards: Sequence[ModelCard]) -> ModelCard:
 
 def plan(body: Body, name: str, cards: Sequence[ModelCard], lookup: ForeignLookup | None = None) -> list[PlannedJob]:
     """The jobs that `body` stands for; `ApiError` names what cannot be done. `lookup` is for requests of others."""
-    card = _card(body, cards)
+    card = card_of(body, cards)
     cannot = {**_NEUTRAL, **responses_plan.NEUTRAL} if body.kind is BodyKind.RESPONSES else _NEUTRAL
     for field, neutral in cannot.items():
         value = body.fields.get(field)
         if value is not None and value not in neutral and not (field == "best_of" and value == body.n):
-            raise bad_field(field, "the embedded engine cannot do this; leave the field out")
+            raise bad_field(field, "the embedded engine does not support this; remove the field")
     handoffs = handoffs_of(body, name, lookup)
     if handoffs[0] is not None and handoffs[0].do_remote_decode and body.stream:
-        raise bad_field("stream", "a prompt computed for another worker is not streamed; leave it out")
+        raise bad_field("stream", "a prompt computed for another worker is not streamed; remove it")
     created_unix_s = int(time.time())
     jobs = []
     for part, handoff in zip(split(body), handoffs, strict=True):
@@ -113,7 +114,7 @@ def _shape(body: Body, model: str, name: str, created_unix_s: int, top: int | No
 def _request(
     fields: Mapping[str, Any], kind: BodyKind, name: str, card: ModelCard, handoff: TransferParams | None
 ) -> GenerateRequest:
-    prompt = _tokens(fields, kind)
+    prompt = tokens_of(fields, kind)
     max_tokens = fields.get("max_completion_tokens") or fields.get(_LIMIT_FIELD[kind])
     room = card.context_tokens_max - len(prompt)
     if room < (max_tokens or 1):
@@ -143,7 +144,7 @@ def _logprobs(fields: Mapping[str, Any], kind: BodyKind) -> int | None:
     for name in ("logprobs", "top_logprobs"):
         wanted = fields.get(name)
         if type(wanted) is int and not 0 <= wanted <= LOGPROBS_MAX:
-            raise bad_field(name, f"got {wanted}, the embedded engine gives 0 to {LOGPROBS_MAX}")
+            raise bad_field(name, f"got {wanted}, the embedded engine supports 0 to {LOGPROBS_MAX}")
     if kind is BodyKind.RESPONSES:
         return responses_plan.logprobs(fields)
     wanted = fields.get("logprobs")
@@ -157,7 +158,8 @@ def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
     return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def _tokens(fields: Mapping[str, Any], kind: BodyKind) -> tuple[int, ...]:
+def tokens_of(fields: Mapping[str, Any], kind: BodyKind) -> tuple[int, ...]:
+    """What the engine computes for a body's prompt."""
     if kind is BodyKind.COMPLETION:
         return _prompt_tokens(fields["prompt"])
     return _chat_tokens(responses_plan.messages(fields) if kind is BodyKind.RESPONSES else fields["messages"])
@@ -170,7 +172,7 @@ def _prompt_tokens(prompt: Any) -> tuple[int, ...]:
     if isinstance(prompt[0], str | list):
         return _prompt_tokens(prompt[0])
     if max(prompt) >= tokenizer.VOCAB:
-        raise bad_field("prompt", f"a token id is above {tokenizer.VOCAB - 1}, the highest there is")
+        raise bad_field("prompt", f"a token id is above the highest, {tokenizer.VOCAB - 1}")
     return tuple(prompt)
 
 
@@ -189,7 +191,7 @@ def _content_text(content: Any, index: int) -> str:
         return content or ""
     for part in content:
         if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            raise bad_field(f"messages[{index}].content", "the embedded engine reads parts of type text only")
+            raise bad_field(f"messages[{index}].content", "the embedded engine supports only parts of type text")
     return "".join(part["text"] for part in content)
 
 

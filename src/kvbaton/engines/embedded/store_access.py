@@ -1,8 +1,8 @@
-"""A worker's shelf: the way of each of its ranks to the shared store that the operator named.
+"""A worker's access to the shared store that the operator named, for each of its ranks.
 
 Laws: nothing is connected to while a worker starts, so it starts and serves without its store. Stopping leaves no pin:
-the node's thread ends all that the store was asked (`ClusterNode.end_store`), the engine's thread stops, and the thread
-that stops the worker does the duties that are left, with the node still running. It is bounded, whatever hangs.
+the node's thread ends all store operations (`ClusterNode.end_store`), the engine's thread stops, and the thread that
+stops the worker performs the remaining duties, with the node still running. It is bounded, whatever hangs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ POLL_S = 0.005
 
 
 class StoreAccess:
-    """What one worker has of the store."""
+    """One worker's parts of the store."""
 
     def __init__(
         self, shelf: EngineStore, storing: EmbeddedStoring, doorway: Doorway, shared: Sequence[Backend]
@@ -62,7 +62,7 @@ def open_store(
     regions: Sequence[memoryview],
     doorway: Doorway,
 ) -> StoreAccess:
-    """Of a worker whose options name a store. KV that cannot be stored is refused, by the name of its group."""
+    """For a worker whose options name a store. KV that cannot be stored is refused, by the name of its group."""
     try:
         compat = compat_digest(facts.compat)
         values = [rank_values(facts.layout, rank, compat) for rank in range(len(regions))]

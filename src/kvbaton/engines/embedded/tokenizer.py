@@ -1,4 +1,4 @@
-"""Bytes as tokens: every text can be told, and every answer is readable.
+"""Bytes as tokens: every text can be encoded, and every answer is readable.
 
 A model of random weights would answer with broken UTF-8, so its head may only choose printable ASCII or EOS
 (`SPEAKABLE`). Each answer token is then one whole character, and a stream can be cut after any of them.

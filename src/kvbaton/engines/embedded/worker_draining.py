@@ -1,9 +1,9 @@
-"""How a worker stops without costing anybody a request: it is taken off the router's choice, finishes, and goes.
+"""Graceful shutdown of a worker: the router stops choosing it, it finishes its requests, and exits.
 
 Laws: a request that comes while the worker drains is served like any other, since the router chose it before it knew
-(in pull, D's part comes a whole prefill later); only in the second half of the time are new ones refused. It goes once
-nothing was held for `quiet_s`, so that the last answer has reached its reader; at the latest after `drain_s`. Whoever
-asks a second time is not made to wait.
+(in pull, D's part comes a whole prefill later); only in the second half of the time are new ones refused. It exits once
+nothing was held for `quiet_s`, so that the last answer has reached its reader; at the latest after `drain_s`. A second
+signal ends it at once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DrainSettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 30.0
     quiet_s: float = 1.0
     confirm_s: float = 2.0  # of a registry that is away
-    forget_s: float = 0.0  # serve at least this long: until routers that get no word have forgotten this worker
+    forget_s: float = 0.0  # serve at least this long: until routers without a goodbye have forgotten this worker
 
 
 class DrainStep(enum.Enum):
@@ -79,7 +79,7 @@ class DrainingDoor:
         return self._backend.models()
 
     def ready(self) -> bool:
-        """False from the beginning of a drain: whoever asks for health should ask another worker."""
+        """False from the start of a drain: health checks should go to another worker."""
         return not self.is_draining and self._backend.ready()
 
     def stats(self) -> Mapping[str, Any]:
@@ -87,7 +87,7 @@ class DrainingDoor:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Token | Finished, None]:
         if self.is_shut:
-            raise RefusedError("stopping", "this worker is draining; ask another")
+            raise RefusedError("stopping", "this worker is draining; use another")
         self.inside += 1
         self.came += 1
         try:
@@ -99,7 +99,7 @@ class DrainingDoor:
 
 
 class Listing(Protocol):
-    """A worker's place on the registry's list. Never blocks; `RegistryClient` is one."""
+    """A worker's place on the registry's list. Never blocks; `RegistryGroup` is one."""
 
     def drain(self) -> None: ...
     @property
@@ -117,14 +117,14 @@ class Stopping:
         self._loop = asyncio.get_running_loop()
 
     def ask(self) -> None:
-        """A signal. One that comes while an ordered drain is under way asks for the same, not for haste."""
+        """A signal. One that comes while an ordered drain is in progress asks for the same, not for haste."""
         self._signals += 1
         self.begun.set()
         if self._signals > 1:
             self.at_once.set()
 
     def now(self) -> None:
-        """There is nothing left to wait for: the engine died, or whoever started this worker is gone."""
+        """Nothing is left to wait for: the engine died, or the parent process is gone."""
         self.at_once.set()
         self.begun.set()
 
@@ -133,12 +133,16 @@ class Stopping:
         with contextlib.suppress(RuntimeError):  # the loop is closed: it has stopped
             self._loop.call_soon_threadsafe(self.begun.set)
 
+    def _heard(self, number: signal.Signals, action: Callable[[], None]) -> None:
+        log.info("[stopping] %s", number.name)
+        action()
+
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
         """SIGTERM and SIGINT drain, and a second one ends that; SIGHUP stops at once."""
         actions = {signal.SIGTERM: self.ask, signal.SIGINT: self.ask, signal.SIGHUP: self.now}
         for number, action in actions.items():
-            self._loop.add_signal_handler(number, action)
+            self._loop.add_signal_handler(number, self._heard, number, action)
         try:
             yield
         finally:
@@ -154,12 +158,12 @@ async def drain(
     at_once: asyncio.Event,
     on_shut: Callable[[], object] = lambda: None,
 ) -> HeldReport:
-    """Drain until there is nothing left to wait for, or `at_once`; returns what is left. The door is shut then."""
+    """Drain until nothing is left to wait for, or `at_once`; returns what is left. New requests are refused then."""
     clock = asyncio.get_running_loop().time
     state = Drain(clock(), settings)
     door.is_draining = True
     listing.drain()
-    log.info("draining: %s", held())
+    log.info("[stopping] drains, for %g s at most: %s", settings.drain_s, held())
     came = door.came
     while not at_once.is_set():
         now, left = clock(), held()
@@ -180,4 +184,6 @@ async def drain(
     left = held()
     if not left.nothing:
         log.warning("[drain-cut] stopped with %s left", left)
+    else:
+        log.info("[stopping] drained: nothing is left")
     return left

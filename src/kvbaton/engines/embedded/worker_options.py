@@ -1,4 +1,4 @@
-"""What a worker process is told at its start: one frozen value, checked once, handed down.
+"""The options of a worker process: one frozen value, checked once, handed down.
 
 Law: a bad value is refused here, by the name of its field, before any port is opened or key is read.
 """
@@ -6,6 +6,7 @@ Law: a bad value is refused here, by the name of its field, before any port is o
 from __future__ import annotations
 
 import ipaddress
+import os
 from collections.abc import Collection, Mapping
 from typing import Literal
 
@@ -13,8 +14,14 @@ import msgspec
 
 from kvbaton.api.tokens import is_loopback
 from kvbaton.control.addressing import check_authority
+from kvbaton.control.joining.enrolment import NEEDED, Credentials
+from kvbaton.control.joining.join_token import TOKEN_ENV
+from kvbaton.control.joining.member_names import AUTO
+from kvbaton.control.joining.own_address import own_address
 from kvbaton.control.moriio import FORGET_S
+from kvbaton.control.registry.registry_places import registry_places
 from kvbaton.observe.tracing.export import traces_url
+from kvbaton.protocol import privileges
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id
 from kvbaton.protocol.numbers import DURATION_S_MIN, TERM_S_MAX
 from kvbaton.protocol.settings import LEASE_S_MIN
@@ -47,12 +54,14 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     role: Role
-    keys: str  # directory that `kvbaton keys new` made
-    registry: str  # endpoint of the router's registry, tcp://host:port
-    registry_name: str = "router"  # the registry's identity in the key directory
+    keys: str = ""  # directory that `kvbaton keys new` made; "": it joins with a token
+    registry: str  # tcp://host:port of the router's or a registry of its own; several: a@tcp://…,b@tcp://…
+    join_token_file: str = ""  # holds the token that it joins with; or KVBATON_JOIN_TOKEN does
+    join_at: str = ""  # endpoint of the join door, if not the registry's next port
+    registry_name: str = "router"  # the identity in the key directory of registries that are given without a name
     http_host: str = "127.0.0.1"
     http_port: int = 0
-    http_access: HttpAccess = "auto"  # who may ask: on loopback everybody, elsewhere only the router; or everybody
+    http_access: HttpAccess = "auto"  # who may send requests: on loopback all, elsewhere only the router; or all
     control_host: str = "127.0.0.1"
     control_port: int = 0
     announce_to: str = ""  # host:port of another system's router; in plain text, so opt-in
@@ -60,7 +69,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     transport: str = "auto"  # or data planes with commas, best first: `transports.planes`
     checksum: ChecksumMode = "off"  # of what is copied, end to end
     encrypt: Encrypt = "auto"  # what crosses TCP, unless both ends are loopback addresses
-    require_enforcement: bool = False  # only data planes on which a peer reaches nothing but what is lent to it
+    require_enforcement: bool = False  # only transports that confine a peer to the memory lent to it
     modes: tuple[ModeName, ...] = MODES
     tp: int = 1
     policy: Policy = "recompute"
@@ -68,7 +77,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     transfer_timeout: float = 30.0
     defer_timeout: float = 60.0
     claim_timeout: float = 10.0
-    drain_s: float = 30.0  # when told to stop: finish what is under way, for at most this long
+    drain_s: float = 30.0  # at shutdown: finish requests in flight, for at most this long
     blocks: int = 1024
     block_tokens: int = 16
     max_num_seqs: int = 32
@@ -85,9 +94,11 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
             if not is_worker_id(getattr(self, field)):
                 expected = f"letters, digits, '.', '_', '-', at most {WORKER_ID_CHARS_MAX}"
                 raise _bad(field, getattr(self, field), expected)
+        if not (self.keys or self.join_token_file or os.environ.get(TOKEN_ENV)):
+            raise _bad("keys", self.keys, NEEDED)
         self._check_choices()
-        if not _is_address(self.control_host):  # peers are told it, and transports listen there too
-            raise _bad("control_host", self.control_host, "an address of this host, as numbers")
+        if self.control_host != AUTO and not _is_address(self.control_host):  # transports listen there too
+            raise _bad("control_host", self.control_host, f"an address of this host, as numbers, or {AUTO}")
         if self.announce_to:
             self._check_announcement()
         for field in ("http_port", "control_port"):
@@ -106,8 +117,23 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def http_is_guarded(self) -> bool:
-        """Whether HTTP requests must show that they come from the cluster's router."""
+        """Whether HTTP requests must prove that they come from the cluster's router."""
         return self.http_access == "keys" or (self.http_access == "auto" and not is_loopback(self.http_host))
+
+    @property
+    def credentials(self) -> Credentials:
+        return Credentials(
+            name=self.name, role=privileges.Role(self.role), keys=self.keys, registry=self.registry,
+            join_at=self.join_at, join_token_file=self.join_token_file,
+        )  # fmt: skip
+
+    def settled(self, name: str) -> WorkerOptions:
+        """The same, under the name that it has, and with addresses for `auto`."""
+        first = self.registry.partition(",")[0].rpartition("@")[2]
+        found = {
+            field: own_address(field, first) for field in ("control_host", "http_host") if getattr(self, field) == AUTO
+        }
+        return msgspec.structs.replace(self, name=name, **found)
 
     def _check_choices(self) -> None:
         chosen: tuple[tuple[str, Collection[str]], ...] = (
@@ -135,8 +161,10 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
                 traces_url(self.otlp_endpoint)
         except ValueError as error:
             raise ValueError(f"otlp_endpoint: {error}") from None
-        if "://" not in self.registry:
-            raise _bad("registry", self.registry, "an endpoint such as tcp://127.0.0.1:7700")
+        try:
+            registry_places(self.registry, self.registry_name)
+        except ValueError as error:
+            raise _bad("registry", self.registry, f"an endpoint such as tcp://127.0.0.1:7700; {error}") from None
 
     def _check_announcement(self) -> None:
         try:
@@ -144,10 +172,10 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
         except ValueError:
             raise _bad("announce_to", self.announce_to, "host:port of a router's discovery address") from None
         if self.http_is_guarded:
-            expected = "open: a router of another system has no token to show; keep strangers out by other means"
+            expected = "open: another system's router has no token; restrict access by other means"
             raise _bad("http_access", self.http_access, expected)
         if self.role == "both":
-            raise _bad("role", self.role, "prefill or decode: a router of another system knows these only")
+            raise _bad("role", self.role, "prefill or decode: another system's router knows only these")
         if self.drain_s < 2 * FORGET_S:
             expected = f"{2 * FORGET_S} or more: a router that hears announcements sends requests after the last one"
             raise _bad("drain_s", self.drain_s, expected)

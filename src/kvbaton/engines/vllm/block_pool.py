@@ -84,6 +84,11 @@ class PinnedPool:
                 self._pool.unpin_blocks([block], self._with_others(each))
         self._released.update(ids)
 
+    def overwritten(self, ids: Iterable[int]) -> None:
+        """Their own request is about to write to these pinned blocks again: what was granted of them is over."""
+        for each in ids:
+            self._epochs.raise_epoch(each)
+
     @property
     def free_blocks(self) -> int:
         return int(self._pool.get_num_free_blocks())

@@ -16,8 +16,9 @@ import msgspec
 
 from kvbaton.engines.vllm.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.layer_events import HostClock, LayerClock, device_clock
-from kvbaton.engines.vllm.vllm_compat import cpu_page, device_page
+from kvbaton.engines.vllm.vllm_compat import cpu_page, device_page, state_page
 from kvbaton.engines.vllm.vllm_layout import RankFacts, regions_of
+from kvbaton.protocol.geometry.layout import GroupKind
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports import catalogue
 from kvbaton.transports.core.delayed import faulty
@@ -55,9 +56,11 @@ class HostCache:
         self._adopted: list[Region] = []
 
     def paged(self, facts: RankFacts, vllm_config: Any) -> RankFacts:
-        if facts.page == "rows of tokens":
-            return facts
-        return msgspec.structs.replace(facts, page=cpu_page(vllm_config, {each.block_tokens for each in facts.groups}))
+        page = facts.page
+        if page != "rows of tokens":
+            sizes = {each.block_tokens for each in facts.groups if each.kind is not GroupKind.STATE}
+            page = cpu_page(vllm_config, sizes)
+        return _with_states(facts, page, self.kind)
 
     def plane(self, name: str, me: PeerId, told: catalogue.PlaneSettings) -> Transport:
         return catalogue.make(name, me, told, self._shared() if catalogue.plane_of(name).shares else self.memories)
@@ -90,7 +93,7 @@ class DeviceCache:
         self._device = device
 
     def paged(self, facts: RankFacts, vllm_config: Any) -> RankFacts:
-        return msgspec.structs.replace(facts, page=device_page(vllm_config, facts.page))
+        return _with_states(facts, device_page(vllm_config, facts.page), self.kind)
 
     def plane(self, name: str, me: PeerId, told: catalogue.PlaneSettings) -> Transport:
         return catalogue.make_device(name, me, told, self.memories)
@@ -103,6 +106,12 @@ class DeviceCache:
 
     def close(self) -> None:
         """The memory is vLLM's."""
+
+
+def _with_states(facts: RankFacts, page: str, device: str) -> RankFacts:
+    if any(group.kind is GroupKind.STATE for group in facts.groups):
+        page += f", {state_page(device)}"
+    return msgspec.structs.replace(facts, page=page)
 
 
 def planes_over(cache: HostCache | DeviceCache, settings: ConnectorSettings) -> dict[str, Transport]:

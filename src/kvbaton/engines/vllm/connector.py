@@ -17,12 +17,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvbaton.engines.vllm import guard, plugin, supported, vllm_versions
+from kvbaton.engines.vllm import cache_specs, guard, plugin, supported, vllm_versions
 from kvbaton.engines.vllm.connector_settings import ConnectorSettings
+from kvbaton.engines.vllm.data_parallel import place_of
 from kvbaton.engines.vllm.guard import guarded, makes, returns
 from kvbaton.engines.vllm.scheduler_side import SchedulerSide
 from kvbaton.engines.vllm.step_metadata import BatonStep
-from kvbaton.engines.vllm.store_setup import keyring_of
+from kvbaton.engines.vllm.store_setup import enrolment_of
 from kvbaton.engines.vllm.vllm_stats import BatonMetrics, BatonStats, NoMetrics
 from kvbaton.engines.vllm.worker_side import WorkerSide
 
@@ -39,15 +40,19 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        vllm_versions.check(KVConnectorBase_V1)
+        vllm_versions.check(KVConnectorBase_V1, stateful=cache_specs.stateful(kv_cache_config))
         guard.log_beside_vllm()
-        settings = ConnectorSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        supported.check(vllm_config, settings, getattr(vllms, "get_current_vllm_config_or_none", lambda: None)())
+        settings = ConnectorSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config).settled()
+        outer = getattr(vllms, "get_current_vllm_config_or_none", lambda: None)()
+        supported.check(vllm_config, settings, outer)
+        place = place_of(vllm_config, outer)
+        if place is not None:
+            settings = settings.of_rank(place.rank)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if role == KVConnectorRole.SCHEDULER:
-            keyring = keyring_of(settings)
-            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, settings, keyring)
+            enrolment = enrolment_of(settings, settings.plays(vllm_config.kv_transfer_config))
+            self._scheduler = SchedulerSide(vllm_config, kv_cache_config, settings, enrolment, place)
         else:
             self._worker = WorkerSide(vllm_config, kv_cache_config, settings)
         self._bad_blocks: set[int] = set()

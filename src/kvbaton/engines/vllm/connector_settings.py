@@ -6,6 +6,7 @@ Law: a key that nobody knows, or a value that cannot be meant, is refused at sta
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -13,9 +14,16 @@ import msgspec
 
 from kvbaton.api.params import Mode
 from kvbaton.control.addressing import check_authority, check_endpoint
+from kvbaton.control.joining.enrolment import Credentials
+from kvbaton.control.joining.join_token import TOKEN_ENV
+from kvbaton.control.joining.member_names import AUTO
+from kvbaton.control.joining.own_address import own_address
+from kvbaton.control.rank_names import data_parallel_name
+from kvbaton.control.registry.registry_places import registry_places
 from kvbaton.observe.tracing.export import traces_url
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId, is_worker_id
+from kvbaton.protocol.privileges import Role
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX
 from kvbaton.ranks.engine_store import ShelfSettings
@@ -47,11 +55,14 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """One engine's place in its cluster, and its time-outs. `docs/vllm.md` explains each."""
 
     name: str = "alone"  # this engine's identity in the key directory; needed, as are the keys, unless it is alone
-    keys: str = ""  # the directory that `kvbaton keys new` made
-    registry: str = ""  # where the router keeps the list of workers: tcp://host:port
-    registry_name: str = "router"  # the registry's identity in the key directory
+    keys: str = ""  # the directory that `kvbaton keys new` made; or, to join instead,
+    join_token_file: str = ""  # a file that holds a join token; KVBATON_JOIN_TOKEN may hold it too
+    join_token: str = ""  # the token itself: vLLM logs its configuration, so a file is better
+    join_at: str = ""  # where to join, if not at the registry's next port
+    registry: str = ""  # where the list of workers is kept: tcp://host:port; several: a@tcp://…,b@tcp://…
+    registry_name: str = "router"  # the identity in the key directory of registries that are given without a name
     peers: dict[str, str] = {}  # instead of a registry: the control endpoint of each peer by name
-    http_address: str = ""  # host:port of this engine's own API; needed with a registry or moriio
+    http_address: str | None = None  # host:port of this engine's own API; "": it has none, and no router asks it
     control_host: str = "127.0.0.1"
     control_port: int = 0
     mode: Mode = Mode.PULL  # for requests that name none
@@ -65,6 +76,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     role: Literal["", "prefill", "decode"] = ""  # of a kv_both: what routers may ask of it, if not both
     model_id: str = ""  # stands for the weights, where their files cannot be sampled
     moriio: Moriio | None = None
+    named_pairs: bool = False  # the server around this engine names P and D in place of a ticket; no client can
     store: str = ""  # a shared store: tcp://host:port of a kvbaton store, mooncake://host:port of a mooncake_master
     store_name: str = STORE_NAME  # a kvbaton store's identity in the key directory
     store_timeout: float = 2.0  # of a look-up; a load may take five times as long
@@ -74,8 +86,11 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     lease_s: float = 15.0
     max_hold_s: float = 180.0
     ticket_ttl_s: float = 120.0
+    drain_file: str = ""  # once this file is made, the engine drains as by `kvbaton drain`; one of an earlier life goes
     flight_dir: str = ""  # where records of failed handoffs are written; SIGUSR2 has all of them written there
-    otlp_endpoint: str = ""  # of an OpenTelemetry collector, http(s)://host:port: spans of sampled requests go there
+    otlp_endpoint: str = (
+        ""  # http(s):// or grpc(s)://host:port of an OpenTelemetry collector: spans of sampled requests
+    )
     fault_copy_delay_s: float = 0.0  # for tests of expiry only: every copy of this engine starts this much later
     fault_misplace_while: str = ""  # for tests of the oracle only: while this file is there, blocks land misplaced
 
@@ -86,20 +101,24 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 raise _bad(field, text, "letters, digits, '.', '_' and '-'")
         if self.store:
             _checked("store", self.store, store_place)
-        if not self.keys and not _is_alone(self.store, self.registry or self.peers or self.moriio):
+        alone = _is_alone(self.store, self.registry or self.peers or self.moriio)
+        if not self.keys and not self.joins and not alone:
             raise _bad("keys", self.keys, "a directory; make one with: kvbaton keys new DIR router p0 d0")
         _checked("transport", self.transport, catalogue.parse)
         self._check_addresses()
         self._check_numbers()
 
     def _check_addresses(self) -> None:
-        for field, endpoint in (("registry", self.registry), *((f"peers.{n}", e) for n, e in self.peers.items())):
-            if endpoint or field != "registry":
-                _checked(field, endpoint, lambda text: check_endpoint(text, names=True))
+        for name, endpoint in self.peers.items():
+            _checked(f"peers.{name}", endpoint, lambda text: check_endpoint(text, names=True))
+        if self.registry:
+            _checked("registry", self.registry, lambda text: registry_places(text, self.registry_name))
         if self.http_address:
             _checked("http_address", self.http_address, check_authority)
-        elif self.registry or self.moriio:
-            raise _bad("http_address", "", "host:port of this engine's API, so that a router can find it")
+        elif self.moriio or (self.registry and self.http_address is None):
+            expected = "host:port of this engine's API, so that a router can find it"
+            inside = "" if self.moriio else '; or "", of an engine inside another server, that no router asks'
+            raise _bad("http_address", self.http_address or "", expected + inside)
         if self.otlp_endpoint:
             _checked("otlp_endpoint", self.otlp_endpoint, traces_url)
         if self.moriio is not None:
@@ -131,7 +150,40 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @property
     def is_alone(self) -> bool:
         """Nobody speaks with this engine: it has no keys, and shares KV through a store that asks for none."""
-        return not self.keys
+        return not self.keys and not self.joins
+
+    @property
+    def joins(self) -> bool:
+        """Whether this engine becomes a member by a token."""
+        return not self.keys and bool(self.join_token_file or self.join_token or os.environ.get(TOKEN_ENV))
+
+    def plays(self, transfer: Any) -> Role:
+        """The engine's part, by vLLM's kv_role and these settings."""
+        prefills = transfer.is_kv_producer and self.hands_over
+        decodes = transfer.is_kv_consumer and self.takes_over
+        return Role.BOTH if prefills and decodes else Role.PREFILL if prefills else Role.DECODE
+
+    def credentials(self, role: Role, part: str = "") -> Credentials:
+        """Of the engine, or of one of its processes that is a member of its own."""
+        return Credentials(
+            name=f"{self.name}.{part}" if part else self.name, role=role, keys=self.keys, registry=self.registry,
+            join_at=self.join_at, join_token_file=self.join_token_file, join_token=self.join_token,
+        )  # fmt: skip
+
+    def settled(self) -> ConnectorSettings:
+        """The same with addresses for `auto`; on each host its own."""
+        first = self.registry.partition(",")[0].rpartition("@")[2]
+        host, _, port = (self.http_address or "").rpartition(":")
+        found = {}
+        if self.control_host == AUTO:
+            found["control_host"] = own_address(f"{FIELD}.control_host", first)
+        if host == AUTO:
+            address = own_address(f"{FIELD}.http_address", first)
+            found["http_address"] = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        return msgspec.structs.replace(self, **found) if found else self
+
+    def __repr__(self) -> str:  # it may hold a token
+        return f"ConnectorSettings({self.name!r})"
 
     @property
     def hands_over(self) -> bool:
@@ -142,6 +194,13 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def takes_over(self) -> bool:
         """Whether an engine that loads may load what others have computed for it."""
         return not self.is_alone and self.role != "prefill"
+
+    def of_rank(self, rank: int) -> ConnectorSettings:
+        """Those of one data-parallel rank: a name of its own, and a port where one is given."""
+        changes: dict[str, Any] = {"name": data_parallel_name(self.name, rank)}
+        if self.control_port:
+            changes["control_port"] = self.control_port + rank
+        return msgspec.structs.replace(self, **changes)
 
     def shelf(self) -> ShelfSettings:
         """How long the engine waits for its store."""
@@ -172,7 +231,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         unknown = [str(key) for key in extra if key not in known]
         if unknown:
             raise ValueError(f"{FIELD}.{unknown[0]}: nobody knows this key; the keys are {', '.join(known)}")
-        missing = [field for field in ("name", "keys") if field not in extra]
+        joins = any(map(extra.get, ("join_token_file", "join_token"))) or bool(os.environ.get(TOKEN_ENV))
+        missing = [field for field in (("name",) if joins else ("name", "keys")) if field not in extra]
         if missing and not _is_alone(str(extra.get("store", "")), any(map(extra.get, ("registry", "peers", "moriio")))):
             raise _bad(missing[0], None, "this engine's name, and the key directory it is in (kvbaton keys new)")
         try:

@@ -55,7 +55,7 @@ class Decode:
     pool: PinnedPool
     grouping: Grouping
     recomputes: bool  # else a failed handoff fails its request
-    keeps_prefix: bool  # vLLM can keep the good blocks of a failed load: only with one group
+    keeps_prefix: bool  # vLLM can keep the good blocks of a failed load: only with one group, and that of KV
     count_end: Callable[[End], None]
     room: LoadAdmission | None = None
     blocks_total: int = 0
@@ -68,7 +68,10 @@ class Decode:
 
     def accepted(self, request: Any, target: Target) -> None:
         """A request came whose prompt KV is promised: claim it now, long before there is room for it."""
-        position = handed_position(request.num_prompt_tokens, self.grouping.slides)
+        position = handed_position(request.num_prompt_tokens, self.grouping.slides, self.grouping.stateful)
+        if position == 0:
+            self.disowned(request, Reason.ABORTED)
+            return
         self._positions[request.request_id] = position
         digest = content_digest(request, position)
         push = target.mode is Mode.PUSH
@@ -138,8 +141,7 @@ class Decode:
             return
         first_token = position - external_tokens
         grouping = self.grouping
-        first = tuple(first_token // size for size in grouping.block_tokens)
-        wanted = grouping.cut(tables, first, grouping.needed(position))
+        wanted = grouping.cut(tables, grouping.first(first_token), grouping.needed(position), position)
         self._loads[request_id] = _Load(first_token, wanted)
         if self.door.waits(RequestId(request_id)):
             self._early[request_id] = sum(map(len, wanted))

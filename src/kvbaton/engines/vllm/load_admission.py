@@ -1,9 +1,9 @@
 """Room for second thoughts: a load that fails must find blocks to be computed with, or it bars every load behind it.
 
 vLLM keeps a failed load at the head of its queue and looks no further while blocks for it are missing. Behind a sliding
-window, computing a prompt takes more blocks at a time than its loaded end does; if loads that have arrived hold those
-blocks, none of them is ever looked at, and the engine stands still. So a load begins only if there is room for it and
-for all that the loads before it could come to need.
+window, and where layers keep states, computing a prompt takes more blocks at a time than its loaded end does; if loads
+that have arrived hold those blocks, none of them is ever looked at, and the engine stands still. So a load begins only
+if there is room for it and for all that the loads before it could come to need.
 
 Law: with no load under way one is always admitted (vLLM's own admission has the last word); running requests end and
 give their blocks back, so what is not admitted now is admitted later, or its claim runs out.
@@ -15,27 +15,28 @@ from typing import Any
 
 from kvbaton.engines.vllm.block_pool import NULL_BLOCK_ID, PinnedPool
 from kvbaton.engines.vllm.vllm_block_tables import Grouping, Tables
-from kvbaton.protocol.geometry.layout import needed_blocks
+from kvbaton.protocol.geometry.layout import Group, GroupKind, needed_blocks
 
 
 class LoadAdmission:
-    """What loads under way could come to need beyond what they hold. One group without a window needs nothing more."""
+    """What loads under way could come to need beyond what they hold. KV without a window needs nothing more."""
 
     def __init__(self, grouping: Grouping, pool: PinnedPool, tokens_per_step: int) -> None:
         self._grouping = grouping
         self._pool = pool
         self._tokens_per_step = tokens_per_step
+        self._varies = grouping.slides or grouping.stateful
         self._extra: dict[str, int] = {}
 
     def admits(self, request: Any) -> bool:
         """Whether one more load may begin now."""
-        if not self._grouping.slides or not self._extra:
+        if not self._varies or not self._extra:
             return True
         return self._pool.free_blocks >= self._need(request.num_tokens) + sum(self._extra.values())
 
     def allocated(self, request: Any, tables: Tables, *, loads: bool) -> None:
         """A request got blocks: to be loaded, or, after that, to run."""
-        if not loads or not self._grouping.slides:
+        if not loads or not self._varies:
             self._extra.pop(request.request_id, None)
             return
         held = sum(1 for number in set(self._grouping.vllm_groups) for each in tables[number] if each != NULL_BLOCK_ID)
@@ -47,8 +48,10 @@ class LoadAdmission:
     def _need(self, tokens: int) -> int:
         """Blocks that computing so many tokens takes at most at one time."""
         lists = dict(zip(self._grouping.vllm_groups, self._grouping.layout.groups, strict=True))
-        return sum(
-            needed_blocks(min(tokens, group.window + self._tokens_per_step) if group.window else tokens, size) + 1
-            for group in lists.values()
-            for size in (group.block_tokens,)
-        )
+        return sum(self._need_of(group, tokens) for group in lists.values())
+
+    def _need_of(self, group: Group, tokens: int) -> int:
+        if group.kind is GroupKind.STATE:
+            return self._grouping.state_blocks
+        computed = min(tokens, group.window + self._tokens_per_step) if group.window else tokens
+        return needed_blocks(computed, group.block_tokens) + 1

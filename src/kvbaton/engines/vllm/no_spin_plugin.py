@@ -2,7 +2,7 @@
 
 vLLM's processes talk through a ring in shared memory, whose reader calls `sched_yield` in a loop for a second after
 each message: the two of an engine that serves keep two cores busy, and two engines on two cores starve each other.
-There is no setting for it in 0.32.0: `VLLM_USE_SPINLOOP_EXT` only spins in C (numbers in docs/vllm.md). To delete once
+There is no setting for it in 0.32.0: `VLLM_USE_SPINLOOP_EXT` only spins in C (numbers in docs/lab). To delete once
 vLLM has one.
 
 Law: without `KVBATON_CALM=1` nothing is touched; with it, a vLLM that looks different costs one line in the log and

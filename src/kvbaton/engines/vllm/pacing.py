@@ -19,7 +19,9 @@ that arrives wakes it, and its thread has left the interpreter to those that bri
 class Pace:
     """Of one engine; the scheduler's thread alone uses it, other threads set `news`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lock_step: bool = False) -> None:
+        """`lock_step`: other data-parallel ranks wait for each of our steps (a mixture of experts)."""
+        self.lock_step = lock_step
         self.step = 0
         self.news = threading.Event()
         self._napped = 0
@@ -40,7 +42,7 @@ class Pace:
         self.news.clear()
 
     def nap_once(self, seconds: float) -> None:
-        """At most one between two steps, however often vLLM asks."""
-        if self._napped != self.step:
+        """At most one between two steps, however often vLLM asks; none in lock-step, where others may have work."""
+        if self._napped != self.step and not self.lock_step:
             self._napped = self.step
             self.nap(seconds)

@@ -1,8 +1,10 @@
 """P's half of the scheduler side: leases for prompts that are computed here.
 
 Laws: a chunk's blocks are pinned when it is scheduled and announced when every rank has computed it (rules 10, 11).
-What a window will have dropped by the end of the prompt is pinned with its last chunk. A prompt is leased once, also
-when it is preempted and computed again. Nothing here outlives `finished` but the lease itself.
+What a window will have dropped by the end of the prompt is pinned with its last chunk, and so is a state. A prompt is
+leased once, also when it is preempted and computed again. Nothing here outlives `finished` but the lease itself. Where
+layers keep states, vLLM computes all but the last token of the prompt and ends; if it goes on all the same, what was
+granted is stale before the step that overwrites it runs (decision 0019).
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbaton.api.params import Mode, target_params
+from kvbaton.api.params import NOTHING_FOR_D, Mode, target_params
 from kvbaton.engines.vllm.block_pool import PinnedPool
-from kvbaton.engines.vllm.request_content import content_digest, handed_position
+from kvbaton.engines.vllm.request_content import content_digest, handed_position, shorten
 from kvbaton.engines.vllm.step_metadata import Leaving
 from kvbaton.engines.vllm.transfer_params import ParamsSource
 from kvbaton.engines.vllm.vllm_block_tables import Grouping, Tables, real
@@ -31,9 +33,11 @@ class PrefillPrompt:
     request: Any
     source: ParamsSource
     position: int
+    digest: bytes
     lease: LeaseId | None = None  # streaming and push: from its first chunk on
     pinned: tuple[int, ...] = ()  # blocks of each group in the lease
     kept: Groups = ()  # pull, behind windows: touched with the last chunk, until the lease has them
+    states: tuple[int, ...] = ()  # blocks that a lease has, and that another step of this request would write to
     spoilt: bool = False  # its lease is over: computed again after preemption, or refused
 
 
@@ -52,13 +56,27 @@ class Prefill:
     door: Doorway
     pool: PinnedPool
     grouping: Grouping
+    hash_tokens: int = 0  # that one of vLLM's block hashes covers
     prompts: dict[str, PrefillPrompt] = field(default_factory=dict)
     _announced: deque[_Announcement] = field(default_factory=deque)
+    _declined: set[str] = field(default_factory=set)  # D is to compute these itself, and waits for a word
 
     def accepted(self, request: Any, source: ParamsSource) -> None:
-        """A request came whose KV is wanted elsewhere."""
-        position = handed_position(request.num_prompt_tokens, self.grouping.slides)
-        self.prompts[request.request_id] = PrefillPrompt(request, source, position)
+        """A request came whose KV is wanted elsewhere. Where layers keep states, it is shortened."""
+        stateful = self.grouping.stateful
+        position = handed_position(request.num_prompt_tokens, self.grouping.slides, stateful)
+        if stateful and (position == 0 or _wants_whole_prompt(request)):
+            if source.mode is Mode.PULL:
+                self._declined.add(request.request_id)
+            return
+        digest = content_digest(request, position)
+        if stateful:
+            shorten(request, position, self.hash_tokens)
+        self.prompts[request.request_id] = PrefillPrompt(request, source, position, digest)
+
+    def shortens(self, request_id: str) -> bool:
+        """Whether the request was shortened when it was accepted."""
+        return self.grouping.stateful and request_id in self.prompts
 
     def begun(self, request: Any) -> None:
         """A request got its first blocks: whoever reads behind it may claim from now on."""
@@ -72,7 +90,7 @@ class Prefill:
             return
         prompt.lease = self.door.begin(
             ticket.handoff,
-            content_digest(request, prompt.position),
+            prompt.digest,
             prompt.position,
             target=ticket.target,
             max_readers=ticket.max_readers,
@@ -84,10 +102,15 @@ class Prefill:
     def scheduled(self, step: int, request_id: str, tokens: int, tables: Tables) -> Leaving | None:
         """A chunk is about to be computed. Returns what the workers may announce layer by layer."""
         prompt = self.prompts.get(request_id)
-        if prompt is None or prompt.spoilt:
+        if prompt is None:
             return None
         before = prompt.request.num_computed_tokens
         after = before + tokens
+        if prompt.states and after > prompt.position:
+            self.pool.overwritten(prompt.states)
+            prompt.states = ()
+        if prompt.spoilt:
+            return None
         final = after >= prompt.position
         if prompt.lease is None:
             if final and self.grouping.slides:
@@ -119,8 +142,12 @@ class Prefill:
         """A request is over. Returns what D needs to know, where it ended well."""
         prompt = self.prompts.pop(request.request_id, None)
         if prompt is None:
-            return None
+            declined = request.request_id in self._declined
+            self._declined.discard(request.request_id)
+            return dict(NOTHING_FOR_D) if declined and well else None
         whole_prompt = well and request.num_computed_tokens >= prompt.position
+        if self.grouping.stateful and request.num_computed_tokens > prompt.position:
+            whole_prompt = False  # its states have counted more tokens than are handed over
         try:
             if prompt.source.mode is Mode.PULL:
                 return self._granted(prompt, tables) if whole_prompt else None
@@ -138,11 +165,10 @@ class Prefill:
         assert prompt.lease is not None
         grouping = self.grouping
         upto = grouping.needed(prompt.position) if final else grouping.whole(after)
-        if not final:
-            upto = tuple(0 if slides else count for slides, count in zip(grouping.windowed, upto, strict=True))
         if upto != prompt.pinned:
-            self._touch_and_pin(prompt.lease, grouping.cut(tables, prompt.pinned, upto))
-            prompt.pinned = upto
+            blocks = grouping.cut(tables, prompt.pinned, upto, prompt.position)
+            self._touch_and_pin(prompt.lease, blocks)
+            prompt.pinned, prompt.states = upto, grouping.of_states(blocks)
         return upto
 
     def _touch_and_pin(self, lease: LeaseId, blocks: Groups) -> None:
@@ -161,18 +187,20 @@ class Prefill:
         """Hold the blocks that the last token still needs and that vLLM drops before the request is over."""
         if prompt.kept:
             return
-        kept = self.grouping.cut(tables, (0,) * self.grouping.count, self.grouping.needed(prompt.position))
+        kept = self._all_of(prompt, tables)
         self.pool.touch(real(kept))
         prompt.kept = kept
 
+    def _all_of(self, prompt: PrefillPrompt, tables: Tables) -> Groups:
+        position = prompt.position
+        return self.grouping.cut(tables, (0,) * self.grouping.count, self.grouping.needed(position), position)
+
     def _granted(self, prompt: PrefillPrompt, tables: Tables) -> dict[str, Any]:
-        first = (0,) * self.grouping.count
-        blocks = prompt.kept or self.grouping.cut(tables, first, self.grouping.needed(prompt.position))
-        digest = content_digest(prompt.request, prompt.position)
+        blocks = prompt.kept or self._all_of(prompt, tables)
         self.pool.touch(real(blocks))
         try:
             name, trace = RequestId(prompt.request.request_id), prompt.source.trace
-            ticket, _ = self.door.grant(digest, prompt.position, blocks, request=name, trace=trace)
+            ticket, _ = self.door.grant(prompt.digest, prompt.position, blocks, request=name, trace=trace)
         except Exception:
             self.pool.unpin(real(blocks))
             raise
@@ -198,3 +226,9 @@ class Prefill:
         if prompt.kept:
             kept, prompt.kept = prompt.kept, ()
             self.pool.unpin(real(kept))
+
+
+def _wants_whole_prompt(request: Any) -> bool:
+    """Whether its answer is of the prompt itself, which then cannot be shortened."""
+    reads_all = bool(getattr(request, "skip_reading_prefix_cache", False))
+    return reads_all or getattr(request, "pooling_params", None) is not None

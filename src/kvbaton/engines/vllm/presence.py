@@ -1,8 +1,10 @@
 """A vLLM engine's presence in its cluster: its `ClusterNode` over links to its ranks, and how routers come to list it.
 
 Laws: it is made once all ranks have said where their caches lie, and listed once its HTTP server answers, by a thread
-that waits for that (vLLM serves long after its scheduler was made). A drain takes it off routers' choice and never ends
-vLLM, which is its operator's. The orders of starting and stopping are `node/cluster_node.py`'s.
+that waits for that (vLLM serves long after its scheduler was made); one without such a server is listed at once. A
+drain takes it off routers' choice and never ends vLLM, which is its operator's. The registry orders it, or a file whose
+making is the order (`drain_file`), for platforms that run a command in the engine's container before they end it. The
+orders of starting and stopping are `node/cluster_node.py`'s.
 """
 
 from __future__ import annotations
@@ -13,14 +15,17 @@ import logging
 import threading
 import urllib.request
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from kvbaton.control.address_book import moriio_address
 from kvbaton.control.addressing import ControlError
+from kvbaton.control.joining.enrolment import Enrolment
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.moriio import FORGET_S, MoriioAnnouncer
 from kvbaton.control.moriio import registration as moriio_registration
 from kvbaton.engines.vllm.connector_settings import ConnectorSettings, Moriio
+from kvbaton.engines.vllm.data_parallel import DataParallelPlace
 from kvbaton.engines.vllm.server_draining import DrainWatch
 from kvbaton.node.cluster_node import ClusterNode, ClusterSettings, EngineFacts, make_doorway
 from kvbaton.node.observation import dump_on_signal
@@ -34,6 +39,7 @@ log = logging.getLogger(__name__)
 
 HEALTH_POLL_S = 0.25
 HEALTH_WAIT_S = 5.0
+DRAIN_POLL_S = 0.5
 STOP_S = 3.0
 
 
@@ -41,10 +47,17 @@ class Presence:
     """Everything of a vLLM engine that speaks to others. One per scheduler process."""
 
     def __init__(
-        self, settings: ConnectorSettings, keyring: Keyring, facts: EngineFacts, ranks: Sequence[RankInvitation]
+        self,
+        settings: ConnectorSettings,
+        enrolment: Enrolment,
+        facts: EngineFacts,
+        ranks: Sequence[RankInvitation],
+        place: DataParallelPlace | None = None,
     ) -> None:
+        keyring = enrolment.keyring
         _check_static(settings, keyring)
         self.settings = settings
+        self._place = place
         doorway = make_doorway(facts, keyring, settings.ticket_ttl_s)
 
         def wake() -> None:
@@ -61,14 +74,18 @@ class Presence:
             store=self.shelf,
             links=self.links,
             gauges=lambda: {"blocks": float(facts.blocks)},
+            member=enrolment.member,
         )
         self.node.know({WorkerId(name): (endpoint, "") for name, endpoint in settings.peers.items()})
         self._announcer: MoriioAnnouncer | None = None
         self._closing = threading.Event()
+        self._undrained = threading.Lock()  # taken once, by the first order
         self._herald = threading.Thread(target=self._be_listed, name="kvbaton-herald", daemon=True)
 
     def start(self) -> None:
         node = self.node
+        if self.settings.drain_file:
+            Path(self.settings.drain_file).unlink(missing_ok=True)  # of an earlier life
         node.start()
         dump_on_signal(node.watch.dumps)
         if self.settings.registry or self.settings.moriio:
@@ -87,19 +104,27 @@ class Presence:
 
     def _be_listed(self) -> None:
         """Wait until this engine answers its own clients, then let routers know."""
-        if not self._answers():
+        if self.settings.http_address and not self._answers():
             return
         settings, node = self.settings, self.node
         try:
-            if settings.moriio is not None:
+            if settings.moriio is not None and (self._place is None or self._place.speaks):
                 self._announcer = self._make_announcer(settings.moriio)  # before a drain can be asked for
             if settings.registry:
-                registration = node.registration(settings.http_address, settings.modes, stays=True)
+                registration = node.registration(settings.http_address or "", settings.modes, stays=True)
                 node.join((settings.registry_name, settings.registry), registration, on_drain=self._on_drain)
             if self._announcer is not None:
                 self._announcer.start()
         except ControlError as error:
             log.error("[not-listed] kvbaton: %s is not listed: %s", node.peer, error)
+        if settings.drain_file:
+            self._await_order(Path(settings.drain_file))
+
+    def _await_order(self, file: Path) -> None:
+        while not self._closing.wait(DRAIN_POLL_S):
+            if file.exists():
+                self._on_drain()
+                return
 
     def _answers(self) -> bool:
         url = f"http://{self.settings.http_address}/health"
@@ -117,22 +142,26 @@ class Presence:
         role: Literal["P", "D"] = "P" if facts.role == "prefill" else "D"
         message = moriio_registration(
             role,
-            self.settings.http_address,
+            self.settings.http_address or "",
             moriio_address(self.node.control.endpoint),
             transfer_mode=asked.transfer_mode,
             tp_size=facts.tp_size,
+            dp_size=1 if self._place is None else self._place.size,
         )
         return MoriioAnnouncer(f"tcp://{asked.router}", message, interval_s=asked.interval_s)
 
     def _on_drain(self) -> None:
         """Routers send nobody new from now on. Ending vLLM is its operator's business, who is told when it is idle."""
+        if not self._undrained.acquire(blocking=False):
+            return
         log.info("kvbaton: %s drains", self.node.peer)
         client = self.node.client
         if client is not None:
             client.drain()
             # routers of MoRI-IO get no word: they may send requests until they have forgotten this engine
-            forget_s = 0.0 if self._announcer is None else FORGET_S
-            DrainWatch(client, self.settings.http_address, self.node.held, self._closing, forget_s).start()
+            forget_s = 0.0 if self.settings.moriio is None else FORGET_S
+            rank = None if self._place is None else self._place.rank
+            DrainWatch(client, self.settings.http_address or "", self.node.held, self._closing, forget_s, rank).start()
         if self._announcer is not None:
             self._announcer.stop(STOP_S)
 

@@ -28,13 +28,16 @@ UNKNOWN = PromptParts(ONLY_HERE, ONLY_HERE.encode())
 """Of a request whose parts are not known in time."""
 
 
-def handed_position(prompt_tokens: int, windowed: bool) -> int:
-    """How many tokens of a prompt are handed over: all, or one fewer where an attention window slides.
+def handed_position(prompt_tokens: int, windowed: bool, states: bool = False) -> int:
+    """How many tokens of a prompt are handed over: all, or one fewer where a window slides or a layer keeps a state.
 
     D always computes the last token again, to have something to sample from. Behind a window that token still looks one
     token further back than the next one does, and vLLM drops that block at the end of a prefill: so D takes over one
-    token less, and P pins what the last token needed.
+    token less, and P pins what the last token needed. A state that has counted that token cannot be used to compute it:
+    P stops before it, and of a prompt of one token there is nothing to hand over.
     """
+    if states:
+        return prompt_tokens - 1
     return prompt_tokens - 1 if windowed and prompt_tokens > 1 else prompt_tokens
 
 
@@ -67,6 +70,23 @@ def takes_long(request: Any) -> bool:
 def is_known(request: Any) -> bool:
     """Whether `content_of` has an answer now, whatever it is; begins to look at the request. Never blocks."""
     return not takes_long(request) or looker.ask(request.request_id, lambda: parts_of(request))
+
+
+def shorten(request: Any, tokens: int, hash_tokens: int = 0) -> None:
+    """Let vLLM compute the first `tokens` tokens of a prompt and end, before it has looked at the request.
+
+    `hash_tokens`: how many tokens one of the request's block hashes covers, where that is known.
+    """
+    dropped = request.num_prompt_tokens - tokens
+    if request.prompt_token_ids is not None:
+        request.prompt_token_ids = request.prompt_token_ids[:tokens]
+    if getattr(request, "prompt_embeds", None) is not None:
+        request.prompt_embeds = request.prompt_embeds[:tokens]
+    del request._all_token_ids[len(request._all_token_ids) - dropped :]
+    if hash_tokens:
+        del request.block_hashes[tokens // hash_tokens :]
+    request.num_prompt_tokens = tokens
+    request.max_tokens = 1
 
 
 def forget(request: Any) -> None:

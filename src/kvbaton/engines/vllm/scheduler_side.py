@@ -20,11 +20,13 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.control.keyring import Keyring
+from kvbaton.control.joining.enrolment import Enrolment
 from kvbaton.control.registry.registry_messages import Role
 from kvbaton.engines.vllm import interpreter, request_content
 from kvbaton.engines.vllm.block_pool import PinnedPool, is_exact
+from kvbaton.engines.vllm.cache_specs import state_blocks
 from kvbaton.engines.vllm.connector_settings import ConnectorSettings
+from kvbaton.engines.vllm.data_parallel import DataParallelPlace
 from kvbaton.engines.vllm.decode import NOT_YET, NOTHING, Decode
 from kvbaton.engines.vllm.guard import guarded, makes, note, returns
 from kvbaton.engines.vllm.load_admission import LoadAdmission
@@ -56,16 +58,24 @@ WELL = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 class SchedulerSide:
     """One engine's connector. Made early, alive once `ranks_known` and `bind_pool` were called."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings, keyring: Keyring) -> None:
+    def __init__(
+        self,
+        vllm_config: Any,
+        kv_cache_config: Any,
+        settings: ConnectorSettings,
+        enrolment: Enrolment,
+        place: DataParallelPlace | None = None,
+    ) -> None:
         transfer = vllm_config.kv_transfer_config
         self._config = vllm_config
         self._cache = kv_cache_config
         self._settings = settings
-        self._keyring = keyring
+        self._enrolment = enrolment
+        self._place = place
         self._prefills: bool = transfer.is_kv_producer and settings.hands_over
         self._decodes: bool = transfer.is_kv_consumer and settings.takes_over
         self._block_pool: Any = None
-        self._pace = Pace()
+        self._pace = Pace(lock_step=vllm_config.parallel_config.data_parallel_size > 1)
         self.presence: Presence | None = None
         self.reporting = Reporting()
         self._live: _Live | None = None
@@ -87,13 +97,13 @@ class SchedulerSide:
             raise RuntimeError("kvbaton: a worker of this engine did not say where its KV cache lies")
         facts = [msgspec.msgpack.decode(card.facts, type=RankFacts) for card in ordered]
         invitations = [RankInvitation.decode(card.invitation) for card in ordered]
-        grouping = Grouping(engine_layout(facts), vllm_groups(facts))
+        grouping = Grouping(engine_layout(facts), vllm_groups(facts), state_blocks(self._cache))
         compat = compat_key(self._config, facts[0].page, self._settings.model_id, versions)
         exact = is_exact(self._block_pool)
         role: Role = "both" if self._prefills and self._decodes else "prefill" if self._prefills else "decode"
         model = self._config.model_config
         engine = EngineFacts(
-            me=new_life(self._settings.name),
+            me=new_life(self._enrolment.keyring.name),
             role=role,
             model=str(model.served_model_name or model.model),
             blocks=self._cache.num_blocks,
@@ -101,8 +111,10 @@ class SchedulerSide:
             compat=compat,
             exact_epochs=exact,
             tp_size=self._config.parallel_config.tensor_parallel_size,
+            dp_rank=self._place.http_rank if self._place is not None else 0,
+            dp_size=self._place.http_size if self._place is not None else 1,
         )
-        self.presence = Presence(self._settings, self._keyring, engine, invitations)
+        self.presence = Presence(self._settings, self._enrolment, engine, invitations, self._place)
         self._live = self._come_alive(self.presence, grouping)
         self.presence.node.watch.recorder.on_flight.append(self.reporting.tray.add)
         interpreter.share()
@@ -114,26 +126,28 @@ class SchedulerSide:
         door.wake_engine = news.set
         pool = PinnedPool(self._block_pool, door.epochs)
         recomputes = self._config.kv_transfer_config.kv_load_failure_policy == "recompute"
-        one_group = len(self._cache.kv_cache_groups) == 1
+        keeps_prefix = len(self._cache.kv_cache_groups) == 1 and not grouping.stateful
         lookup = ForeignLookup(
             self._settings.mode,
             self._settings.modes,
             node.peer.worker,
-            self._keyring.ticket_keys[0],
+            self._enrolment.keyring.ticket_keys[0],
             self._settings.ticket_ttl_s,
             node.book.at,
+            self._settings.named_pairs,
         )
         node.on_keys = lambda keyring: setattr(lookup, "ticket_key", keyring.ticket_keys[0])
         room = (
             LoadAdmission(grouping, pool, self._config.scheduler_config.max_num_batched_tokens) if recomputes else None
         )
         total = self._cache.num_blocks
-        decode = Decode(door, pool, grouping, recomputes, one_group, self._count_end, room, total)
+        decode = Decode(door, pool, grouping, recomputes, keeps_prefix, self._count_end, room, total)
         stored = NoStore()
         if presence.shelf is not None:
             presence.shelf.wake_engine = news.set
             stored = Storing(presence.shelf, door, pool, grouping, total)
-        return _Live(door, pool, Prefill(door, pool, grouping), decode, lookup, stored)
+        prefill = Prefill(door, pool, grouping, getattr(self._cache, "hash_block_size", None) or 0)
+        return _Live(door, pool, prefill, decode, lookup, stored)
 
     def shutdown(self) -> None:
         live, self._live = self._live, None
@@ -205,6 +219,8 @@ class SchedulerSide:
             if not request_content.is_known(request):
                 return NOT_YET
             self._accept(live, request, live.held.pop(request.request_id))
+            if live.prefill.shortens(request.request_id):
+                return NOT_YET  # vLLM has looked up more of it than it is now
         if live.waiting.comes_back(request.request_id):
             return NOT_YET
         # A handoff goes before the store: P holds blocks for it until it is told what became of them. The store is
@@ -312,8 +328,9 @@ class SchedulerSide:
 
     def _is_idle(self, live: _Live, step: int) -> bool:
         """Whether no step that computes is on its way, and none can be before something arrives."""
-        alone: bool = self._config.parallel_config.data_parallel_size == 1  # else others wait for our steps
-        return alone and live.is_awaited and not live.failures and not self._pace.computes_since(step)
+        return (
+            not self._pace.lock_step and live.is_awaited and not live.failures and not self._pace.computes_since(step)
+        )
 
     @guarded(returns(NO_ANSWER))
     def finished(self, request: Any, tables: Tables) -> tuple[bool, dict[str, Any] | None]:

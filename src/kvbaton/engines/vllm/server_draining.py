@@ -1,7 +1,8 @@
 """A vLLM server that drains: routers send nobody new, and the operator learns when nothing is left.
 
 Law: vLLM is not ended from here. "Nothing" is said only when the server itself says that no request runs or waits, the
-ledger holds nothing for anybody, and both have been so for `QUIET_S`; a server that cannot be asked is never idle.
+ledger holds nothing for anybody, and both have been so for `QUIET_S`; a server that cannot be asked is never idle. An
+engine without a server of its own is asked nothing: the ledger alone decides, since its host knows its requests.
 """
 
 from __future__ import annotations
@@ -16,20 +17,21 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvbaton.control.registry.registry_client import RegistryClient
+from kvbaton.control.registry.registry_group import RegistryGroup
 from kvbaton.control.registry.registry_messages import HeldReport
 
 POLL_S = 0.5
 QUIET_S = 2.0
 ASK_S = 5.0
 
-_GAUGE = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{[^}]*\})? ([0-9.eE+]+)$", re.MULTILINE)
+_GAUGE = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{([^}]*)\})? ([0-9.eE+]+)$", re.MULTILINE)
 
 
-def requests_in(metrics: str) -> int | None:
-    """How many requests run or wait, by vLLM's own gauges; None where they are not told."""
-    found = _GAUGE.findall(metrics)
-    return int(sum(map(float, found))) if found else None
+def requests_in(metrics: str, rank: int | None = None) -> int | None:
+    """How many requests run or wait, by vLLM's own gauges; None where they are not told. `rank`: of that one alone."""
+    label = "" if rank is None else f'engine="{rank}"'
+    found = [float(value) for labels, value in _GAUGE.findall(metrics) if label in labels]
+    return int(sum(found)) if found else None
 
 
 class DrainWatch:
@@ -37,15 +39,18 @@ class DrainWatch:
 
     def __init__(
         self,
-        client: RegistryClient,
+        client: RegistryGroup,
         http_address: str,
         holds: Callable[[], HeldReport],
         closing: threading.Event,
         forget_s: float = 0.0,
+        rank: int | None = None,
     ) -> None:
-        """`forget_s`: routers that get no word may send requests for this long."""
+        """`http_address`: "" where the engine has none. `forget_s`: routers that get no word may send requests for this
+        long. `rank`: of the data-parallel ranks behind that address, the one that drains."""
         self._client = client
-        self._url = f"http://{http_address}/metrics"
+        self._url = f"http://{http_address}/metrics" if http_address else ""
+        self._rank = rank
         self._holds = holds
         self._closing = closing
         self._quiet_since = time.monotonic()
@@ -71,8 +76,10 @@ class DrainWatch:
         return "the end of its last request" if held.nothing and too_soon else str(held)
 
     def _requests(self) -> int | None:
+        if not self._url:
+            return 0
         try:
             with urllib.request.urlopen(self._url, timeout=ASK_S) as answer:
-                return requests_in(answer.read().decode(errors="replace"))
+                return requests_in(answer.read().decode(errors="replace"), self._rank)
         except (OSError, http.client.HTTPException):
             return None

@@ -7,15 +7,20 @@ answer goes to whoever spoke last under that name. Caches of a device go through
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
+from kvbaton.control.addressing import ControlError
+from kvbaton.control.joining.enrolment import Enrolment, enrolled
 from kvbaton.control.keyring import TICKET_KEY_BYTES, Keyring, load
+from kvbaton.control.rank_names import data_parallel_name, engine_and_rank
 from kvbaton.engines.vllm.connector_settings import FIELD, ConnectorSettings
 from kvbaton.engines.vllm.vllm_layout import RankFacts, engine_layout
 from kvbaton.protocol.ids import WorkerId
+from kvbaton.protocol.privileges import Role
 from kvbaton.ranks.device_store import DeviceRankStore, StagingShape
 from kvbaton.ranks.rank_store import LocalShelf
 from kvbaton.ranks.rank_store_host import MakeShelf
@@ -28,13 +33,48 @@ from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu
 _NOBODY = "0" * 32
 
 
-def keyring_of(settings: ConnectorSettings, rank: int = 0) -> Keyring:
-    """Who the engine, or one of its ranks, is. An engine that is alone gets keys that nobody else knows."""
-    if not settings.is_alone:
-        return load(settings.keys, rank_identity(settings.name, rank))
+def enrolment_of(settings: ConnectorSettings, role: Role) -> Enrolment:
+    """Who the engine is. One that is alone gets keys that nobody else knows."""
+    if settings.is_alone:
+        return Enrolment(_alone(settings))
+    with _naming_ranks(settings):
+        return enrolled(settings.credentials(role))
+
+
+def keyring_of(settings: ConnectorSettings, rank: int = 0, role: Role = Role.BOTH) -> Keyring:
+    """Who a rank is, towards a store. A rank of an engine that joins is a member of its own, and so a use of the
+    token: its process has no part in the engine's key."""
+    if settings.is_alone:
+        return _alone(settings)
+    if not settings.joins:
+        with _naming_ranks(settings):
+            return load(settings.keys, rank_identity(settings.name, rank))
+    enrolment = enrolled(settings.credentials(role, f"r{rank}"))
+    if enrolment.member is not None:
+        enrolment.member.start()  # for as long as this process lives
+    return enrolment.keyring
+
+
+def _alone(settings: ConnectorSettings) -> Keyring:
     public, secret = (key.decode() for key in zmq.curve_keypair())
     name = WorkerId(settings.name)
     return Keyring(name, public, secret, {name: public}, (secrets.token_bytes(TICKET_KEY_BYTES),))
+
+
+@contextlib.contextmanager
+def _naming_ranks(settings: ConnectorSettings) -> Iterator[None]:
+    """A missing key of a data-parallel rank is answered with the command that mints those of all ranks."""
+    try:
+        yield
+    except ControlError as error:
+        of = engine_and_rank(settings.name)
+        if of is None or "is missing" not in str(error):
+            raise
+        ranks = " ".join(f"{data_parallel_name(of[0], rank)}:ROLE" for rank in range(max(2, of[1] + 1)))
+        raise ControlError(
+            f"{error}. Each data-parallel rank of {of[0]} is a member with a key of its own; mint them with: "
+            f"kvbaton keys add {settings.keys} {ranks} … (ROLE: prefill, decode or both)"
+        ) from None
 
 
 def rank_identity(name: str, rank: int) -> str:
@@ -49,10 +89,11 @@ def rank_shelf(
     ranks: int,
     memories: Sequence[memoryview] | Sequence[DeviceMemory],
     gpu: Callable[[int], Gpu] = CudaGpu,
+    role: Role = Role.BOTH,
 ) -> MakeShelf | None:
     """What makes this rank's shelf, once its engine is known; None without a store. Raises what is told at start.
 
-    `gpu`: of the device that the memory is on.
+    `gpu`: of the device that the memory is on. `role`: of the engine.
     """
     if not settings.store:
         return None
@@ -66,7 +107,10 @@ def rank_shelf(
             StagingShape(values, on_device)
     except NotStorable as error:
         raise ValueError(f"{FIELD}.store: {error}") from None
-    keyring = keyring_of(settings, rank if isinstance(place, Served) else 0)
+    if isinstance(place, Served):
+        keyring = keyring_of(settings, rank, role)
+    else:  # which asks for no key of ours
+        keyring = _alone(settings) if settings.joins else keyring_of(settings)
     make, _ = opener(place, keyring, ranks=ranks, server=settings.store_name)
 
     def made(compat: str) -> RankStoreInterface:

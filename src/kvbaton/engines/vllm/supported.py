@@ -17,8 +17,6 @@ import msgspec
 from kvbaton.engines.vllm.connector_settings import FIELD, ConnectorSettings
 from kvbaton.transports import catalogue
 
-RANK_OF_ENGINE = re.compile(r"_dp\d+\Z")
-"""What vLLM appends to the engine id of each data-parallel rank; of rank 0 of a dense model nothing else is left."""
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """PyTorch reads the first that is set; vLLM itself looks at the second alone."""
 EXPANDABLE = re.compile(r"expandable_segments\s*:\s*True")
@@ -44,8 +42,9 @@ def refusals(asked: AskedConfig) -> Iterator[tuple[str, str]]:
     """(what was found and why it cannot work, what to change): also for `kvbaton doctor`, which asks before vLLM."""
     if asked.nodes > 1:
         yield (
-            f"nnodes: {asked.nodes}: ranks on other hosts are not supported by this version",
-            "leave out --nnodes, run one engine on each host, and let the router choose among them",
+            f"nnodes: {asked.nodes}: tensor- and pipeline-parallel ranks of one engine on several hosts are not "
+            "supported by this version: an engine is reached at one address",
+            "leave out --nnodes and let each data-parallel rank, or one engine, fit on one host",
         )
     if asked.ranks > 1 and asked.executor in SCATTERED:
         yield (
@@ -96,7 +95,7 @@ def asked_of(vllm_config: Any, transport: str, environment: Mapping[str, str] = 
         sleeps=bool(getattr(model, "enable_sleep_mode", False)),
         cumem=bool(getattr(model, "enable_cumem_allocator", False)),
         allocator=allocator_of(environment),
-        nodes=getattr(parallel, "nnodes", 1),
+        nodes=getattr(parallel, "nnodes_within_dp", getattr(parallel, "nnodes", 1)),
         executor=executor,
         ranks=getattr(parallel, "world_size", 1),
     )
@@ -119,7 +118,7 @@ def check(vllm_config: Any, settings: ConnectorSettings, outer: Any = None) -> N
     `outer` is vLLM's own configuration, where it can be seen: in a MultiConnector each child gets another.
     """
     transfers = [vllm_config.kv_transfer_config, getattr(outer, "kv_transfer_config", None)]
-    _check_parallel(vllm_config, [each for each in transfers if each is not None])
+    _check_parallel(vllm_config.parallel_config)
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
         raise ValueError("kvbaton: calculate_kv_scales makes the KV of two engines differ; use static scales")
     for found, fix in refusals(asked_of(vllm_config, settings.transport)):
@@ -128,33 +127,15 @@ def check(vllm_config: Any, settings: ConnectorSettings, outer: Any = None) -> N
     _check_storing(settings, vllm_config.kv_transfer_config.kv_load_failure_policy)
 
 
-def _check_parallel(vllm_config: Any, transfers: list[Any]) -> None:
-    parallel = vllm_config.parallel_config
+def _check_parallel(parallel: Any) -> None:
     for field in SPLIT:
         if getattr(parallel, field, 1) > 1:
             raise ValueError(f"kvbaton: {field} above 1 is not supported by this version; run that many engines")
-    for found in _data_parallel(parallel, transfers):
+    if getattr(parallel, "enable_elastic_ep", False):
         raise ValueError(
-            f"kvbaton: data parallelism is not supported by this version ({found}): all ranks would have one name, and "
-            "half of the handoffs would reach another rank. Leave out --data-parallel-size and what belongs to it, run "
-            "that many engines, each with a name of its own, and let the router choose among them"
+            "kvbaton: enable_elastic_ep: ranks that come, go and change places while they serve are not supported by "
+            "this version. Next: leave out --enable-elastic-ep, and start another engine to scale"
         )
-
-
-def _data_parallel(parallel: Any, transfers: list[Any]) -> Iterator[str]:
-    """By what one rank can be seen to be of several. A dense model's ranks are told that there is one of them."""
-    if getattr(parallel, "data_parallel_size", 1) > 1:
-        yield f"data_parallel_size is {parallel.data_parallel_size}"
-    for field in ("data_parallel_index", "data_parallel_rank"):
-        if getattr(parallel, field, 0) > 0:
-            yield f"{field} is {getattr(parallel, field)}"
-    for field in ("data_parallel_external_lb", "data_parallel_hybrid_lb"):
-        if getattr(parallel, field, False):
-            yield f"{field} is set"
-    for transfer in transfers:
-        engine_id = str(getattr(transfer, "engine_id", ""))
-        if RANK_OF_ENGINE.search(engine_id):
-            yield f"engine_id is {engine_id!r}"
 
 
 def _check_role(settings: ConnectorSettings, transfer: Any, outer: Any) -> None:

@@ -2,8 +2,9 @@
 
     python -m kvbaton.engines.vllm.tiny_model --kind llama --seed 1 DIRECTORY
 
-`llama`, `mla` and `gemma3` are of shapes that CPUs can serve; `small` and `latent` are their like with heads as wide as
-the attention kernels of GPUs want them; `8b` is a shape alone, without weights: for timing, with `--load-format dummy`.
+`llama`, `mla`, `gemma3` and those whose layers keep a state (`tiny_hybrids`) are of shapes that CPUs can serve; `small`
+and `latent` are their like with heads as wide as the attention kernels of GPUs want them; `8b` is a shape alone,
+without weights: for timing, with `--load-format dummy`.
 
 They say nothing sensible, and are made so that a wrong KV shows: attention is sharp and as strong as the residual, so
 that the answer hangs on every part of the prompt, and logits are far apart, so that rounding does not change the
@@ -27,8 +28,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-Kind = Literal["llama", "mla", "gemma3", "small", "latent", "8b"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+from kvbaton.engines.vllm.tiny_hybrids import HYBRIDS, Hybrid, hybrid, randomize_state
+
+Plain = Literal["llama", "mla", "gemma3", "small", "latent", "8b"]
+Kind = Plain | Hybrid
+KINDS: tuple[Kind, ...] = (*get_args(Plain), *HYBRIDS)
 FORMAT = 1  # raise when the same kind and seed would give other weights
 MARK = "kvbaton-model.json"
 POSITIONS_MAX = 4096
@@ -156,6 +160,8 @@ def _model(kind: Kind, tokenizer: Any) -> Any:
     import transformers
 
     shared = _shared(tokenizer)
+    if kind in HYBRIDS:
+        return hybrid(kind, shared)
     if kind == "small":
         wide = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "head_dim": 64}
         config = transformers.LlamaConfig(**shared | wide, num_hidden_layers=8, num_key_value_heads=8)
@@ -186,10 +192,10 @@ def _randomize(model: Any, printable: list[int]) -> None:
         for name, weight in model.named_parameters():
             if "q_norm" in name or "k_norm" in name:
                 weight.fill_(0.6)  # Gemma's norms multiply by 1 + weight
-            elif "norm" in name:
+            elif "norm" in name or randomize_state(name, weight):
                 continue
-            elif "embed_tokens" in name:
-                weight.normal_(0.0, 1.0 / getattr(model.model.embed_tokens, "scalar_embed_scale", 1.0))
+            elif "embed" in name:
+                weight.normal_(0.0, 1.0 / getattr(model.get_input_embeddings(), "scalar_embed_scale", 1.0))
             elif "lm_head" in name:
                 weight.normal_(0.0, 4.0 / weight.shape[-1] ** 0.5)  # logits of 4
                 hidden = torch.ones(len(weight), dtype=torch.bool)
@@ -201,7 +207,9 @@ def _randomize(model: Any, printable: list[int]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tiny_model", description="Write a model of random weights for vLLM.")
-    parser.add_argument("--kind", choices=KINDS, default="llama", help="grouped heads, a latent, or sliding windows")
+    parser.add_argument(
+        "--kind", choices=KINDS, default="llama", help="grouped heads, a latent, sliding windows, or states"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of its weights")
     parser.add_argument("--under", action="store_true", help="make a directory within DIRECTORY, named after the model")
     parser.add_argument("directory", type=Path, metavar="DIRECTORY")

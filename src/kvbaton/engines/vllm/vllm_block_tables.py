@@ -1,6 +1,7 @@
 """Block tables as vLLM gives them, per vLLM group, turned into the lists per group that the protocol knows.
 
-Law: vLLM's null block (id 0, out of a window) is `NO_BLOCK` past this module, and is never touched.
+Laws: vLLM's null block (id 0, out of a window) is `NO_BLOCK` past this module, and is never touched. Of a group of
+states the list is one block: the state after the tokens in question. One that is not there is an error, never a gap.
 """
 
 from __future__ import annotations
@@ -19,37 +20,58 @@ Tables = Sequence[Sequence[int]]
 class Grouping:
     """How the protocol's groups relate to vLLM's."""
 
-    def __init__(self, layout: EngineLayout, vllm_groups: tuple[int, ...]) -> None:
+    def __init__(self, layout: EngineLayout, vllm_groups: tuple[int, ...], state_blocks: int = 0) -> None:
+        """`state_blocks`: of a group of states, how many computing a request takes."""
         self.layout = layout
         self.vllm_groups = vllm_groups
         self.count = len(vllm_groups)
         self.block_tokens = tuple(group.block_tokens for group in layout.groups)
-        self.windowed = tuple(group.kind in (GroupKind.SLIDING, GroupKind.CHUNKED) for group in layout.groups)
-        """Groups whose blocks vLLM drops while a request goes on."""
-        self.slides = any(self.windowed)
+        self.states = tuple(group.kind is GroupKind.STATE for group in layout.groups)
+        windowed = (group.kind in (GroupKind.SLIDING, GroupKind.CHUNKED) for group in layout.groups)
+        self.at_end = tuple(map(any, zip(windowed, self.states, strict=True)))
+        """Groups whose blocks vLLM drops, or overwrites, while a prompt goes on: pinned with its last chunk."""
+        self.stateful = any(self.states)
+        self.slides = any(late and not state for late, state in zip(self.at_end, self.states, strict=True))
+        self.state_blocks = state_blocks
 
     def needed(self, tokens: int) -> tuple[int, ...]:
         """How many blocks of each group hold that many tokens."""
-        return tuple(needed_blocks(tokens, size) for size in self.block_tokens)
+        sizes = zip(self.states, self.block_tokens, strict=True)
+        return tuple(1 if state else needed_blocks(tokens, size) for state, size in sizes)
 
     def whole(self, tokens: int) -> tuple[int, ...]:
-        """How many blocks of each group that many tokens fill."""
-        return tuple(tokens // size for size in self.block_tokens)
+        """How many blocks of each group that many tokens fill, where that is not the end."""
+        sizes = zip(self.at_end, self.block_tokens, strict=True)
+        return tuple(0 if late else tokens // size for late, size in sizes)
 
-    def cut(self, tables: Tables, first: Sequence[int], last: Sequence[int]) -> Groups:
-        """Blocks `first` to `last` of each group. ValueError when a table is too short."""
+    def first(self, token: int) -> tuple[int, ...]:
+        """The place of that token in each group's list."""
+        return tuple(0 if state else token // size for state, size in zip(self.states, self.block_tokens, strict=True))
+
+    def cut(self, tables: Tables, first: Sequence[int], last: Sequence[int], tokens: int = 0) -> Groups:
+        """Blocks `first` to `last` of each group, of a request of which `tokens` tokens are computed or loaded.
+
+        ValueError when a table is too short, or has no such state.
+        """
         found = []
         for group, (number, lo, hi) in enumerate(zip(self.vllm_groups, first, last, strict=True)):
-            ids = tables[number]
+            ids, state = tables[number], self.states[group] and lo < hi
+            if state:
+                lo = needed_blocks(tokens, self.block_tokens[group]) - 1
+                hi = lo + 1
             if len(ids) < hi:
                 raise ValueError(f"group {group}: {len(ids)} blocks in the table, {hi} needed")
             part = tuple(map(int, ids[lo:hi]))
-            found.append(
-                part
-                if NULL_BLOCK_ID not in part
-                else tuple(each if each != NULL_BLOCK_ID else NO_BLOCK for each in part)
-            )
+            if NULL_BLOCK_ID in part:
+                if state:
+                    raise ValueError(f"group {group}: no state after {tokens} tokens in the table")
+                part = tuple(each if each != NULL_BLOCK_ID else NO_BLOCK for each in part)
+            found.append(part)
         return tuple(found)
+
+    def of_states(self, blocks: Groups) -> tuple[int, ...]:
+        """The blocks among these lists that are states."""
+        return tuple(each for state, ids in zip(self.states, blocks, strict=True) if state for each in ids)
 
 
 def real(blocks: Groups) -> tuple[int, ...]:

@@ -65,6 +65,22 @@ def device_page(vllm_config: Any, page: str) -> str:
     return f"{page}, {' '.join(backends)}"
 
 
+def state_page(device: str) -> str:
+    """How a state is ordered inside: by the layout of convolutions, and on CPUs by the instructions of the kernels."""
+    from vllm.model_executor.layers.mamba import mamba_utils
+
+    layout = mamba_utils.get_conv_state_layout()
+    return f"states {layout}" if device != "cpu" else f"states {layout} {_cpu_instructions()}"
+
+
+def _cpu_instructions() -> str:
+    import torch
+
+    named = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    found = (name for name in named if getattr(torch.cpu, name, lambda: False)())
+    return next(found, platform.machine()).removeprefix("_is_").removesuffix("_supported")
+
+
 def config_digest(hf_config: Any) -> str:
     """A digest of the model's configuration, without what differs between machines."""
     fields = _stable(hf_config.to_dict())

@@ -5,17 +5,20 @@ numbers and not other code. What cannot be described is refused at start, by the
 
 On CPU vLLM's attention keeps each head's K and then its V in an order of its own (by block size and instruction set),
 so a head of a block is the smallest thing that moves. Elsewhere, and for MLA, rows of tokens are, and block sizes may
-differ.
+differ. A layer's state moves whole, whatever tensors it consists of, and from a rank to the same rank (decision 0019).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import msgspec
 
+from kvbaton.engines.vllm.cache_specs import ONE_LATENT, kind_of, window_of
 from kvbaton.protocol.geometry.layout import (
+    NAME_CHARS_MAX,
     Cell,
     EngineLayout,
     Group,
@@ -27,14 +30,6 @@ from kvbaton.protocol.geometry.layout import (
     Share,
     validate,
 )
-
-KINDS: Mapping[str, GroupKind] = {
-    "MLAAttentionSpec": GroupKind.LATENT,
-    "SlidingWindowSpec": GroupKind.SLIDING,
-    "ChunkedLocalAttentionSpec": GroupKind.CHUNKED,
-    "FullAttentionSpec": GroupKind.FULL,
-}
-"""By the class of vLLM's spec. Subclasses that are not listed keep other things in their pages, and are refused."""
 
 
 class GroupFacts(msgspec.Struct, frozen=True):
@@ -92,7 +87,10 @@ def regions_of(tensors: Mapping[str, Any]) -> list[Any]:
     found: dict[int, Any] = {}
     for name, tensor in tensors.items():
         if not hasattr(tensor, "untyped_storage"):
-            raise ValueError(f"layer {name}: its cache is a {type(tensor).__name__}; states are not handed over yet")
+            raise ValueError(
+                f"layer {name}: its cache is a {type(tensor).__name__}, not one tensor; states are handed over with "
+                "vLLM 0.32 or newer"
+            )
         storage = tensor.untyped_storage()
         found.setdefault(storage.data_ptr(), storage)
     return list(found.values())
@@ -159,30 +157,32 @@ def _layer(name: str, tensor: Any, starts: Sequence[int]) -> VllmLayer:
         tuple(tensor.shape),
         tuple(stride * item for stride in tensor.stride()),
         item,
-        str(tensor.dtype).removeprefix("torch."),
+        _plain(tensor.dtype),
     )
 
 
 def _group(
     number: int, group: Any, spec: Any, layers: list[VllmLayer], blocks: int, parallel: Parallel, opaque: bool
 ) -> GroupFacts:
-    kind = KINDS.get(type(spec).__name__)
-    if kind is None:
-        raise ValueError(f"layer {layers[0].name}: caches of kind {type(spec).__name__} are not handed over yet")
     shape = layers[0]
-    opaque = opaque and kind is not GroupKind.LATENT
-    interior = _opaque_page(shape, blocks) if opaque else _rows(shape, blocks, spec.block_size)
-    heads, start = _heads(interior.heads, parallel, latent=kind is GroupKind.LATENT)
-    window = {GroupKind.SLIDING: "sliding_window", GroupKind.CHUNKED: "attention_chunk_size"}.get(kind)
+    kind = kind_of(shape.name, spec)
+    latent = type(spec).__name__ in ONE_LATENT
+    if kind is GroupKind.STATE:
+        interior = _state(shape, blocks, spec)
+        heads, start = (1, 0) if getattr(spec, "tp_replicated", False) else (parallel.tp_size, parallel.tp)
+    else:
+        is_opaque = opaque and not latent
+        interior = _opaque_page(shape, blocks) if is_opaque else _rows(shape, blocks, spec.block_size)
+        heads, start = _heads(interior.heads, parallel, latent=latent)
     return GroupFacts(
         vllm_group=number,
         kind=kind,
         block_tokens=spec.block_size,
-        window=getattr(spec, window) if window else 0,
+        window=window_of(spec, kind),
         heads=heads,
         head_start=start,
         head_count=interior.heads,
-        dtype=str(getattr(spec, "dtype", shape.dtype)).removeprefix("torch."),
+        dtype=_told(spec) if kind is GroupKind.STATE else _plain(getattr(spec, "dtype", shape.dtype)),
         optional=bool(getattr(group, "is_eagle_group", False)),
         cells=interior.cells,
         planes=interior.planes,
@@ -219,6 +219,30 @@ def _rows(layer: VllmLayer, blocks: int, block_tokens: int) -> _Interior:
         raise _odd(layer, f"heads that lie together across {ratio} kernel blocks")
     cell = Cell("kv", shape[3] * layer.item)
     return _Interior(shape[1], strides[0] * ratio, (cell,), (Plane(0, strides[1], strides[2]),))
+
+
+def _state(layer: VllmLayer, blocks: int, spec: Any) -> _Interior:
+    """[block, bytes of all the state's tensors]; the rest of the page is padding."""
+    shape, strides = layer.shape, layer.strides
+    size = int(spec.state_content_size_bytes)
+    inside = range(1, len(shape))
+    dense = all(shape[at] == 1 or strides[at] == layer.item * prod(shape[at + 1 :]) for at in inside)
+    if shape[0] != blocks or prod(shape[1:]) * layer.item != size or not dense or strides[0] < size:
+        raise _odd(layer, f"{blocks} states of {size} bytes")
+    return _Interior(1, strides[0], (Cell("state", size, Per.PAGE),), (Plane(0, 0, 0),))
+
+
+def _told(spec: Any) -> str:
+    """A state's tensors, as both sides must have them."""
+    kind = getattr(spec.mamba_type, "name", spec.mamba_type)
+    tensors = " ".join(
+        f"{'x'.join(map(str, shape))}:{_plain(dtype)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)
+    )
+    return f"{kind} {tensors}"[:NAME_CHARS_MAX]
+
+
+def _plain(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _odd(layer: VllmLayer, expected: str) -> ValueError:

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 import kvbaton
+from kvbaton.control.joining.member_names import AUTO
+from kvbaton.control.rank_names import data_parallel_name
 from kvbaton.engines.vllm import guard
 from kvbaton.engines.vllm.guard import guarded, returns
 from kvbaton.engines.vllm.metrics_outbox import Tray
@@ -41,6 +43,10 @@ AS_NIXL_HISTOGRAMS = {
     metric_names.STAGE_SECONDS.name: ("vllm:nixl_xfer_time_seconds", "How long copies took.", metric_names.SECONDS),
     metric_names.HANDOFF_BYTES.name: ("vllm:nixl_bytes_transferred", "Bytes of a handoff.", metric_names.SIZES),
 }
+ROLES = {"kv_producer": "prefill", "kv_consumer": "decode", "kv_both": "both"}
+OWN_LABELS = 2
+"""Role and name of the worker, after vLLM's own labels."""
+UNNAMED = "none"
 ROWS_MAX = 8192
 EVERY_S = 0.1
 """How often an engine's own figures are looked at."""
@@ -95,7 +101,7 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
                 self.data[part] = type(empty)(known[part])  # vLLM shows one report to several readers
 
     def reset(self) -> None:
-        self.data: dict[str, Any] = {"counts": {}, "gauges": {}, "rows": []}
+        self.data: dict[str, Any] = {"counts": {}, "gauges": {}, "rows": [], "worker": ""}
 
     @classmethod
     def of(cls, side: SchedulerSide) -> BatonStats | None:
@@ -111,10 +117,11 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
             counts[f"ends_total {reason}"] += count
         told = reporting.told  # also what is zero is told once: Prometheus does not see a series' first step
         fresh = {name: count - told[name] for name, count in counts.items() if name not in told or count != told[name]}
-        gauges = node_figures.gauges(ledger, time.monotonic())
+        gauges = node_figures.gauges(ledger, time.monotonic(), node.facts.blocks)
         # whole seconds, so that a gauge that only ages does not make news of every step
         gauges["oldest_lease_seconds"] = float(int(gauges["oldest_lease_seconds"]))
         gauges["pinned_blocks"] = node.doorway.pinned_blocks + side.stored.held_blocks
+        gauges["pinned_ratio"] = round(gauges["pinned_blocks"] / node.facts.blocks, 4)
         gauges["store_pins"] = node.doorway.put_blocks + side.stored.held_blocks
         gauges["mapped_bytes"] = presence.links.mapped_bytes()
         rows = reporting.tray.take()
@@ -122,7 +129,7 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
             return None
         told.update(fresh)
         reporting.gauges_told = gauges
-        return cls({"counts": fresh, "gauges": gauges, "rows": rows})
+        return cls({"counts": fresh, "gauges": gauges, "rows": rows, "worker": str(node.peer.worker)})
 
     @guarded(lambda self, other: self)
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -131,6 +138,7 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
             if isinstance(count, int | float):
                 counts[name] = counts.get(name, 0) + count
         self.data["gauges"].update(more["gauges"])
+        self.data["worker"] = more["worker"] or self.data["worker"]
         self.data["rows"] = [*self.data["rows"], *more["rows"]][-ROWS_MAX:]
         return self
 
@@ -163,6 +171,8 @@ class BatonMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._counter_cls: Any = _without_created(self._counter_cls)
+        self._histogram_cls: Any = _without_created(self._histogram_cls)
         self._made = {metric.name: self._make(metric, labelnames) for metric in metric_names.of(Where.VLLM)}
         self._nixl = {
             name: self._counter_cls(theirs, text, labelnames=labelnames) for name, (theirs, text) in AS_NIXL.items()
@@ -171,16 +181,27 @@ class BatonMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             name: self._histogram_cls(theirs, text, buckets=buckets, labelnames=labelnames)
             for name, (theirs, text, buckets) in AS_NIXL_HISTOGRAMS.items()
         }
-        worker = str((vllm_config.kv_transfer_config.kv_connector_extra_config or {}).get("name", ""))
+        config = vllm_config.kv_transfer_config
+        self._role = ROLES.get(str(getattr(config, "kv_role", "")), "both")
+        self._labels: dict[int, list[str]] = {}  # vLLM's, role and name, by engine
+        name = str((config.kv_connector_extra_config or {}).get("name", ""))
+        if name not in ("", AUTO):  # else the first report says it
+            for engine in per_engine_labelvalues:
+                self._begin(engine, data_parallel_name(name, engine) if len(per_engine_labelvalues) > 1 else name)
+
+    def _begin(self, engine: int, worker: str) -> list[str]:
+        """Series that are there before anything happened: Prometheus misses the first increment of any other."""
+        theirs = [str(value) for value in self.per_engine_labelvalues[engine]]
+        labels = self._labels[engine] = [*theirs, self._role, worker]
         build = metric_names.BUILD.labelled((kvbaton.__version__, str(Where.VLLM), worker))
-        for values in per_engine_labelvalues.values():
-            labels = [str(value) for value in values]
-            self._made[metric_names.BUILD.name].labels(*labels, *build).set(1)
-            for metric, own in _from_start():
-                self._made[metric.name].labels(*labels, *own)
+        self._made[metric_names.BUILD.name].labels(*theirs, *build).set(1)
+        for metric, own in _from_start():
+            self._made[metric.name].labels(*labels, *own)
+        return labels
 
     def _make(self, metric: Metric, labelnames: list[str]) -> Any:
-        labels = [*labelnames, *metric.label_names]
+        ours = [] if metric is metric_names.BUILD else ["role", "worker"]
+        labels = [*labelnames, *ours, *metric.label_names]
         if metric.kind is MetricKind.COUNTER:
             return self._counter_cls(metric.name, metric.help, labelnames=labels)
         if metric.kind is MetricKind.HISTOGRAM:
@@ -189,8 +210,8 @@ class BatonMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
     @guarded(returns(None))
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        labels = [str(value) for value in self.per_engine_labelvalues[engine_idx]]
         told = BatonStats(transfer_stats_data).data
+        labels = self._labels.get(engine_idx) or self._begin(engine_idx, told["worker"] or UNNAMED)
         for key, count in told["counts"].items():
             self._count(key, count, labels)
         for name, value in told["gauges"].items():
@@ -205,7 +226,7 @@ class BatonMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         own = metric.labelled(tuple(label.split(":", len(metric.labels) - 1))) if metric.labels else ()
         self._made[metric.name].labels(*labels, *own).inc(count)
         if metric.name in AS_NIXL and label != DELIVERED:
-            self._nixl[metric.name].labels(*labels).inc(count)
+            self._nixl[metric.name].labels(*labels[:-OWN_LABELS]).inc(count)
 
     @guarded(returns(None))
     def _set(self, name: str, value: float, labels: list[str]) -> None:
@@ -221,7 +242,18 @@ class BatonMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             return
         series.observe(value)
         if metric is metric_names.HANDOFF_BYTES or (metric is metric_names.STAGE_SECONDS and own[0] == "copy"):
-            self._nixl[metric.name].labels(*labels).observe(value)
+            self._nixl[metric.name].labels(*labels[:-OWN_LABELS]).observe(value)
+
+
+def _without_created(kind: Any) -> Any:
+    """The same kind of metric without the series `…_created`, which doubles a page and no rule here reads."""
+    if not hasattr(kind, "_child_samples"):  # of another system, such as Ray's
+        return kind
+
+    def samples(self: Any) -> Any:
+        return tuple(each for each in kind._child_samples(self) if each.name != "_created")
+
+    return type(kind.__name__, (kind,), {"_child_samples": samples})
 
 
 class NoMetrics(KVConnectorPromMetrics):  # type: ignore[misc]

@@ -19,13 +19,18 @@ NEEDED = (
     "get_transfer_results",
     "bind_kv_cache_manager",
 )
+NEEDED_FOR_STATES = ("get_loaded_kv_cache_group_ids",)
+"""Without it vLLM zeroes the blocks of a load before the step that follows, and with them what has arrived."""
 
 
-def check(base: type[Any]) -> None:
-    """RuntimeError when this vLLM's connector base has not what kvbaton needs."""
+def check(base: type[Any], *, stateful: bool = False) -> None:
+    """RuntimeError when this vLLM's connector base has not what kvbaton needs, for a model with states or without."""
     missing = [name for name in NEEDED if not hasattr(base, name)]
     if missing:
         raise unsupported(f"no KVConnectorBase_V1.{missing[0]}")
+    missing = [name for name in NEEDED_FOR_STATES if stateful and not hasattr(base, name)]
+    if missing:
+        raise unsupported(f"no KVConnectorBase_V1.{missing[0]}, which models with states (Mamba) need")
 
 
 def unsupported(lack: str) -> RuntimeError:

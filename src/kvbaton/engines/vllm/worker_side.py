@@ -22,6 +22,7 @@ from kvbaton.engines.vllm.layer_events import HostClock, LayerClock, spoken_of
 from kvbaton.engines.vllm.step_metadata import BatonStep, Leaving, RankCard, StepDone
 from kvbaton.engines.vllm.store_setup import rank_shelf
 from kvbaton.engines.vllm.vllm_layout import Parallel, RankFacts, rank_facts
+from kvbaton.protocol.geometry.layout import GroupKind
 from kvbaton.protocol.geometry.progress import GroupProgress
 from kvbaton.protocol.ids import LeaseId
 from kvbaton.ranks.rank_host import RankHost
@@ -55,7 +56,9 @@ class WorkerSide:
         cache = self._memory = cache_of(tensors)
         facts = cache.paged(rank_facts(tensors, self._cache, parallel, opaque_pages=cache.kind == CPU), self._config)
         rank = parallel.pp * parallel.tp_size + parallel.tp
-        shelf = rank_shelf(self._settings, facts, rank, self._config.parallel_config.world_size, cache.memories)
+        role = self._settings.plays(self._config.kv_transfer_config)
+        ranks = self._config.parallel_config.world_size
+        shelf = rank_shelf(self._settings, facts, rank, ranks, cache.memories, role=role)
         self._host = RankHost(rank, planes_over(cache, self._settings), self._settings.control_host, shelf=shelf)
         interpreter.share()
         self._host.start()
@@ -127,10 +130,14 @@ class WorkerSide:
             host.progressed(LeaseId(each.lease), self._progress(each, done))
 
     def _progress(self, leaving: Leaving, done: tuple[int, ...]) -> tuple[GroupProgress, ...]:
-        """`done` layers of each group have what this step adds, the others what was there before it."""
+        """`done` layers of each group have what this step adds, the others what was there before it; states never."""
         assert self._facts is not None
         return tuple(
-            GroupProgress(has) if count == len(group.layers) else GroupProgress(had, has, count)
+            GroupProgress(has)
+            if count == len(group.layers)
+            else GroupProgress(had, has, count)
+            if count
+            else GroupProgress(had)
             for group, count, had, has in zip(self._facts.groups, done, leaving.had, leaving.has, strict=True)
         )
 
@@ -138,10 +145,12 @@ class WorkerSide:
 def layers_done(facts: RankFacts) -> dict[str, tuple[int, ...]]:
     """For each layer, how many of each group are computed once it is; empty where vLLM's order is not understood.
 
-    Layers are computed in the order of the numbers in their names, whatever group they are in.
+    Layers are computed in the order of the numbers in their names, whatever group they are in. vLLM says nothing of
+    layers with states.
     """
-    order = sorted((_layer_number(name), index) for index, group in enumerate(facts.groups) for name in group.layers)
-    for index, group in enumerate(facts.groups):
+    spoken = [(index, group) for index, group in enumerate(facts.groups) if group.kind is not GroupKind.STATE]
+    order = sorted((_layer_number(name), index) for index, group in spoken for name in group.layers)
+    for index, group in spoken:
         if [name for (_, name), of in order if of == index] != list(group.layers):
             return {}
     found: dict[str, tuple[int, ...]] = {}

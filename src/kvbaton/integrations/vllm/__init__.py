@@ -1,7 +1,7 @@
 """vLLM's side of kvbaton: `"kv_connector": "BatonConnector", "kv_connector_module_path": "kvbaton.integrations.vllm"`.
 
-Importing this package costs nothing and needs no vLLM; the connector is loaded when vLLM asks for it by name, which it
-does in every one of its processes.
+Importing this package is cheap and needs no vLLM; the connector is loaded when vLLM looks it up by name, in every one
+of its processes.
 """
 
 from __future__ import annotations

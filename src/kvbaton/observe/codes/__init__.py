@@ -1,5 +1,5 @@
-"""Every word by which kvbaton says that something went wrong, and what to do about each.
+"""The catalogue of failure reasons, API error codes, log codes and doctor findings, with advice for each.
 
 Law: data only. A reason, an error code of the API, a code in a log line and a finding of `kvbaton doctor` each have one
-entry; tests hold the entries to the code that says them, both ways. Start at `catalogue.find`.
+entry; tests compare the entries with the sources in both directions. Start at `code_catalogue.find`.
 """

@@ -1,6 +1,6 @@
-"""All words by kind, and how one is looked up.
+"""All codes by kind, and their lookup.
 
-Law: whoever types a word finds it however they write it: case, brackets and `-` against `_` do not matter.
+Law: lookup ignores case, brackets and the difference between `-` and `_`.
 """
 
 from __future__ import annotations
@@ -8,18 +8,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from kvbaton.observe.codes import api, findings, logs, reasons
+from kvbaton.observe.codes import api, findings, logs, reasons, statuses
 from kvbaton.observe.codes.entry import CodeEntry, CodeKind
 
 CATALOGUE: dict[CodeKind, tuple[CodeEntry, ...]] = {
     CodeKind.REASON: reasons.entries(),
     CodeKind.API: api.CODES,
+    CodeKind.STATUS: statuses.CODES,
     CodeKind.LOG: tuple(sorted(logs.CODES, key=lambda entry: entry.code)),
     CodeKind.FINDING: tuple(sorted(findings.CODES, key=lambda entry: entry.code)),
 }
 TITLES: dict[CodeKind, str] = {
     CodeKind.REASON: "Failure reasons",
     CodeKind.API: "API error codes",
+    CodeKind.STATUS: "HTTP statuses of workers",
     CodeKind.LOG: "Log codes",
     CodeKind.FINDING: "Findings of kvbaton doctor",
 }
@@ -31,13 +33,15 @@ def every() -> Iterator[CodeEntry]:
 
 
 def find(word: str) -> list[CodeEntry]:
-    """What is known of a word; a reason and an error code may share one."""
+    """The entries of a code; a reason and an error code may share one."""
     wanted = _plain(word)
-    return [entry for entry in every() if _plain(entry.code) == wanted]
+    known = [entry for entry in every() if _plain(entry.code) == wanted]
+    other = None if known else statuses.find(wanted)
+    return known if other is None else [other]
 
 
 def close(word: str, count: int = 1) -> list[str]:
-    """The codes that may have been meant."""
+    """Known codes that are spelled similarly, for "did you mean"."""
     known = {_plain(entry.code): entry.code for entry in every()}
     return [known[each] for each in difflib.get_close_matches(_plain(word), known, count, CLOSE_ENOUGH)]
 

@@ -1,6 +1,6 @@
 """One entry of the catalogue: a code and its advice.
 
-Law: an entry says what the word means, who must act, why it usually happens, and the next step; the last one always.
+Law: an entry says what the code means, who must act, the usual causes, and always the next step.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import msgspec
 
 
 class CodeKind(enum.StrEnum):
-    """Where a word is met."""
+    """Where a code appears."""
 
     REASON = "reason"  # why a handoff failed
-    API = "api"  # `error.code` in an HTTP answer
-    LOG = "log"  # in brackets at the beginning of a log line
+    API = "api"  # `error.code` in an HTTP response
+    STATUS = "status"  # HTTP status of a worker's refusal that has no such code
+    LOG = "log"  # in brackets at the start of a log line
     FINDING = "finding"  # of `kvbaton doctor`
 
 
@@ -25,20 +26,20 @@ class Who(enum.StrEnum):
     CALLER = "caller"  # the client or router that sent the request
     PEER = "peer"  # the other engine
     OPERATOR = "operator"  # configuration, capacity, network
-    NOBODY = "nobody"  # an ordinary course of events
-    MAKERS = "makers"  # of kvbaton: a bug to report
+    NOBODY = "nobody"  # part of normal operation
+    MAKERS = "makers"  # the maintainers of kvbaton: a bug to report
 
 
 class Severity(enum.StrEnum):
-    """How bad a finding is."""
+    """How severe a finding is."""
 
-    ERROR = "error"  # it will fail, or be unsafe
-    WARNING = "warning"  # it may fail, or be slow
+    ERROR = "error"  # it will fail or be unsafe
+    WARNING = "warning"  # it may fail or be slow
     NOTE = "note"  # worth knowing
 
 
 class CodeEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """One word of the catalogue."""
+    """One code of the catalogue."""
 
     code: str
     kind: CodeKind
@@ -47,7 +48,7 @@ class CodeEntry(msgspec.Struct, frozen=True, kw_only=True):
     causes: tuple[str, ...] = ()
     do: tuple[str, ...]
     look: tuple[str, ...] = ()
-    status: int = 0  # of an HTTP answer; 0: of none, or of several
+    status: int = 0  # HTTP status; 0: none, or several
     severity: Severity | None = None  # of a finding
 
 

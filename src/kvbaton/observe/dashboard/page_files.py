@@ -1,7 +1,7 @@
-"""The page's files and the headers under which they go out.
+"""The dashboard's files and the headers with which they are served.
 
-Law: only what stands in `FILES` is served, as it was packed, read once. A browser that heeds the headers runs and loads
-nothing of anybody else on this page, and shows it within no other.
+Law: only the entries of `FILES` are served, as packaged, read once. A browser that honours the headers runs and loads
+nothing external on this page, and does not embed it in another.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ HEADERS: Mapping[str, str] = {
 
 
 class Page(msgspec.Struct, frozen=True):
-    """A whole answer."""
+    """A complete response."""
 
     body: bytes
     content_type: str
@@ -60,16 +60,17 @@ class Page(msgspec.Struct, frozen=True):
 
 
 def json_page(body: bytes) -> Page:
-    """Something that changes: never kept."""
+    """A response that changes: never cached."""
     return Page(body, _TYPES["json"], {**HEADERS, "Cache-Control": "no-store"})
 
 
 def fixed_pages() -> dict[str, Page]:
-    """All that does not change, by path."""
+    """All static responses, by path."""
     folder = resources.files("kvbaton.observe.dashboard") / "page"
     found = {}
     for path, name in FILES.items():
         found[path] = Page((folder / name).read_bytes(), _TYPES[name.rpartition(".")[2]], HEADERS)
-    known = {kind: {entry.code: entry for entry in CATALOGUE[kind]} for kind in (CodeKind.REASON, CodeKind.API)}
+    kinds = (CodeKind.REASON, CodeKind.API, CodeKind.STATUS)
+    known = {kind: {entry.code: entry for entry in CATALOGUE[kind]} for kind in kinds}
     found[REASONS] = Page(msgspec.json.encode(known), _TYPES["json"], HEADERS)
     return found

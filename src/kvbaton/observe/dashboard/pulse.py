@@ -1,7 +1,7 @@
-"""The last three minutes in buckets of two seconds: how many handoffs, how they ended, how long their stages took.
+"""The last three minutes in buckets of two seconds: number of handoffs, their outcomes and stage times.
 
-Law: what is held does not depend on the load: a bucket keeps counts and a bounded sample of each time. Time is an
-argument; what is older than the oldest bucket is forgotten when the next thing is noted.
+Law: memory does not depend on the load: a bucket keeps counts and a bounded sample of each time. Time is an argument;
+everything older than the oldest bucket is forgotten when the next event is recorded.
 """
 
 from __future__ import annotations
@@ -15,15 +15,20 @@ from kvbaton.observe.flight.flight_records import STAGES
 
 BUCKET_S = 2.0
 BUCKETS = 90
+RATE_S = 10.0
+"""The window of everything that is told per second."""
 MINUTE = 30
 """Buckets of the last minute."""
-SAMPLES_MAX = 48
+SAMPLES_MAX = 256
 """Kept of each time in each bucket."""
+
+
+_SERIES = ("handoffs", "delivered", "ttft_ms", "in_flight", "bytes", "tokens", "retries")
 
 
 @dataclass(slots=True)
 class Sample:
-    """Some of many numbers, spread over all of them."""
+    """A bounded sample of many numbers, spread over all of them."""
 
     count: int = 0
     kept: list[float] = field(default_factory=list)
@@ -34,26 +39,30 @@ class Sample:
         if len(self.kept) < SAMPLES_MAX:
             self.kept.append(value)
         else:
-            self.kept[self.count * 29 % SAMPLES_MAX] = value  # 29 and 48 share no factor: every place has its turn
+            self.kept[self.count * 29 % SAMPLES_MAX] = value  # they share no factor: every place has its turn
         self.count += 1
 
 
 @dataclass(slots=True)
 class Bucket:
-    """What happened in two seconds."""
+    """The events of two seconds."""
 
     number: int  # of the bucket, from the epoch on
     ended: int = 0
     failed: int = 0
-    lost: int = 0  # tries that the router saw fail at workers that count for themselves; one that died tells nothing
+    lost: int = 0  # attempts that the router saw fail at workers with their own counters; a dead one reports nothing
     bytes: float = 0.0
-    in_flight: int | None = None  # the most that were seen; None: nobody looked
+    chunks: int = 0  # of streamed answers, those that bear a token
+    retries: int = 0
+    mistakes: int = 0  # requests refused as the client's
+    in_flight: int | None = None  # the maximum seen; None: not sampled
     ttft: Sample = field(default_factory=Sample)
+    itl: Sample = field(default_factory=Sample)
     stages: dict[str, Sample] = field(default_factory=lambda: {name: Sample() for name in STAGES})
 
 
 class Pulse:
-    """Buckets, the newest last. What is noted late counts for its own time, as far as there is a bucket for it."""
+    """Buckets, the newest last. Late events count for their own time, if there is a bucket for it."""
 
     def __init__(self) -> None:
         self._buckets: deque[Bucket] = deque(maxlen=BUCKETS)
@@ -65,11 +74,21 @@ class Pulse:
         bucket.failed += max(failed, 0)
 
     def lost(self, now: float) -> None:
-        """A try failed at the router, of which D may tell as well, or may not."""
+        """An attempt failed at the router; D may or may not report it as well."""
         self._bucket(now).lost += 1
 
     def moved(self, now: float, count: float) -> None:
         self._bucket(now).bytes += max(count, 0.0)
+
+    def counted(self, now: float, chunks: int, retries: int, mistakes: int) -> None:
+        """Figures of the router's own."""
+        bucket = self._bucket(now)
+        bucket.chunks += max(chunks, 0)
+        bucket.retries += max(retries, 0)
+        bucket.mistakes += max(mistakes, 0)
+
+    def between_tokens(self, now: float, seconds: float) -> None:
+        self._bucket(now).itl.add(seconds)
 
     def first_byte(self, now: float, seconds: float) -> None:
         self._bucket(now).ttft.add(seconds)
@@ -84,35 +103,31 @@ class Pulse:
         bucket = self._bucket(now)
         bucket.in_flight = max(bucket.in_flight or 0, count)
 
-    def rates(self, now: float, seconds: float) -> tuple[float, float]:
-        """Handoffs and bytes per second, over whole buckets that are past, or over what there is of them."""
-        last = int(now // BUCKET_S)
-        count = max(int(seconds // BUCKET_S), 1)
-        past = [each for each in self._buckets if last - count <= each.number < last]
-        known = count * BUCKET_S if self._since is None else min(count * BUCKET_S, max(now - self._since, BUCKET_S))
-        return sum(each.ended for each in past) / known, sum(each.bytes for each in past) / known
+    def rates(self, now: float) -> tuple[float, float, float]:
+        """Handoffs, bytes and tokens per second, of the window of all rates."""
+        numbers, known_s = window(now), self.known_s(now)
+        past = [each for each in self._buckets if each.number in numbers]
+        sums = (sum(each.ended for each in past), sum(each.bytes for each in past), sum(each.chunks for each in past))
+        return sums[0] / known_s, sums[1] / known_s, sums[2] / known_s
+
+    def known_s(self, now: float) -> float:
+        """How much of the window of all rates there is: little, soon after the first event."""
+        return RATE_S if self._since is None else min(RATE_S, max(now - self._since, BUCKET_S))
 
     def minute(self, now: float) -> list[Bucket]:
         first = int(now // BUCKET_S) - MINUTE
         return [each for each in self._buckets if each.number > first]
 
     def history(self, now: float) -> dict[str, list[float | None]]:
-        """Per bucket, the oldest first, up to the last that is past; None before anything was seen."""
+        """Per bucket, the oldest first, up to the last that is past; None where nothing was seen."""
         last = int(now // BUCKET_S)
         by_number = {each.number: each for each in self._buckets}
         since = None if self._since is None else int(self._since // BUCKET_S)
-        names = ("handoffs", "failed", "ttft_ms", "in_flight", "bytes")
-        found: dict[str, list[float | None]] = {name: [] for name in names}
-        before: int | None = None  # in flight when somebody last looked
+        found: dict[str, list[float | None]] = {name: [] for name in _SERIES}
         for number in range(last - BUCKETS + 1, last):
-            bucket = by_number.get(number)
-            if bucket is not None and bucket.in_flight is not None:
-                before = bucket.in_flight
-            if since is None or number < since:
-                row: Sequence[float | None] = (None,) * len(names)
-            else:
-                row = _row(bucket, before)
-            for name, value in zip(names, row, strict=True):
+            is_known = since is not None and number >= since
+            row = _row(by_number.get(number) or Bucket(number)) if is_known else (None,) * len(_SERIES)
+            for name, value in zip(_SERIES, row, strict=True):
                 found[name].append(value)
         return found
 
@@ -128,21 +143,37 @@ class Pulse:
         return next((each for each in reversed(self._buckets) if each.number <= number), self._buckets[0])
 
 
-def _row(bucket: Bucket | None, in_flight: int | None) -> Sequence[float | None]:
-    if bucket is None:
-        return (0.0, 0.0, None, in_flight, 0.0)
+def window(now: float) -> range:
+    """The numbers of the buckets of all rates: whole ones that are past."""
+    last = int(now // BUCKET_S)
+    return range(last - int(RATE_S // BUCKET_S), last)
+
+
+def outcome(buckets: Iterable[Bucket]) -> tuple[int, int]:
+    """Handoffs that ended, and those of them that failed."""
+    past = list(buckets)
+    told, lost = sum(each.failed for each in past), sum(each.lost for each in past)
+    failed = max(told, lost)  # most are seen from both sides; of a D that died only the router tells
+    return sum(each.ended for each in past) + failed - told, failed
+
+
+def _row(bucket: Bucket) -> Sequence[float | None]:
+    """In the order of `_SERIES`."""
     middle = percentile(bucket.ttft.kept, 0.5)
+    ended, failed = outcome([bucket])
     return (
         round(bucket.ended / BUCKET_S, 1),
-        round(max(bucket.failed, bucket.lost) / BUCKET_S, 1),
+        None if not ended else round((ended - failed) / ended, 5),
         None if middle is None else round(middle * 1e3, 2),
-        in_flight,
+        bucket.in_flight,
         round(bucket.bytes / BUCKET_S),
+        round(bucket.chunks / BUCKET_S, 1),
+        bucket.retries,
     )
 
 
 def percentile(values: Iterable[float], share: float) -> float | None:
-    """The smallest of them that at least that share does not exceed; None of nothing."""
+    """The smallest of them that at least that share does not exceed; None for an empty list."""
     ordered = sorted(values)
     if not ordered:
         return None

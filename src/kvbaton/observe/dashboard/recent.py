@@ -1,62 +1,60 @@
-"""The last moments of a cluster, as the page needs them: what ended, who waited, what workers counted, what failed.
+"""The recent state of a cluster, as the page needs it: handoffs, waiting clients, workers' counters, failures.
 
-Law: each part is bounded, however many handoffs there are, and knows nothing of the others but the pulse it feeds.
+Law: each part is bounded, however many handoffs there are, and knows only the pulse that it feeds. What the client did
+wrong is no handoff.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvbaton.observe.dashboard import state
-from kvbaton.observe.dashboard.pulse import Pulse
+from kvbaton.observe.dashboard.pulse import BUCKET_S, MINUTE, RATE_S, Pulse, window
 from kvbaton.observe.dashboard.scene import Failure, MovingHandoff
 from kvbaton.observe.dashboard.sights import failure_of, key_of
-from kvbaton.observe.flight.flight_records import WHOLE, Flight, FlightSeat
+from kvbaton.observe.flight.flight_records import WHOLE, Flight, FlightSeat, stages
 from kvbaton.observe.flight.journey import Journey
 from kvbaton.observe.flight.worker_reports import WorkerGauges
 
 ENDED_S = 2.5
 """A handoff that ended is told of for this long."""
-PAIRS_S = 10
 PAIRS_MAX = 1024
-"""Of each second."""
+"""Of each bucket."""
 WAITING_KEPT = 1024
 """Requests of which a try failed, and of which another may answer."""
 JOINED_S = 1.0
-"""Joined journeys, for stages and failures, are looked at this often."""
-STAGED = 48
-"""Journeys that are looked through for stage times."""
-STAGED_S = 60.0
-STAGED_KEPT = 1024
-"""Handoffs whose stage times are known not to count twice."""
+"""Joined journeys, for failures, are looked at this often."""
+TOLD_KEPT = 4096
+"""Records of workers that wait to be counted: at once where the page is looked at, or handoffs end, else never."""
 
 Pairs = dict[tuple[str, str], tuple[int, int]]
 
 
 @dataclass(slots=True)
-class _Second:
+class _PairBucket:
     number: int
     pairs: Pairs = field(default_factory=dict)
 
 
 class RecentHandoffs:
-    """Handoffs that have just ended, and who handed to whom in the last seconds."""
+    """Handoffs that have just ended, and the pairs of the last seconds."""
 
     def __init__(self) -> None:
         self._moving: deque[tuple[float, MovingHandoff]] = deque(maxlen=state.DOTS_MAX)
         self._count = 0
-        self._seconds: deque[_Second] = deque(maxlen=PAIRS_S + 1)
+        self._buckets: deque[_PairBucket] = deque(maxlen=int(RATE_S // BUCKET_S) + 1)
 
     def note(self, now: float, flight: Flight, pair: tuple[str, str], weight: int) -> None:
         self._count += 1
         end, failed, tokens = flight.end, flight.failed, flight.tokens
         moving = MovingHandoff(self._count, *pair, end=end, failed=failed, tokens=tokens, key=key_of(flight))
         self._moving.append((now, moving))
-        if not self._seconds or self._seconds[-1].number != int(now):
-            self._seconds.append(_Second(int(now)))
-        pairs = self._seconds[-1].pairs
+        number = int(now // BUCKET_S)
+        if not self._buckets or self._buckets[-1].number != number:
+            self._buckets.append(_PairBucket(number))
+        pairs = self._buckets[-1].pairs
         if pair in pairs or len(pairs) < PAIRS_MAX:
             count, sum_tokens = pairs.get(pair, (0, 0))
             pairs[pair] = (count + weight, sum_tokens + weight * max(tokens, 1))
@@ -65,18 +63,18 @@ class RecentHandoffs:
         return [moving for at, moving in self._moving if now - at < ENDED_S]
 
     def pairs(self, now: float) -> Pairs:
+        """Of the window of all rates."""
         found: Pairs = {}
-        for second in self._seconds:
-            if not int(now) - PAIRS_S < second.number <= int(now):
-                continue
-            for pair, (count, tokens) in second.pairs.items():
+        numbers = window(now)
+        for bucket in self._buckets:
+            for pair, (count, tokens) in bucket.pairs.items() if bucket.number in numbers else ():
                 before = found.get(pair, (0, 0))
                 found[pair] = (before[0] + count, before[1] + tokens)
         return found
 
 
 class FirstByteWaits:
-    """How long clients waited: from the request on, through all tries that failed before the one that answers."""
+    """Client waiting times: from the request on, through all failed attempts before the successful one."""
 
     def __init__(self, pulse: Pulse) -> None:
         self._pulse = pulse
@@ -90,75 +88,112 @@ class FirstByteWaits:
         since = self._waiting.pop(flight.request, received) if flight.retries else received
         if answered is not None and answered.detail != WHOLE:  # streamed ones alone, as in the router's metrics
             self._pulse.first_byte(now, answered.at - since)
+            if flight.itl_s is not None:
+                self._pulse.between_tokens(now, flight.itl_s)
         elif answered is None and flight.peers:
             self._waiting[flight.request] = since
             if len(self._waiting) > WAITING_KEPT:
                 del self._waiting[next(iter(self._waiting))]
 
 
+COUNTED = (state.HANDOFFS, state.FAILED, state.BYTES, state.PROMPTS, state.ALONE)
+"""Of each worker, in this order: handoffs are those that were delivered or failed."""
+
+
 @dataclass(slots=True)
 class _Counts:
     incarnation: str
-    handoffs: float
-    delivered: float
-    bytes: float
+    totals: tuple[float, ...]
+    recent: deque[tuple[int, list[float]]]  # of the last minute, by bucket
 
 
 class WorkerCounts:
-    """What each worker had counted when it was last looked at."""
+    """Each worker's counters at the last look, and what was counted in the last minute."""
 
     def __init__(self, pulse: Pulse) -> None:
         self._pulse = pulse
-        self._before: dict[str, _Counts] = {}
+        self._known: dict[str, _Counts] = {}
 
     def __contains__(self, worker: str) -> bool:
-        return worker in self._before
+        return worker in self._known
 
     def note(self, workers: Iterable[WorkerGauges], now: float) -> None:
-        """What workers have counted since."""
+        """The workers' counts since."""
         found: dict[str, _Counts] = {}
         for told in workers:
-            gauges = told.gauges
-            if state.HANDOFFS not in gauges:
+            if state.HANDOFFS not in told.gauges:
                 continue
-            fresh = _Counts(
-                told.incarnation, gauges[state.HANDOFFS], gauges.get(state.DELIVERED, 0.0), gauges.get(state.BYTES, 0.0)
-            )
-            found[told.name] = fresh
-            before = self._before.get(told.name)
-            if before is None or before.incarnation != fresh.incarnation:
-                continue  # what it did before anybody listened is not of this moment
-            handoffs = int(fresh.handoffs - before.handoffs)
-            delivered = int(fresh.delivered - before.delivered)
-            self._pulse.ended(now, handoffs, handoffs - delivered)
-            self._pulse.moved(now, fresh.bytes - before.bytes)
-        self._before = found
+            totals, before = _totals(told.gauges), self._known.get(told.name)
+            if before is None or before.incarnation != told.incarnation:  # what it counted before is not recent
+                found[told.name] = _Counts(told.incarnation, totals, deque(maxlen=MINUTE + 1))
+                continue
+            fresh = [max(new - old, 0.0) for new, old in zip(totals, before.totals, strict=True)]
+            found[told.name] = _Counts(told.incarnation, totals, before.recent)
+            _add(before.recent, int(now // BUCKET_S), fresh)
+            self._pulse.ended(now, int(fresh[0]), int(fresh[1]))
+            self._pulse.moved(now, fresh[2])
+        self._known = found
+
+    def rates(self, now: float) -> dict[str, Mapping[str, float]]:
+        """Of each worker, per second, over the same window as the rates of all together."""
+        numbers, known_s = window(now), self._pulse.known_s(now)
+        return {
+            worker: {name: total / known_s for name, total in zip(COUNTED, _sums(each.recent, numbers), strict=True)}
+            for worker, each in self._known.items()
+        }
+
+    def alone(self, now: float) -> dict[str, tuple[float, float]]:
+        """Of workers that tell of it: tokens of prompts in the last minute, and those computed for want of a P."""
+        last = int(now // BUCKET_S)
+        sums = {worker: _sums(each.recent, range(last - MINUTE + 1, last + 1)) for worker, each in self._known.items()}
+        return {worker: (found[3], found[4]) for worker, found in sums.items() if found[3]}
 
 
-class RecentJourneys:
-    """What takes joining, which costs more than all the rest: times of stages, and failures."""
+def _totals(gauges: Mapping[str, float]) -> tuple[float, ...]:
+    delivered = gauges.get(state.DELIVERED, 0.0)
+    failed = gauges.get(state.FAILED, gauges[state.HANDOFFS] - delivered)  # workers of before do not tell it
+    return (delivered + failed, failed, *(gauges.get(name, 0.0) for name in COUNTED[2:]))
 
-    def __init__(self, pulse: Pulse, journeys: Callable[[int, bool], list[Journey]]) -> None:
-        self.failures: list[Failure] = []
+
+def _add(recent: deque[tuple[int, list[float]]], number: int, fresh: list[float]) -> None:
+    if recent and recent[-1][0] == number:
+        for place, value in enumerate(fresh):
+            recent[-1][1][place] += value
+    elif any(fresh):
+        recent.append((number, fresh))
+
+
+def _sums(recent: Iterable[tuple[int, list[float]]], numbers: range) -> list[float]:
+    rows = [values for number, values in recent if number in numbers]
+    return [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * len(COUNTED)
+
+
+class ToldStages:
+    """Stage times of the handoffs that decode workers tell of. `note` may be called on any thread."""
+
+    def __init__(self, pulse: Pulse, clock: Callable[[], float]) -> None:
         self._pulse = pulse
+        self._clock = clock
+        self._told: deque[tuple[float, dict[str, float]]] = deque(maxlen=TOLD_KEPT)
+
+    def note(self, flight: Flight) -> None:
+        if flight.seat is FlightSeat.DECODE:
+            self._told.append((self._clock(), stages(flight)))
+
+    def count(self) -> None:
+        while self._told:
+            self._pulse.staged(*self._told.popleft())
+
+
+class RecentFailures:
+    """The part that needs joining, which costs more than all the rest."""
+
+    def __init__(self, journeys: Callable[[int, bool], list[Journey]]) -> None:
+        self.found: list[Failure] = []
         self._journeys = journeys  # how many at most, and whether only those that failed
-        self._staged: dict[str, None] = {}
         self._at = float("-inf")
 
     def look(self, now: float) -> None:
-        if 0.0 <= now - self._at < JOINED_S:
-            return
-        self._at = now
-        self._stage(now)
-        self.failures = [failure_of(journey) for journey in self._journeys(state.FAILURES_MAX, True)]
-
-    def _stage(self, now: float) -> None:
-        for journey in self._journeys(STAGED, False):
-            lane = journey.lane(FlightSeat.DECODE)
-            if lane is None or not lane.end or journey.handoff in self._staged or now - journey.began > STAGED_S:
-                continue
-            times = {stage.name: stage.seconds for stage in journey.stages if stage.seat is FlightSeat.DECODE}
-            self._pulse.staged(min(journey.began + journey.seconds, now), times)
-            self._staged[journey.handoff] = None
-        while len(self._staged) > STAGED_KEPT:
-            del self._staged[next(iter(self._staged))]
+        if not 0.0 <= now - self._at < JOINED_S:
+            self._at = now
+            self.found = [failure_of(journey) for journey in self._journeys(state.FAILURES_MAX, True)]

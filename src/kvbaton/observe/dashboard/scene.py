@@ -1,6 +1,6 @@
 """The dashboard's state as values: workers, links, handoffs in flight, failures.
 
-Law: nothing here is bounded yet; `state` draws what a browser is given.
+Law: nothing here is bounded yet; `state` selects what a browser gets.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import msgspec
 
 
 class SeenHandoff(msgspec.Struct, frozen=True):
-    """A worker: what the list says of it, and what it told itself."""
+    """A worker: its registry entry and its own reports."""
 
     name: str
     role: str  # prefill, decode, both
@@ -19,13 +19,17 @@ class SeenHandoff(msgspec.Struct, frozen=True):
     incarnation: str = ""
     heard_s: float | None = None  # since its last report; None: it sends none
     gauges: Mapping[str, float] = {}
-    rates: Mapping[str, float] = {}  # per second, of what ends in _total
+    rates: Mapping[str, float] = {}  # per second, in the window of all rates
     links: Mapping[str, str] = {}  # source worker: data plane
-    note: str = ""  # why it serves nobody, where that is known
+    note: str = ""  # why it is not used, where that is known
+    address: str = ""  # where it is asked
+    host: str = ""
+    version: str = ""
+    alone: tuple[float, float] | None = None  # prompt tokens of the last minute, and those computed for want of a P
 
 
 class MovingHandoff(msgspec.Struct, frozen=True):
-    """A handoff on its way, or one that has just come to its end."""
+    """A handoff in flight, or one that has just ended."""
 
     number: int  # rises; of one that is under way 0
     source: str
@@ -38,7 +42,7 @@ class MovingHandoff(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """A handoff that did not arrive, or a try that came to nothing."""
+    """A handoff that did not arrive, or an attempt that failed."""
 
     at: float
     reason: str
@@ -51,14 +55,17 @@ class Failure(msgspec.Struct, frozen=True):
     mode: str = ""
     transport: str = ""
     detail: str = ""
+    answered: bool = False  # all the same: by a later try, or since D computed the prompt itself
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
-    """One moment of a cluster."""
+    """A snapshot of a cluster."""
 
     at: float
     version: str = ""
+    host: str = ""
     mode: str = ""
+    drain: str = ""  # the command that drains a worker, but for its name; "" where there is none
     uptime_s: float = 0.0
     draining: bool = False
     in_flight: int = 0
@@ -66,5 +73,4 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     under_way: Sequence[MovingHandoff] = ()
     ended: Sequence[MovingHandoff] = ()
     failures: Sequence[Failure] = ()
-    pairs: Mapping[tuple[str, str], tuple[int, int]] = {}  # P and D: handoffs and tokens in `pairs_s`
-    pairs_s: float = 10.0
+    pairs: Mapping[tuple[str, str], tuple[int, int]] = {}  # P and D: handoffs and tokens in the window of rates

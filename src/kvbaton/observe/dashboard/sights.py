@@ -1,18 +1,18 @@
 """Views of one worker, one attempt, one failure: from the router's records to values of `scene`.
 
-Law: pure. The side that failed is named, though the client was answered all the same; a worker that left is shown with
-what it told last, and one that started again is not shown what its former life told.
+Law: pure. The side that failed is named, even if the client got its answer; a worker that left is shown with its last
+report, and a restarted one is not shown its former incarnation's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from kvbaton.observe.dashboard.scene import Failure, MovingHandoff, SeenHandoff
-from kvbaton.observe.flight.flight_records import DELIVERED, QUIET, Flight, FlightSeat
-from kvbaton.observe.flight.journey import Journey, JourneyLane
+from kvbaton.observe.flight.flight_records import Flight, FlightSeat
+from kvbaton.observe.flight.journey import Journey
 from kvbaton.observe.flight.worker_reports import WorkerGauges
 
 _STEPS = {"prefill_sent": "prefill", "chosen": "prefill", "prefill_answered": "handoff", "decode_sent": "handoff"}
@@ -27,11 +27,12 @@ class ListedWorker(msgspec.Struct, frozen=True):
     state: str  # ready, draining, suspect, broken
     incarnation: str = ""
     note: str = ""
+    address: str = ""
 
 
 def failure_of(journey: Journey) -> Failure:
-    """The part of a journey that failed: D's word goes before P's, and both before the router's."""
-    failed = sorted(filter(_has_failed, journey.lanes), key=lambda lane: _ORDER[lane.seat])
+    """The part of a journey that failed: D's report has precedence over P's, and both over the router's."""
+    failed = sorted((lane for lane in journey.lanes if lane.failed), key=lambda lane: _ORDER[lane.seat])
     lane = failed[0] if failed else None
     prefill, decode = journey.lane(FlightSeat.PREFILL), journey.lane(FlightSeat.DECODE)
     names = {missing.seat: missing.worker for missing in journey.missing}
@@ -48,17 +49,19 @@ def failure_of(journey: Journey) -> Failure:
         mode=journey.mode,
         transport=journey.transport,
         detail=(lane.detail if lane else "") or journey.detail,
+        answered=journey.answered_by is not None or journey.end == "ok",
     )
 
 
-def _has_failed(lane: JourneyLane) -> bool:
-    return lane.end not in ("", DELIVERED, *QUIET)
-
-
-def seen(listed: Sequence[ListedWorker], workers: Sequence[WorkerGauges]) -> list[SeenHandoff]:
-    """Who is listed, with what each told; and who told something and is listed no more."""
+def seen(
+    listed: Sequence[ListedWorker],
+    workers: Sequence[WorkerGauges],
+    rates: Mapping[str, Mapping[str, float]],
+    alone: Mapping[str, tuple[float, float]],
+) -> list[SeenHandoff]:
+    """Registered workers with their reports; and workers that reported and are no longer registered."""
     told = {each.name: each for each in workers}
-    found = [_joined(each, told.get(each.name)) for each in listed]
+    found = [_joined(each, told.get(each.name), rates.get(each.name, {}), alone.get(each.name)) for each in listed]
     here = {each.name for each in listed}
     for each in workers:
         if each.name not in here and each.seat and each.age_s is not None:
@@ -66,24 +69,28 @@ def seen(listed: Sequence[ListedWorker], workers: Sequence[WorkerGauges]) -> lis
     return found
 
 
-def _joined(listed: ListedWorker, told: WorkerGauges | None) -> SeenHandoff:
+def _joined(
+    listed: ListedWorker, told: WorkerGauges | None, rates: Mapping[str, float], alone: tuple[float, float] | None
+) -> SeenHandoff:
+    found = SeenHandoff(
+        listed.name, listed.role, listed.state, listed.incarnation, note=listed.note, address=listed.address
+    )
     if told is None or (listed.incarnation and told.incarnation != listed.incarnation):
-        return SeenHandoff(listed.name, listed.role, listed.state, listed.incarnation, note=listed.note)
-    return SeenHandoff(
-        listed.name,
-        listed.role,
-        listed.state,
-        listed.incarnation,
-        told.age_s,
-        told.gauges,
-        told.rates,
-        told.links,
-        listed.note,
+        return found
+    return msgspec.structs.replace(
+        found,
+        heard_s=told.age_s,
+        gauges=told.gauges,
+        rates=rates,
+        links=told.links,
+        host=told.host,
+        version=told.version,
+        alone=alone,
     )
 
 
 def pair_of(flight: Flight) -> tuple[str, str] | None:
-    """P and D of one of the router's tries; None where there was no handoff to be."""
+    """P and D of one of the router's attempts; None if there was no handoff."""
     if len(flight.peers) != 2 or flight.peers[0] in ("", "-"):
         return None
     return flight.peers[0], flight.peers[1]

@@ -1,18 +1,19 @@
 """A scene as the JSON that a browser gets.
 
-Law: pure, and never more than `STATE_BYTES_MAX`, whatever workers and clients name things and however many there are;
-what is not drawn is counted.
+Law: pure, and never more than `STATE_BYTES_MAX`, whatever names workers and clients choose and however many there are;
+what is not shown is counted.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from kvbaton.observe.dashboard.pulse import BUCKET_S, Pulse, percentile
+from kvbaton.observe.dashboard.pulse import BUCKET_S, MINUTE, RATE_S, Pulse, outcome, percentile
 from kvbaton.observe.dashboard.scene import Failure, MovingHandoff, Scene, SeenHandoff
 from kvbaton.observe.flight.flight_records import STAGES
 
@@ -25,7 +26,6 @@ FAILURES_MAX = 30
 NAME_CHARS_MAX = 64
 ID_CHARS_MAX = 128
 DETAIL_CHARS_MAX = 160
-RATE_S = 10.0
 SILENT_S = 4.0
 """A worker that told nothing for this long is called silent."""
 
@@ -39,11 +39,15 @@ _GAUGES = {
     "quarantined": "quarantined_blocks",
     "running": "running",
     "waiting": "waiting",
+    "loading": "loading",
 }
 """What is shown of a worker, and what its report calls it."""
 BYTES = "bytes_total"
 HANDOFFS = "handoffs_total"
 DELIVERED = "delivered_total"
+FAILED = "failed_total"
+PROMPTS = "prompt_tokens_total"
+ALONE = "alone_tokens_total"
 _PARTS = re.compile(r"[0-9]{1,18}|[^0-9]+")
 _ROLES = {"prefill": 0, "both": 1, "decode": 2}
 _RANKS = {"ready": 1, "gone": 2}
@@ -51,22 +55,26 @@ _RANKS = {"ready": 1, "gone": 2}
 
 
 def build(scene: Scene, pulse: Pulse) -> dict[str, Any]:
-    """Everything that the page shows."""
+    """Everything on the page."""
     drawn = _drawn(scene.workers)
     index = {worker.name: number for number, worker in enumerate(drawn)}
-    links = _links(scene, index)
+    known_s, handed = pulse.known_s(scene.at), _handed(scene.pairs)
+    links = _links(scene, index, known_s)
     return {
         "v": 1,
         "at": round(scene.at, 3),
         "router": {
             "version": scene.version,
+            "host": scene.host,
             "mode": scene.mode,
+            "drain": scene.drain,
             "uptime_s": round(scene.uptime_s, 1),
             "draining": scene.draining,
         },
         "now": _now(scene, pulse),
         "history": {"step_s": BUCKET_S, **pulse.history(scene.at)},
-        "workers": [_worker(worker) for worker in drawn],
+        "windows": {"rates_s": RATE_S, "shares_s": MINUTE * BUCKET_S},
+        "workers": [_worker(worker, handed[worker.name] / known_s) for worker in drawn],
         "workers_all": len(scene.workers),
         "states": _states(scene.workers),
         "links": links[:LINKS_MAX],
@@ -79,7 +87,7 @@ def build(scene: Scene, pulse: Pulse) -> dict[str, Any]:
 
 
 def encode(state: dict[str, Any]) -> bytes:
-    """The state within its bytes; what is least missed goes first, and the page is told."""
+    """The state within its size; the least important parts are dropped first, and the page is told."""
     data = msgspec.json.encode(state)
     for name in ("ended", "under_way", "links", "failures", "workers"):
         if len(data) <= STATE_BYTES_MAX:
@@ -92,7 +100,7 @@ def encode(state: dict[str, Any]) -> bytes:
 
 
 def _drawn(workers: Sequence[SeenHandoff]) -> list[SeenHandoff]:
-    """Half of the room for each role, more where the other needs less; troubled ones go before others."""
+    """Half of the room for each role, more if the other needs less; troubled ones come first."""
     ordered = sorted(workers, key=lambda worker: (_ROLES.get(worker.role, 1), _natural(worker.name)))
     if len(ordered) <= WORKERS_MAX:
         return ordered
@@ -112,14 +120,24 @@ def _natural(name: str) -> list[tuple[bool, int, str]]:
     return [(True, int(part), "") if part[0] in "0123456789" else (False, 0, part) for part in parts]
 
 
-def _worker(worker: SeenHandoff) -> dict[str, Any]:
+def _handed(pairs: Mapping[tuple[str, str], tuple[int, int]]) -> Counter[str]:
+    """Handoffs of each worker, as the router saw them."""
+    found: Counter[str] = Counter()
+    for pair, (count, _) in pairs.items():
+        for name in pair:
+            found[name] += count
+    return found
+
+
+def _worker(worker: SeenHandoff, handed_s: float) -> dict[str, Any]:
+    """`handed_s`: as the router saw it; a decode worker that counts by itself knows better."""
     shown: dict[str, Any] = {
         "name": worker.name[:NAME_CHARS_MAX],
         "role": worker.role[:NAME_CHARS_MAX],
         "state": worker.state[:NAME_CHARS_MAX],
         "incarnation": worker.incarnation[:16],
         **{name: round(worker.gauges[key], 3) for name, key in _GAUGES.items() if key in worker.gauges},
-        "handoffs_s": round(_rate(worker, HANDOFFS), 2),
+        "handoffs_s": round(_rate(worker, HANDOFFS) if worker.role == "decode" and worker.rates else handed_s, 2),
         "bytes_s": round(_rate(worker, BYTES)),
     }
     if worker.heard_s is not None:
@@ -127,6 +145,11 @@ def _worker(worker: SeenHandoff) -> dict[str, Any]:
         shown["silent"] = _is_silent(worker)
     if any(name.startswith("store_") for name in worker.gauges):
         shown["store"] = True
+    for name in ("address", "host", "version"):
+        if text := getattr(worker, name):
+            shown[name] = text[:NAME_CHARS_MAX]
+    if worker.alone is not None:
+        shown["alone"] = _share(worker.alone[1], worker.alone[0])
     if worker.note:
         shown["note"] = worker.note[:DETAIL_CHARS_MAX]
     return shown
@@ -137,15 +160,15 @@ def _is_silent(worker: SeenHandoff) -> bool:
 
 
 def _rate(worker: SeenHandoff, name: str) -> float:
-    """What it does now; of one that is silent nobody knows, and what it did last is not it."""
+    """Its current activity; unknown for an unresponsive one, whose last report is not current."""
     return 0.0 if _is_silent(worker) else worker.rates.get(name, 0.0)
 
 
-def _links(scene: Scene, index: Mapping[str, int]) -> list[dict[str, Any]]:
-    """Pairs of drawn workers that have a link or used one lately, the busiest first.
+def _links(scene: Scene, index: Mapping[str, int], known_s: float) -> list[dict[str, Any]]:
+    """Pairs of drawn workers that have a link or used one in the last `known_s`, the busiest first.
 
-    A worker tells the bytes that it copied with all peers together: read by D, or in push written by P. They are shared
-    out by the tokens that went each way.
+    A worker reports the bytes that it copied with all peers together: read by D, or for push written by P. They are
+    distributed by the tokens that moved in each direction.
     """
     tokens_of: dict[str, int] = {}
     for pair, (_, tokens) in scene.pairs.items():
@@ -167,30 +190,43 @@ def _links(scene: Scene, index: Mapping[str, int]) -> list[dict[str, Any]]:
         link |= {
             "from": index[source],
             "to": index[target],
-            "handoffs_s": round(count / scene.pairs_s, 2),
+            "handoffs_s": round(count / known_s, 2),
             "bytes_s": round(moved),
         }
         links.append(link)
-    return sorted(links, key=lambda link: (-link["bytes_s"], -link["handoffs_s"], link["from"], link["to"]))
+    return sorted(links, key=lambda link: (-link["handoffs_s"], -link["bytes_s"], link["from"], link["to"]))
 
 
 def _now(scene: Scene, pulse: Pulse) -> dict[str, Any]:
     minute = pulse.minute(scene.at)
-    told, lost = sum(each.failed for each in minute), sum(each.lost for each in minute)
-    failed = max(told, lost)  # most are seen from both sides; of a D that died only the router tells
-    ended = sum(each.ended for each in minute) + failed - told
+    ended, failed = outcome(minute)
     firsts = [value for each in minute for value in each.ttft.kept]
-    handoffs_s, bytes_s = pulse.rates(scene.at, RATE_S)
+    gaps = [value for each in minute for value in each.itl.kept]
+    handoffs_s, bytes_s, tokens_s = pulse.rates(scene.at)
+    waiting = [worker.gauges["waiting"] for worker in scene.workers if "waiting" in worker.gauges]
+    prompts = [worker.alone for worker in scene.workers if worker.alone is not None]
     return {
         "handoffs_s": round(handoffs_s, 2),
         "bytes_s": round(bytes_s),
+        "tokens_s": round(tokens_s, 2),
         "ended": ended,
         "failed": failed,
-        "delivered": None if not ended else round(max(ended - failed, 0) / ended, 5),
+        "delivered": _share(max(ended - failed, 0), ended),
+        "retries": sum(each.retries for each in minute),
+        "mistakes": sum(each.mistakes for each in minute),
         "ttft_p50_ms": _ms(percentile(firsts, 0.5)),
         "ttft_p99_ms": _ms(percentile(firsts, 0.99)),
+        "itl_p50_ms": _ms(percentile(gaps, 0.5)),
+        "itl_p99_ms": _ms(percentile(gaps, 0.99)),
         "in_flight": scene.in_flight,
+        "waiting": round(sum(waiting)) if waiting else None,
+        "alone_told": any(PROMPTS in worker.gauges for worker in scene.workers),
+        "alone": _share(sum(each[1] for each in prompts), sum(each[0] for each in prompts)),
     }
+
+
+def _share(part: float, whole: float) -> float | None:
+    return round(part / whole, 5) if whole else None
 
 
 def _stages(pulse: Pulse, now: float) -> list[dict[str, Any]]:
@@ -234,6 +270,7 @@ def _failure(failure: Failure, now: float) -> dict[str, Any]:
         "mode": failure.mode[:NAME_CHARS_MAX],
         "transport": failure.transport[:NAME_CHARS_MAX],
         "detail": failure.detail[:DETAIL_CHARS_MAX],
+        "answered": failure.answered,
     }
 
 

@@ -1,12 +1,13 @@
-"""Makes the page's state of what the router gathers.
+"""Makes the page's state from the router's records.
 
-Laws: a state is made at most once in `FRESH_S`, however many look, and encoded once for all of them; where making one
-takes long, less often, so that the page takes no more than a small share of the router's time. What is noted of a
-handoff when it ends is a few additions; all else happens when somebody looks, or once a second. One thread calls.
+Laws: a state is made at most once in `FRESH_S`, for any number of viewers, and encoded once for all of them; where
+making one takes long, less often, so that the page takes only a small share of the router's time. Recording the end of
+a handoff costs a few additions; everything else happens when the page is viewed, or once a second. One thread calls.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -15,7 +16,7 @@ import msgspec
 
 from kvbaton.observe.dashboard import state
 from kvbaton.observe.dashboard.pulse import Pulse
-from kvbaton.observe.dashboard.recent import PAIRS_S, FirstByteWaits, RecentHandoffs, RecentJourneys, WorkerCounts
+from kvbaton.observe.dashboard.recent import FirstByteWaits, RecentFailures, RecentHandoffs, ToldStages, WorkerCounts
 from kvbaton.observe.dashboard.scene import Scene
 from kvbaton.observe.dashboard.sights import ListedWorker, moving_of, pair_of, seen
 from kvbaton.observe.flight.flight_records import Flight
@@ -32,9 +33,10 @@ LATE_S = 5.0
 
 
 class Gathered(Protocol):
-    """What is asked of `flight.gathering.Gathering`."""
+    """The part of `flight.collector.Collector` that is used here."""
 
     on_flight: list[Callable[[Flight], None]]
+    on_told: list[Callable[[Flight], None]]
     level: int  # of those that ended well, one in 2**level is told
 
     def journeys(self, last: int = 20, failed: bool = False, find: str = "") -> list[Journey]: ...
@@ -43,10 +45,13 @@ class Gathered(Protocol):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """What the router says of itself."""
+    """The router's own figures: two of now, and counters."""
 
     in_flight: int = 0
     draining: bool = False
+    chunks: int = 0
+    retries: int = 0
+    mistakes: int = 0
 
 
 class ClusterWatch:
@@ -58,8 +63,7 @@ class ClusterWatch:
         listed: Callable[[], Sequence[ListedWorker]],
         figures: Callable[[], Figures],
         *,
-        version: str = "",
-        mode: str = "",
+        about: Scene | None = None,
         clock: Callable[[], float] = time.time,
         cost: Callable[[], float] = time.thread_time,
     ) -> None:
@@ -68,24 +72,27 @@ class ClusterWatch:
         self._figures = figures
         self._clock = clock
         self._cost = cost
-        self._begun = Scene(at=clock(), version=version, mode=mode)
+        self._begun = msgspec.structs.replace(about or Scene(at=0.0), at=clock())
         self._pulse = Pulse()
         self._ended = RecentHandoffs()
         self._first_bytes = FirstByteWaits(self._pulse)
         self._counted = WorkerCounts(self._pulse)
-        self._joined = RecentJourneys(self._pulse, gathered.journeys)
+        self._stages = ToldStages(self._pulse, clock)
+        self._failures = RecentFailures(gathered.journeys)
+        self._own = figures()
         self._ticked_at = float("-inf")
         self._made: tuple[float, bytes] = (float("-inf"), b"")  # when, and what
         self._fresh_s = FRESH_S
         gathered.on_flight.append(self._over)
+        gathered.on_told.append(self._stages.note)
 
     def state(self) -> bytes:
-        """The JSON of this moment, or of one a little while ago."""
+        """The JSON of this moment, or of a little while ago."""
         now = self._clock()
         if not 0.0 <= now - self._made[0] < self._fresh_s:
             begun = self._cost()
             workers = self._tick(now)
-            self._joined.look(now)
+            self._failures.look(now)
             self._made = (now, state.encode(state.build(self._scene(now, workers), self._pulse)))
             self._fresh_s = min(max((self._cost() - begun) / SHARE, FRESH_S), FRESH_S_MAX)
         return self._made[1]
@@ -93,13 +100,13 @@ class ClusterWatch:
     # --- what happens
 
     def _over(self, flight: Flight) -> None:
-        """One of the router's tries has ended."""
+        """One of the router's attempts has ended."""
         now = self._clock()
         if not 0.0 <= now - self._ticked_at < TICK_S:
             self._tick(now)
         self._first_bytes.note(now, flight)
         pair = pair_of(flight)
-        if pair is None:
+        if pair is None or flight.mistake:
             return
         weight = 1 if flight.failed else 1 << self._gathered.level  # at high rates a share is told
         if pair[1] not in self._counted:  # else it counts by itself, unless it died
@@ -110,27 +117,29 @@ class ClusterWatch:
 
     def _tick(self, now: float) -> list[WorkerGauges]:
         # what was counted since then is of then, where nobody looked for long: reports come within a second
-        at = now if now - self._ticked_at <= LATE_S else self._ticked_at + TICK_S
+        at = self._ticked_at + TICK_S if LATE_S < now - self._ticked_at < math.inf else now
         self._ticked_at = now
         workers = self._gathered.workers(now)
         self._counted.note(workers, at)
+        self._stages.count()
+        own, self._own = self._own, self._figures()
+        fresh = self._own
+        self._pulse.counted(at, fresh.chunks - own.chunks, fresh.retries - own.retries, fresh.mistakes - own.mistakes)
+        self._pulse.in_flight(now, fresh.in_flight)
         return workers
 
     # --- what is seen
 
     def _scene(self, now: float, workers: Sequence[WorkerGauges]) -> Scene:
-        figures = self._figures()
-        self._pulse.in_flight(now, figures.in_flight)
         return msgspec.structs.replace(
             self._begun,
             at=now,
             uptime_s=now - self._begun.at,
-            draining=figures.draining,
-            in_flight=figures.in_flight,
-            workers=seen(self._listed(), workers),
+            draining=self._own.draining,
+            in_flight=self._own.in_flight,
+            workers=seen(self._listed(), workers, self._counted.rates(now), self._counted.alone(now)),
             under_way=[moving_of(each) for each in self._gathered.under_way(2 * state.DOTS_MAX) if pair_of(each)],
             ended=self._ended.moving(now),
-            failures=self._joined.failures,
+            failures=self._failures.found,
             pairs=self._ended.pairs(now),
-            pairs_s=max(min(float(PAIRS_S), now - self._begun.at), 1.0),
         )

@@ -1,8 +1,7 @@
 """Clock offsets between the sides of a handoff, inferred from cause and effect.
 
-Law: pure. Clocks that could all be right are taken as right: a correction is made only where an effect would come
-before its cause, and then the smallest that puts all of them in order. Where none does, the nearest is taken, and said
-to be in doubt.
+Law: pure. Clocks that could all be right are taken as right: a correction is made only where an effect would precede
+its cause, and then the smallest that orders all of them. Where none does, the nearest is taken, and marked as doubtful.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def offsets(flights: Sequence[Flight]) -> Offsets:
 
 
 def _cost(shifts: Sequence[float]) -> tuple[int, float]:
-    """As few clocks as can be are called wrong, and those as little."""
+    """As few clocks as possible are considered wrong, and by as little as possible."""
     return sum(1 for shift in shifts if abs(shift) > SLACK_S), sum(map(abs, shifts))
 
 
@@ -89,7 +88,7 @@ def _pairs(first: Flight, second: Flight) -> Sequence[tuple[FlightSeat, str, Fli
 
 
 def _closed(limits: Mapping[tuple[int, int], float], count: int) -> list[list[float]]:
-    """What follows from all limits together, for every two sides."""
+    """The limits that follow from all limits together, for every two sides."""
     table = [[0.0 if i == j else limits.get((i, j), math.inf) for j in range(count)] for i in range(count)]
     _close(table)
     return table
@@ -117,7 +116,7 @@ def _placed(closed: Sequence[Sequence[float]], order: Sequence[int]) -> tuple[fl
 
 
 def _nearest(limits: Mapping[tuple[int, int], float], index: int) -> float:
-    """What breaks the order with the first side least, for one whose limits contradict each other."""
+    """The smallest violation of the order with the first side, for one whose limits contradict each other."""
     high, low = limits.get((index, 0), math.inf), -limits.get((0, index), math.inf)
     if index == 0 or (low <= 0.0 <= high):
         return 0.0

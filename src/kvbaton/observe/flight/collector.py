@@ -1,14 +1,14 @@
-"""All that the router knows of handoffs: its own records, and what workers told it; kept for a while, and joined.
+"""All records of handoffs at the router: its own, and those that workers report; kept for a while, and joined.
 
-Laws: memory is bounded, whatever workers tell; failures are kept apart, so that successes do not wash them out, and
-what one worker tells washes out its own (`shelf`). Records come in any order and more than once; the last word of a
-side stands, also when its process is gone. A worker speaks for itself alone: its name and life are those that its
-connection proved. Safe from any thread; callbacks never block.
+Laws: memory is bounded, whatever workers report; failures are kept apart, so that successes do not evict them, and a
+worker's reports evict only its own (`journey_store`). Records come in any order and more than once; the last record of
+a side stands, also when its process is gone. A worker reports only for itself: its name and incarnation are those that
+its connection proved. Safe from any thread; callbacks never block.
 
-    note(flight)              a record of the router's own; the same try again replaces it
-    watch(live), unwatch      a try under way, asked for its record only when somebody looks
+    note(flight)              a record of the router's own; the same attempt again replaces it
+    watch(live), unwatch      an attempt in flight, asked for its record only on demand
     heard(worker, life, ...)  a worker's report
-    listed(workers)           who is registered now
+    listed(workers)           the workers registered now
     journeys(...)             joined, newest first
 """
 
@@ -26,7 +26,16 @@ import msgspec
 
 from kvbaton.observe.flight import journey as j
 from kvbaton.observe.flight.flight_records import Flight, FlightSeat
-from kvbaton.observe.flight.joining import began, key_of, matches, side_of, tries_of
+from kvbaton.observe.flight.joining import (
+    Answered,
+    answered_by,
+    began,
+    is_answered_retry,
+    key_of,
+    matches,
+    side_of,
+    tries_of,
+)
 from kvbaton.observe.flight.journey import Journey
 from kvbaton.observe.flight.journey_store import ROUTER, JourneyStore, Story
 from kvbaton.observe.flight.recorder import LEVEL_MAX, is_shared
@@ -51,14 +60,14 @@ FLIGHTS_PER_S = 200
 
 
 class Live(Protocol):
-    """A try under way at the router."""
+    """An attempt in flight at the router."""
 
     def flight(self) -> Flight:
         """Its record so far; cheap, never blocks."""
 
 
 class Gathering:
-    """What became of the last handoffs, from all sides."""
+    """The latest handoffs, from all sides."""
 
     def __init__(
         self,
@@ -71,8 +80,10 @@ class Gathering:
     ) -> None:
         self.on_flight: list[Callable[[Flight], None]] = []
         """Called with each of the router's own flights when it is over, whether or not it is kept. Never blocks."""
+        self.on_told: list[Callable[[Flight], None]] = []
+        """Called with a worker's record when it is over, once, on the thread that heard of it. Never blocks."""
         self.counters: Counter[str] = Counter()
-        self.level = 0  # of those that ended well one in 2**level is kept, the same as at the workers
+        self.level = 0  # one in 2**level of the successful ones is kept, the same as at the workers
         self._clock = clock
         self._bounds = (journeys_max, failures_max, bytes_max)
         self._fine = JourneyStore()
@@ -80,25 +91,26 @@ class Gathering:
         self._bytes = 0
         self._live: dict[Live, None] = {}  # oldest first
         self._asked_for: dict[str, None] = {}
+        self._answered: dict[str, Answered] = {}  # requests of which an earlier try failed
         self._telling = WorkerReports()
         self._rate = _Rate(flights_per_s)
         self._lock = threading.Lock()
 
-    # --- what comes in
+    # --- input
 
     def watch(self, live: Live) -> None:
-        """A try has begun."""
-        self._live[live] = None  # without the lock: whoever looks takes a copy
+        """An attempt has started."""
+        self._live[live] = None  # without the lock: readers take a copy
 
     def unwatch(self, live: Live) -> None:
         """It has ended; `note` may follow."""
         self._live.pop(live, None)
 
     def wants(self, handoff: str, *, always: bool, request: str = "") -> bool:
-        """Whether the record of a try that has ended is worth making; to be asked once for each.
+        """Whether to make a record of an ended attempt; to be called once for each.
 
-        Those that failed or are traced always are; at high rates of the others one in 2**level. One that came to no
-        handoff is chosen by its request.
+        Always for failed or traced ones; at high rates one in 2**level of the others. An attempt without a handoff is
+        chosen by its request.
         """
         self.level = self._rate.level(self._clock())
         if always or not self.level or is_shared(handoff or request, self.level):
@@ -107,16 +119,15 @@ class Gathering:
         return False
 
     def note(self, flight: Flight) -> None:
-        """One of the router's own; one under way is replaced by what it becomes."""
+        """One of the router's own; a record in flight is replaced by its final one."""
         if flight.is_over:
-            for callback in self.on_flight:
-                try:
-                    callback(flight)
-                except Exception:
-                    self.counters["callback_faults"] += 1
-                    log.exception("[callback-failed] on_flight failed; going on")
+            self._tell(self.on_flight, flight)
         with self._lock:
             key = key_of(flight)
+            if is_answered_retry(flight):
+                self._answered[flight.request] = (flight.retries, flight.began)
+                while len(self._answered) > FAILURES_MAX:
+                    del self._answered[next(iter(self._answered))]
             if (
                 not self.level
                 or flight.failed
@@ -127,8 +138,16 @@ class Gathering:
             else:
                 self.counters["sampled_out"] += 1
 
+    def _tell(self, callbacks: Iterable[Callable[[Flight], None]], flight: Flight) -> None:
+        for callback in callbacks:
+            try:
+                callback(flight)
+            except Exception:
+                self.counters["callback_faults"] += 1
+                log.exception("[callback-failed] a listener of flights failed; continuing")
+
     def amend(self, flight: Flight) -> None:
-        """More is known of a try that was noted. Whoever listens was told already."""
+        """Additional data for a recorded attempt. Listeners were already notified."""
         with self._lock:
             key = key_of(flight)
             if self._knows(key):
@@ -149,79 +168,81 @@ class Gathering:
             self.counters["reports"] += 1
             self.counters["odd_flights"] += odd
             self.counters["sampled_out"] += told - len(kept)
-            for flight in report.flights:
-                self._put(key_of(flight), flight)
+            ended = [flight for flight in report.flights if self._put(key_of(flight), flight)]
+        for flight in ended:
+            self._tell(self.on_told, flight)
 
     def listed(self, workers: Mapping[str, tuple[int, str]]) -> None:
-        """Who is registered now: name to life and role (prefill, decode, both)."""
+        """The workers registered now: name to incarnation and role (prefill, decode, both)."""
         with self._lock:
             self._telling.listed(workers, self._clock())
 
     def ask_for(self, text: str) -> None:
-        """What is told of this id from here on is kept, also where only a share is."""
+        """Reports about this id are kept from here on, also where only a share is."""
         with self._lock:
             self._asked_for.pop(text, None)
             self._asked_for[text] = None
             while len(self._asked_for) > ASKED_FOR_MAX:
                 del self._asked_for[next(iter(self._asked_for))]
 
-    # --- what comes out
+    # --- output
 
     def journeys(self, last: int = 20, failed: bool = False, find: str = "") -> list[Journey]:
-        """Newest first, tries under way included; `find` is a request id, a handoff id, or the beginning of one."""
+        """Newest first, attempts in flight included; `find` is a request id, a handoff id, or a prefix of one."""
         last = max(0, min(last, LAST_MAX))
         with self._lock:
             count = None if find else 2 * last  # enough: what began last was mostly noted last
             kept = (self._fine, self._failed)
             stories = [story for each in kept for story in itertools.islice(reversed(each), count)]
             groups = _with_live(stories, [each.flight() for each in list(self._live)])
+            retried = dict(self._answered)
         if find:  # from here on without the lock: requests wait for it too
             groups = [group for group in groups if any(matches(flight, find) for flight in group)]
         tries = tries_of(groups)
         if failed:
             groups = [group for group in groups if any(flight.failed for flight in group)]
         groups.sort(key=began, reverse=True)
-        return [self._joined(group, tries) for group in groups[:last]]
+        return [self._joined(group, tries, answered_by(group, retried)) for group in groups[:last]]
 
     def under_way(self, limit: int = LAST_MAX) -> list[Flight]:
-        """The router's tries that have not ended, newest first."""
+        """The router's attempts in flight, newest first."""
         return [live.flight() for live in itertools.islice(reversed(list(self._live)), max(0, limit))]
 
     def records(self) -> list[Flight]:
-        """The router's own that are kept, oldest first, and those under way: what is dumped on request."""
+        """The router's own records, oldest first, and those in flight: what is dumped on request."""
         with self._lock:
             stories = [*self._fine, *self._failed]
             own = [flight for story in stories for flight in story.sides.values() if flight.seat is FlightSeat.ROUTER]
             return [*sorted(own, key=lambda flight: flight.began), *(live.flight() for live in list(self._live))]
 
     def workers(self, now: float | None = None) -> list[WorkerGauges]:
-        """What each worker told last, by name; also of those that are gone, for a while."""
+        """Each worker's last report, by name; also of those that are gone, for a while."""
         with self._lock:
             return self._telling.told(self._clock() if now is None else now)
 
     def reporters(self) -> list[tuple[str, int]]:
-        """Workers (name, life) that are here and tell something, and so can be asked for more."""
+        """Workers (name, incarnation) that are registered and report, and so can be asked for more."""
         with self._lock:
             return self._telling.reporters()
 
     def reports_of(self, worker: str) -> int:
-        """How many reports of this worker's life have come."""
+        """How many reports of this incarnation have arrived."""
         with self._lock:
             return self._telling.reports_of(worker)
 
-    def _joined(self, flights: Sequence[Flight], tries: Mapping[str, int]) -> Journey:
+    def _joined(self, flights: Sequence[Flight], tries: Mapping[str, int], later: int | None) -> Journey:
         router = next((flight for flight in flights if flight.seat is FlightSeat.ROUTER), None)
         key = flights[0].handoff
-        count = 1 if router is None else tries[router.request]
+        count = 1 if router is None else max(tries[router.request], 0 if later is None else later + 1)
 
         def why(seat: FlightSeat, worker: str) -> str:
             if seat is FlightSeat.ROUTER:
                 return j.NOT_SEEN if is_shared(key, self.level) else j.SAMPLED_OUT
-            if not worker:  # nobody came for it
+            if not worker:  # not claimed
                 return j.NOT_SEEN
             return self._telling.why(worker, key, max((_latest(flight) for flight in flights), default=0.0))
 
-        return j.join(flights, why=why, gone=self._telling.is_gone, tries=count)
+        return j.join(flights, why=why, gone=self._telling.is_gone, tries=count, answered_by=later)
 
     # --- keeping
 
@@ -229,12 +250,13 @@ class Gathering:
         return key in self._fine or key in self._failed
 
     def _keeps(self, flight: Flight) -> bool:
-        """Whether what a worker told is among what is kept here; a share of what ended well, if there is much."""
+        """Whether a worker's record is among those kept here; a share of the successful ones, if there are many."""
         if not self.level or is_shared(flight.handoff, self.level) or flight.failed or self._knows(flight.handoff):
             return True
         return any(matches(flight, text) for text in list(self._asked_for))
 
-    def _put(self, key: str, flight: Flight) -> None:
+    def _put(self, key: str, flight: Flight) -> bool:
+        """Whether its end is news."""
         shelf = self._failed if key in self._failed else self._fine
         teller = ROUTER if flight.seat is FlightSeat.ROUTER else flight.worker
         story = shelf.get(key)
@@ -245,10 +267,10 @@ class Gathering:
         before = story.sides.get(side)
         if before is not None and before.is_over and not flight.is_over:
             self.counters["late_flights"] += 1
-            return
+            return False
         if before is None and not _has_room(story, flight):
             self.counters["odd_flights"] += 1
-            return
+            return False
         story.sides[side] = flight
         grown = size_of(flight) - (0 if before is None else size_of(before))
         shelf.grow(story, grown)
@@ -259,6 +281,7 @@ class Gathering:
             story.failed = True
             self._failed.add(self._fine.take(key))
         self._forget()
+        return flight.is_over and (before is None or not before.is_over)
 
     def _forget(self) -> None:
         journeys_max, failures_max, bytes_max = self._bounds
@@ -275,7 +298,7 @@ class Gathering:
 
 
 class _Rate:
-    """Which share is kept, by how many came in the last second."""
+    """The share that is kept, by the rate of the last second."""
 
     def __init__(self, per_s: float) -> None:
         self._per_s = per_s
@@ -305,7 +328,7 @@ def _with_live(stories: Iterable[Story], live: Iterable[Flight]) -> list[list[Fl
 
 
 def _has_room(story: Story, flight: Flight) -> bool:
-    """No worker takes the places of the others; the router's own word always has one."""
+    """No worker takes the places of the others; the router's own record always has one."""
     if flight.seat is FlightSeat.ROUTER:
         return True
     of_it = sum(1 for seat, worker, _, _ in story.sides if (seat, worker) == (flight.seat, flight.worker))

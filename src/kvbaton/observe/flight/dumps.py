@@ -1,8 +1,8 @@
 """Records on disk: failures as they happen, and all records on a signal.
 
-Laws: files are written on a thread of their own, so that a slow disk costs no handoff; what waits to be written, each
-file and the number of files are bounded; a disk that fails is said once and costs nothing else. A file is readable by
-its owner only, and one JSON object to the line: `kvbaton inspect --files` joins those of several processes.
+Laws: files are written on their own thread, so that a slow disk delays no handoff; the queue, each file and the number
+of files are bounded; a disk error is logged once and has no other effect. A file is readable by its owner only, with
+one JSON object per line: `kvbaton inspect --files` joins those of several processes.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ CLOSE_S = 2.0
 
 
 class DumpError(Exception):
-    """The directory cannot be used; the text says why, and what to do."""
+    """The directory is unusable; the text says why, and what to do."""
 
 
 def default_directory() -> Path:
-    """Where dumps go unless a place was named: of this user alone."""
+    """The default directory of dumps: accessible to this user only."""
     return Path(tempfile.gettempdir()) / f"kvbaton-flights-{os.getuid()}"
 
 
 def prepared(directory: Path) -> Path:
-    """The directory, made if need be; `DumpError` where somebody else could have put it there."""
+    """The directory, created if need be; `DumpError` if another user could have created it."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = directory.lstat()
@@ -68,7 +68,7 @@ class Dumps:
         self._thread.start()
 
     def on_flight(self, flight: Flight) -> None:
-        """Keep it on disk if it failed."""
+        """Write it to disk if it failed."""
         if not flight.failed:
             return
         if self._work.qsize() >= QUEUED_MAX:
@@ -77,12 +77,12 @@ class Dumps:
             self._work.put(flight)
 
     def ask(self, why: str = "signal") -> None:
-        """Write down all there is."""
+        """Write all records."""
         if self._work.qsize() < QUEUED_MAX:
             self._work.put(why)
 
     def close(self) -> None:
-        """What was asked for is written first, but not waited for long."""
+        """Requested dumps are written first, within a bounded time."""
         self._work.put(None)
         self._thread.join(CLOSE_S)
 
@@ -112,7 +112,7 @@ class Dumps:
         part = path.with_suffix(".part")
         with _opened(part, os.O_TRUNC) as file:
             file.writelines(map(_line, flights))
-        part.replace(path)  # whoever finds it finds all of it
+        part.replace(path)  # a reader never sees a partial file
         own = re.compile(re.escape(self._name) + r"\.[0-9]{8}T[0-9]{6}-[0-9]{6}" + re.escape(DUMP))  # p is not p.1
         for old in sorted(each for each in self.directory.iterdir() if own.fullmatch(each.name))[:-DUMPS_MAX]:
             old.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """One side's record of one handoff: peers, times, sizes and outcome.
 
-Law: a record is a value, of bounded size whatever a peer or a client named things, and holds nothing of a prompt. Times
-are Unix seconds by the clock of the process that wrote them; `journey` puts them on one clock.
+Law: a record is a value, of bounded size whatever names a peer or a client chose, and contains nothing of a prompt.
+Times are Unix seconds by the clock of the process that wrote them; `journey` puts them on one clock.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class FlightSeat(enum.StrEnum):
-    """From where a handoff was seen."""
+    """The side that observed a handoff."""
 
     ROUTER = "router"
     PREFILL = "prefill"
@@ -37,8 +37,8 @@ class FlightSeat(enum.StrEnum):
 
 
 class Moment(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Something happened: `protocol.marks.Step`, or one of the router's: received, chosen, prefill_sent,
-    prefill_answered, decode_sent, first_byte, ended."""
+    """A step: `protocol.marks.Step`, or one of the router's: received, chosen, prefill_sent, prefill_answered,
+    prefill_refused, decode_sent, decode_refused, first_byte, ended."""
 
     step: Name
     at: float
@@ -49,12 +49,12 @@ Moments = Annotated[tuple[Moment, ...], Meta(max_length=MOMENTS_MAX)]
 
 
 class Flight(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """One handoff as one process saw it. At the router: one try of a request."""
+    """One handoff as one process saw it. At the router: one attempt of a request."""
 
     seat: FlightSeat
-    worker: Name  # who wrote it
+    worker: Name  # the writer
     incarnation: Name = ""  # hex
-    handoff: Name = ""  # "" where none came about
+    handoff: Name = ""  # "" where there was none
     request: Name = ""  # this side's own id of the request; the router's is the client's
     peers: Annotated[tuple[Name, ...], Meta(max_length=8)] = ()  # the other side; at the router P (or "-"), D
     mode: Name = ""  # pull, stream, push; alone
@@ -62,13 +62,19 @@ class Flight(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     tokens: Count = 0  # of the prompt; estimated at the router
     blocks: Count = 0
     bytes: Count = 0  # that this side copied
-    retries: Count = 0  # messages said again; at the router: which try of the request this was, from 0
+    retries: Count = 0  # repeated messages; at the router: the attempt's number, from 0
     moments: Moments = ()
     end: Name = ""  # "" while under way; delivered; a reason; at the router ok, or the error's code
+    mistake: bool = False  # at the router: the client's, which a worker refused; no handoff has failed
+    chunks: Count = 0  # at the router: of a streamed answer, those that bear a token
     detail: Text = ""
     trace: Name = ""  # W3C traceparent: at the router its own span of this try, at P and D the leg that they serve
     parent: Name = ""  # at the router: the traceparent that the client sent, or that of the request's span
     legs: Annotated[tuple[Name, ...], Meta(max_length=2)] = ()  # at the router: span ids of the legs to P and to D
+    path: Name = ""  # at the router: what the client asked
+    model: Name = ""  # at the router: the model that the client named
+    status: Count = 0  # at the router: of its answer; 0 where there was none
+    output_tokens: Count = 0  # at the router: of an answer that came to its end
 
     @property
     def began(self) -> float:
@@ -80,8 +86,16 @@ class Flight(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
     @property
     def failed(self) -> bool:
-        """It ended, not well, and not because nobody wanted it any more."""
-        return self.end not in ("", DELIVERED, *QUIET)
+        """It ended, not successfully, and neither by the client's mistake nor because it was no longer wanted."""
+        return not self.mistake and self.end not in ("", DELIVERED, *QUIET)
+
+    @property
+    def itl_s(self) -> float | None:
+        """At the router: the mean time between tokens (ITL) of a streamed answer."""
+        first, last = self.at("first_byte"), self.at("ended")
+        if self.chunks < 2 or first is None or last is None or self.end != "ok":
+            return None
+        return max(last - first, 0.0) / (self.chunks - 1)
 
     def at(self, step: str) -> float | None:
         """When it first came to that step."""
@@ -94,7 +108,7 @@ the last byte to P's word. Deliver: from there to the engine's taking it."""
 
 
 def stages(flight: Flight) -> dict[str, float]:
-    """How long D spent in each stage that it came through, in seconds; never negative."""
+    """How long D spent in each of its stages, in seconds; never negative."""
     edges = {
         "claim": ("asked", "granted"),
         "queue": ("granted", "allocated"),

@@ -1,52 +1,77 @@
-"""Records from anywhere, in any order, as journeys: what `kvbaton inspect --files` does without a router.
+"""Records from anywhere, in any order, as journeys: `kvbaton inspect --files` works without a router.
 
-Law: pure; the last record of a side that is over stands, whatever came first.
+Law: pure; the last finished record of a side stands, whatever came first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvbaton.observe.flight.flight_records import Flight, FlightSeat
 from kvbaton.observe.flight.journey import Journey, join
 
 FIND_CHARS_MIN = 6
 """Of the beginning of a transfer id, or of a part of a request id."""
-NO_DUMP = "no dump of it was given"
+NO_DUMP = "no dump given"
 
 
 def key_of(flight: Flight) -> str:
-    """What records of one handoff share; a try that came to none stands alone."""
+    """The common key of one handoff's records; an attempt without a handoff stands alone."""
     return flight.handoff or f"{flight.request}#{flight.retries}@{flight.began!r}"
 
 
 def side_of(flight: Flight) -> tuple[FlightSeat, str, str, str]:
-    """Who wrote it, and of which of its requests; a later record of the same replaces it."""
+    """The writer and the request of a record; a later record of the same replaces it."""
     return flight.seat, flight.worker, flight.incarnation, flight.request
 
 
 def matches(flight: Flight, text: str) -> bool:
-    """Whether somebody who gives this id means this record."""
+    """Whether this id refers to this record."""
     if text in (flight.handoff, flight.request):
         return True
     return len(text) >= FIND_CHARS_MIN and (flight.handoff.startswith(text) or text in flight.request)
 
 
 def began(flights: Iterable[Flight]) -> float:
-    """When the router saw it first, or else anybody."""
+    """When the router saw it first, or else any side."""
     known = list(flights)
     router = [flight.began for flight in known if flight.seat is FlightSeat.ROUTER]
     return min(router or [flight.began for flight in known])
 
 
 def tries_of(groups: Iterable[Sequence[Flight]]) -> dict[str, int]:
-    """How many tries of each request are known; clients may give one id to several requests."""
+    """The number of known attempts of each request; clients may use one id for several requests."""
     tries: dict[str, int] = {}
     for group in groups:
         for flight in group:
             if flight.seat is FlightSeat.ROUTER:
                 tries[flight.request] = max(tries.get(flight.request, 1), flight.retries + 1)
     return tries
+
+
+Answered = tuple[int, float]
+"""A try that was answered: its number, and when it began."""
+
+
+def answered(groups: Iterable[Sequence[Flight]]) -> dict[str, Answered]:
+    """The repeated attempts that were answered, by request."""
+    return {
+        flight.request: (flight.retries, flight.began)
+        for group in groups
+        for flight in group
+        if is_answered_retry(flight)
+    }
+
+
+def is_answered_retry(flight: Flight) -> bool:
+    return flight.seat is FlightSeat.ROUTER and flight.retries > 0 and flight.end == "ok"
+
+
+def answered_by(group: Iterable[Flight], found: Mapping[str, Answered]) -> int | None:
+    """The later try of the same request that was answered; clients may use one id for several requests."""
+    router = next((flight for flight in group if flight.seat is FlightSeat.ROUTER), None)
+    number, at = found.get(router.request, (0, 0.0)) if router is not None else (0, 0.0)
+    return number if router is not None and number > router.retries and at >= router.began else None
 
 
 def joined(flights: Iterable[Flight], *, last: int, failed: bool = False, find: str = "") -> list[Journey]:
@@ -58,6 +83,7 @@ def joined(flights: Iterable[Flight], *, last: int, failed: bool = False, find: 
         if before is None or not before.is_over or flight.is_over:
             sides[side_of(flight)] = flight
     groups = [list(sides.values()) for sides in stories.values()]
+    retried = answered(groups)
     if find:
         groups = [group for group in groups if any(matches(flight, find) for flight in group)]
     if failed:
@@ -65,6 +91,11 @@ def joined(flights: Iterable[Flight], *, last: int, failed: bool = False, find: 
     groups.sort(key=began, reverse=True)
     tries = tries_of(groups)
     return [
-        join(group, why=lambda _, __: NO_DUMP, tries=max((tries.get(each.request, 1) for each in group), default=1))
+        join(
+            group,
+            why=lambda _, __: NO_DUMP,
+            tries=max((tries.get(each.request, 1) for each in group), default=1),
+            answered_by=answered_by(group, retried),
+        )
         for group in groups[:last]
     ]

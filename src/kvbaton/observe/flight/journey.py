@@ -1,7 +1,7 @@
 """One handoff as all sides saw it, on one clock: stages, outcome, and sides that have not reported yet.
 
-Law: pure. What a side did not tell is named as missing, with why; nothing is made up. Times of a journey are seconds
-from its first moment, by the router's clock where the router saw it. The JSON form is that of these structs, and
+Law: pure. A side that did not report is named as missing, with the reason; nothing is made up. Times of a journey are
+seconds from its first moment, by the router's clock if the router saw it. The JSON form is that of these structs, and
 documented in docs/inspect.md: fields may be added, none changes its meaning.
 """
 
@@ -12,14 +12,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from kvbaton.observe.flight.clocks import offsets
-from kvbaton.observe.flight.flight_records import DELIVERED, Flight, FlightSeat, Moment
+from kvbaton.observe.flight.flight_records import DELIVERED, QUIET, Flight, FlightSeat, Moment
 
-NOT_YET = "not told yet"
+NOT_YET = "not reported yet"
 GONE = "gone"
 SAMPLED_OUT = "sampled out"
 FOREIGN = "does not report"
-FORGOTTEN = "not known there any more"
+FORGOTTEN = "no longer known there"
 NOT_SEEN = "not seen here"
+REFUSED = "refused the request before a handoff began"
 
 ROUTER_STAGES = {
     "choose": ("received", "chosen"),
@@ -50,7 +51,7 @@ Why = Callable[[FlightSeat, str], str]
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """A stretch of one side's time; one that was never finished is not listed."""
+    """An interval of one side's time; one that was never finished is not listed."""
 
     name: str
     seat: FlightSeat
@@ -73,6 +74,7 @@ class JourneyLane(msgspec.Struct, frozen=True, omit_defaults=True):
     moments: tuple[Moment, ...] = ()  # `at` is in seconds from the journey's beginning
     clock_offset_s: float = 0.0
     end: str = ""  # "" while it is under way, as far as was told
+    mistake: bool = False  # the client's, not this side's failure
     detail: str = ""
     gone: bool = False  # the process is no longer there; this is what it told last
     bytes: int = 0
@@ -81,15 +83,19 @@ class JourneyLane(msgspec.Struct, frozen=True, omit_defaults=True):
     transport: str = ""
     trace: str = ""
 
+    @property
+    def failed(self) -> bool:
+        return not self.mistake and self.end not in ("", DELIVERED, *QUIET)
+
 
 class Missing(msgspec.Struct, frozen=True):
     seat: FlightSeat
-    worker: str  # "" where nobody knows who it was
+    worker: str  # "" if unknown
     why: str
 
 
 class Journey(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One try of one request, from the router's door to D's first token, or what is known of it."""
+    """One attempt of one request, from its arrival at the router to D's first token, as far as it is known."""
 
     began: float  # Unix seconds
     seconds: float  # from its first moment to the last that is known
@@ -97,6 +103,7 @@ class Journey(msgspec.Struct, frozen=True, omit_defaults=True):
     request: str = ""  # the client's id where the router saw it
     number: int = 0  # which try of that request this is, from 0
     tries: int = 1  # of that request that are known
+    answered_by: int | None = None  # the number of a later try of that request, which was answered
     mode: str = ""
     transport: str = ""
     tokens: int = 0
@@ -104,11 +111,14 @@ class Journey(msgspec.Struct, frozen=True, omit_defaults=True):
     bytes: int = 0  # that were copied
     end: str = ""  # "" under way; ok or delivered; else why not
     failed: bool = False  # on any side: a request may be answered although its handoff failed
+    mistake: bool = False  # the client's: a worker refused the request, and no handoff failed
     detail: str = ""
     lanes: tuple[JourneyLane, ...] = ()  # router, P, D, as far as they told
     stages: tuple[Stage, ...] = ()
     missing: tuple[Missing, ...] = ()
     ttft_s: float | None = None  # at the router: from the request to the first byte of its answer
+    chunks: int = 0  # of a streamed answer, those that bear a token
+    itl_s: float | None = None  # mean time between tokens of a streamed answer
     transfer_s: float | None = None  # D wanted the KV and P had all of it, until D's engine took it
     transfer_share: float | None = None  # of ttft_s
     bytes_per_s: float | None = None  # while copying
@@ -128,6 +138,7 @@ def join(
     why: Why = lambda _, __: NOT_SEEN,
     gone: Callable[[Flight], bool] = lambda _: False,
     tries: int = 1,
+    answered_by: int | None = None,
 ) -> Journey:
     """The journey of one handoff; at least one record. Those of one seat may be several: a lease can have readers."""
     known = sorted(flights, key=lambda flight: (_ORDER.index(flight.seat), flight.began, flight.worker))
@@ -153,6 +164,7 @@ def join(
         request=head.request,
         number=0 if router is None else router.retries,
         tries=tries,
+        answered_by=answered_by,
         mode=_first(known, "mode"),
         transport=_first((flight for flight in known if flight.seat is not FlightSeat.ROUTER), "transport"),
         tokens=next((flight.tokens for flight in reversed(known) if flight.tokens), 0),
@@ -160,11 +172,14 @@ def join(
         bytes=copied,
         end=end,
         failed=any(flight.failed for flight in known),
+        mistake=any(flight.mistake for flight in known),
         detail=detail,
         lanes=lanes,
         stages=stages,
         missing=_missing(known, router, why),
         ttft_s=ttft_s,
+        chunks=0 if router is None else router.chunks,
+        itl_s=None if router is None or router.itl_s is None else round(router.itl_s, 9),
         transfer_s=transfer_s,
         transfer_share=round(min(transfer_s / ttft_s, 1.0), 6) if ttft_s and transfer_s is not None else None,
         bytes_per_s=round(copied / copy_s, 1) if copied and copy_s > 0 else None,
@@ -184,6 +199,7 @@ def _lane(flight: Flight, shift: float, began: float, gone: bool) -> JourneyLane
         moments,
         round(shift, 6),
         flight.end,
+        flight.mistake,
         flight.detail,
         gone,
         flight.bytes,
@@ -231,7 +247,7 @@ def _transfer_s(lanes: Sequence[JourneyLane]) -> float | None:
 
 
 def _end(known: Sequence[Flight], router: Flight | None) -> tuple[str, str]:
-    """The router's word goes before the others'; a failure before a success."""
+    """The router's outcome has precedence over the others'; a failure over a success."""
     if router is not None:
         return router.end, router.detail
     for flight in known:
@@ -255,7 +271,8 @@ def _missing(known: Sequence[Flight], router: Flight | None, why: Why) -> tuple[
         if router is not None and router.at(f"{seat}_sent") is None:
             continue  # it was never asked
         worker = _named(known, router, seat, index)
-        found.append(Missing(seat, worker, why(seat, worker)))
+        refused = router is not None and router.at(f"{seat}_refused") is not None
+        found.append(Missing(seat, worker, REFUSED if refused else why(seat, worker)))
     return tuple(found)
 
 

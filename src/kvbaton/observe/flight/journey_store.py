@@ -1,7 +1,8 @@
 """Bounded storage of journeys, oldest first, charged to the worker that reported them.
 
-Law: when room is needed, the oldest story of whoever holds the most goes: however much one worker tells, it washes out
-its own stories and not those of the others. What the router itself saw is on its bill, whoever told of it first.
+Law: when room is needed, the oldest story of the worker that holds the most is evicted: however much one worker
+reports, it evicts its own stories and not those of the others. What the router itself saw is charged to the router,
+whoever reported it first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ ROUTER = ""
 
 @dataclass(slots=True)
 class Story:
-    """The records of one handoff, or of one try that came to none."""
+    """The records of one handoff, or of one attempt without a handoff."""
 
     key: str
     teller: str
@@ -33,7 +34,7 @@ class _Bill:
 
 
 class JourneyStore:
-    """Stories by key. Not safe from several threads; whoever holds it has a lock."""
+    """Stories by key. Not thread-safe; the owner has a lock."""
 
     def __init__(self) -> None:
         self._stories: dict[str, Story] = {}
@@ -71,7 +72,7 @@ class JourneyStore:
         self._bills[story.teller].bytes += by_bytes
 
     def hand_over(self, story: Story, teller: str) -> None:
-        """From here on it is on another's bill, as the youngest there."""
+        """Charge it to another owner from here on, as the newest there."""
         self._strike(story)
         story.teller = teller
         bill = self._bills.setdefault(teller, _Bill())
@@ -79,7 +80,7 @@ class JourneyStore:
         bill.bytes += story.bytes
 
     def drop(self, *, for_bytes: bool = False) -> Story:
-        """Forget the oldest story of whoever holds the most stories, or the most bytes."""
+        """Forget the oldest story of the owner that holds the most stories, or the most bytes."""
         bills = self._bills.values()
         most = max(bills, key=lambda bill: bill.bytes if for_bytes else len(bill.stories))
         return self.take(next(iter(most.stories)))

@@ -1,9 +1,8 @@
 """Builds records from the ledger's marks, keeps the latest, and notifies listeners.
 
-Laws: what is kept is bounded, and failures are kept apart, so that successes do not wash them out. A record is told
-once, when nothing more can happen to its handoff: it has ended and is at rest, and its engine has taken it or had time
-to.
-Nothing here blocks for longer than a copy of a short list; a listener that raises costs only itself.
+Laws: memory is bounded, and failures are kept apart, so that successes do not evict them. A record is reported once,
+when nothing more can happen to its handoff: it has ended and is at rest, and its engine has taken it or had time to.
+Nothing here blocks for longer than a copy of a short list; a listener that raises affects only itself.
 
 The node's thread calls `take`; all else may be called from any thread.
 """
@@ -47,13 +46,13 @@ OnFlight = Callable[[Flight], None]
 
 
 def is_shared(handoff: str, level: int) -> bool:
-    """Whether this handoff is among one in 2**level. Every process says the same, and the shares are nested."""
+    """Whether this handoff is among one in 2**level. Every process decides the same, and the shares are nested."""
     return zlib.crc32(handoff.encode()) % (1 << level) == 0
 
 
 @dataclass(slots=True)
 class _OpenFlight:
-    """A handoff under way on this side."""
+    """A handoff in flight on this side."""
 
     side: Side
     begun: Begun
@@ -89,7 +88,7 @@ class Recorder:
     def take(
         self, marks: Sequence[Mark], taken: Sequence[tuple[RequestId, float]], now: float, wall_offset_s: float
     ) -> None:
-        """What was said since the last time. `taken` is by the wall clock, all else by the node's."""
+        """The marks since the last call. `taken` is by the wall clock, all else by the node's."""
         if not (marks or taken or self._closing):
             return  # as in most turns
         with self._lock:
@@ -106,7 +105,7 @@ class Recorder:
                     self.counters["listener_faults"] += 1
 
     def next_look(self, now: float) -> float | None:
-        """When to call `take` again although nothing has happened: an engine takes its reports in its own time."""
+        """When to call `take` again although nothing has happened: an engine takes its reports at its own pace."""
         return now + LOOK_S if self._closing else None
 
     # --- any thread
@@ -141,15 +140,17 @@ class Recorder:
         return [*known.values(), *live]
 
     def show(self, ids: Sequence[str]) -> None:
-        """Somebody asks for these: they go with the next report, whether they are over or not."""
+        """These were requested: they go with the next report, whether they are over or not."""
         with self._lock:
             for text in ids:
                 self._asked[text] = None
                 if len(self._asked) > FLIGHTS_MAX:
                     self._asked.popitem(last=False)
 
-    def report(self, at: float, gauges: Mapping[str, float], links: Mapping[str, str]) -> bytes:
-        """The next report: what is new, or was asked for, as much of it as fits."""
+    def report(
+        self, at: float, gauges: Mapping[str, float], links: Mapping[str, str], version: str = "", host: str = ""
+    ) -> bytes:
+        """The next report: new or requested records, as many as fit."""
         with self._lock:
             asked, self._asked = list(self._asked), OrderedDict()
             fresh = list(self._untold)
@@ -162,7 +163,7 @@ class Recorder:
         kept = told[:FLIGHTS_MAX]
         missed = len(told) - len(kept)
         while True:
-            data = encode(FlightReport(at, dict(gauges), dict(links), tuple(kept), 2.0**-level, missed))
+            data = encode(FlightReport(at, dict(gauges), dict(links), tuple(kept), 2.0**-level, missed, version, host))
             if len(data) <= REPORT_BYTES_MAX or not kept:
                 return data
             missed += len(kept) - len(kept) // 2
@@ -209,7 +210,7 @@ class Recorder:
                 self._ready.append(key)
 
     def _over(self, wall: float) -> list[Flight]:
-        """All that are ready; those that nobody takes are looked for now and again, since there may be many."""
+        """All that are ready; those that no engine takes are checked only now and then, since there may be many."""
         ready, self._ready = self._ready, []
         if not 0 <= wall - self._looked_at < LOOK_S:
             self._looked_at = wall
@@ -270,7 +271,7 @@ def _waits(each: _OpenFlight, wall: float) -> bool:
 
 
 def _next_level(level: int, count: int) -> int:
-    """How small a share is told, so that about `TOLD_PER_REPORT` are."""
+    """The share that is reported, so that about `TOLD_PER_REPORT` are."""
     while level < LEVEL_MAX and count >> level > TOLD_PER_REPORT:
         level += 1
     while level > 0 and count >> (level - 1) <= TOLD_PER_REPORT // 2:

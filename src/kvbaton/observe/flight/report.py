@@ -1,7 +1,7 @@
 """A worker's periodic report to the router: gauges, and records of handoffs that ended since the last one.
 
-Law: `decode` raises `ReportError` and nothing else, whatever the bytes; what it returns is within its bounds. A worker
-that is asked too much tells a share of its handoffs, chosen by their ids: the same ones at P, D and router.
+Law: `decode` raises `ReportError` and nothing else, whatever the bytes; its result is within bounds. A busy worker
+reports a share of its handoffs, chosen by their ids: the same ones at P, D and router.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ REPORT_BYTES_MAX = 512 << 10
 
 
 class ReportError(Exception):
-    """Bytes that are no report; the text names the field."""
+    """Bytes that are not a report; the text names the field."""
 
 
 class FlightReport(msgspec.Struct, frozen=True, omit_defaults=True):
-    """From one worker, in one of its lives."""
+    """From one worker, in one incarnation."""
 
     at: float  # Unix time at the worker
     gauges: Annotated[dict[Name, float], Meta(max_length=GAUGES_MAX)] = {}  # pins, leases, bytes_moved_total, ...
     links: Annotated[dict[Name, Name], Meta(max_length=GAUGES_MAX)] = {}  # source worker: data plane, now
     flights: Annotated[tuple[Flight, ...], Meta(max_length=FLIGHTS_MAX)] = ()  # ended since, and those asked for
     share: float = 1.0  # of those that ended without failure
-    missed: int = 0  # that should have been told and did not fit
+    missed: int = 0  # records that did not fit
+    version: Name = ""  # of kvbaton in that process
+    host: Name = ""
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -1,7 +1,7 @@
 """Sanitises workers' reports before they are stored or shown: printable, bounded, under the reporter's own name.
 
-Law: pure. A peer that is authenticated may still be wrong, or taken over: its texts end on an operator's screen and its
-numbers in arithmetic, so texts are escaped and numbers that are none are left out.
+Law: pure. An authenticated peer may still be wrong, or compromised: its texts end up on an operator's screen and its
+numbers in arithmetic, so texts are escaped and invalid numbers are dropped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _FLIGHT_BYTES = 700
 
 
 def clean(report: FlightReport, worker: str, incarnation: str) -> tuple[FlightReport, int]:
-    """The report as that worker may have meant it, and how many flights were left out."""
+    """The sanitised report, and how many flights were dropped."""
     flights = [found for flight in report.flights if (found := clean_flight(flight, worker, incarnation)) is not None]
     tidy = FlightReport(
         at=_instant(report.at),
@@ -31,12 +31,14 @@ def clean(report: FlightReport, worker: str, incarnation: str) -> tuple[FlightRe
         flights=tuple(flights),
         share=report.share if 0.0 <= report.share <= 1.0 else 1.0,
         missed=max(report.missed, 0),
+        version=printable(report.version),
+        host=printable(report.host),
     )
     return tidy, len(report.flights) - len(flights)
 
 
 def clean_flight(flight: Flight, worker: str, incarnation: str) -> Flight | None:
-    """The flight under the name that was proven; None if it is not one that a worker can tell of."""
+    """The flight under the authenticated name; None if a worker cannot report it."""
     if flight.seat is FlightSeat.ROUTER or not flight.moments:
         return None
     if not is_handoff_id(flight.handoff) and (flight.handoff or not flight.failed):  # "": refused at D's door
@@ -51,6 +53,7 @@ def clean_flight(flight: Flight, worker: str, incarnation: str) -> Flight | None
         )
     return msgspec.structs.replace(
         flight,
+        mistake=False,  # the router's to judge
         worker=worker,
         incarnation=incarnation,
         moments=moments,
@@ -67,7 +70,7 @@ def clean_flight(flight: Flight, worker: str, incarnation: str) -> Flight | None
 
 
 def printable(text: str, chars_max: int = NAME_CHARS_MAX) -> str:
-    """The text with whatever a terminal would obey spelled out."""
+    """The text with all terminal control characters escaped."""
     if text.isprintable():
         return text
     shown = "".join(

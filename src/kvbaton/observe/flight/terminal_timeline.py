@@ -1,6 +1,6 @@
-"""A journey for the terminal: lanes for router, P and D on one axis of time, then figures, then how it ended.
+"""A journey for the terminal: lanes for router, P and D on one time axis, then figures, then the outcome.
 
-Law: pure text of bounded size; every bar fits the width; a colour says nothing that the words do not say.
+Law: pure text of bounded size; every bar fits the width; a colour carries no information that the words lack.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from kvbaton.observe.flight.flight_records import DELIVERED, QUIET, FlightSeat
-from kvbaton.observe.flight.journey import STAGES, Journey, JourneyLane, Missing, Stage
+from kvbaton.observe.flight.journey import REFUSED, STAGES, Journey, JourneyLane, Missing, Stage
 
 WIDTH_MIN = 60
 WIDTH_MAX = 160
@@ -28,9 +28,9 @@ _SAID = {
     "prefill": "wait for P",
     "handover": "hand over",
     "first_token": "wait for D",
-    "answer": "pass the answer on",
+    "answer": "stream the answer",
     "compute": "compute the prompt",
-    "hold": "keep it for D",
+    "hold": "hold for D",
     "connect": "connect",
     "claim": "claim",
     "queue": "wait for blocks",
@@ -50,7 +50,7 @@ def plain(text: str, _: StyleName) -> str:
 
 
 class Ink:
-    """What is drawn with."""
+    """The drawing characters."""
 
     def __init__(self, style: Style = plain, *, fancy: bool = True) -> None:
         self.style = style
@@ -74,7 +74,7 @@ def draw(journey: Journey, width: int = 100, ink: Ink | None = None) -> list[str
 
 
 def brief(journey: Journey) -> list[str]:
-    """One row for a list: when, what, who, how long, how it ended."""
+    """One row for a list: time, request, workers, duration, outcome."""
     router = journey.lane(FlightSeat.ROUTER)
     workers = [_worker(journey, seat) or "-" for seat in (FlightSeat.PREFILL, FlightSeat.DECODE)]
     took = journey.ttft_s if journey.ttft_s is not None else journey.seconds
@@ -93,7 +93,13 @@ def brief(journey: Journey) -> list[str]:
 def _verdict(journey: Journey) -> str:
     if journey.failed and (not journey.end or journey.end in QUIET):
         return f"{journey.end or 'under way'}, but {journey_reason(journey)}"
-    return journey.end or "under way"
+    if journey.mistake:
+        return f"refused: {journey.end}"
+    return f"{journey.end or 'under way'}{_later(journey, '; try {} answered')}"
+
+
+def _later(journey: Journey, said: str) -> str:
+    return "" if journey.answered_by is None else said.format(journey.answered_by + 1)
 
 
 BRIEF_HEADER = ["request", "transfer", "mode", "P → D", "first byte", "transfer", "end"]
@@ -172,7 +178,7 @@ def _bar(stage: Stage, label: int, room: int, span: float, ink: Ink, *, is_open:
 
 
 def _opened(lane: JourneyLane, name: str) -> Stage | None:
-    """A stage that was begun and never finished, up to the last that its lane tells; none of one that ended well."""
+    """A stage that started and never finished, up to the last moment of its lane; none for a successful one."""
     if lane.end in (DELIVERED, *QUIET) or not lane.moments:
         return None
     first, last = STAGES[lane.seat][name]
@@ -189,6 +195,8 @@ def _foot(journey: Journey, ink: Ink) -> list[str]:
         if journey.transfer_s is not None and journey.transfer_share is not None:
             share = f", of which the transfer took {duration(journey.transfer_s)} ({journey.transfer_share:.0%})"
         lines.append(f"first byte after {duration(journey.ttft_s)}{share}")
+    if journey.itl_s is not None:
+        lines.append(f"{journey.chunks} tokens, one every {duration(journey.itl_s)}")
     for lane in journey.lanes:
         lines.append(_ending(lane, ink))
     skewed = [lane for lane in journey.lanes if abs(lane.clock_offset_s) >= 0.001]
@@ -199,16 +207,21 @@ def _foot(journey: Journey, ink: Ink) -> list[str]:
         lines.append("the clocks contradict each other; lanes may be shifted")
     if journey.failed:
         if journey.end == "ok":
-            lines.append("the client was answered all the same: D computed the prompt itself")
+            lines.append("the client got its answer anyway: D computed the prompt itself")
+        if journey.answered_by is not None:
+            lines.append(_later(journey, "the client got its answer anyway: try {} answered"))
+    if journey.mistake:
+        lines.append("the client's mistake: the worker refused the request, and no handoff failed")
+    if journey.failed or journey.mistake:
         lines.append(ink.style(f"next: kvbaton explain {journey_reason(journey)}", "warn"))
     return lines
 
 
 def journey_reason(journey: Journey) -> str:
-    """What to explain: what D or P says went wrong, else the router's word."""
+    """The code to explain: D's or P's failure, else the router's."""
     for seat in (FlightSeat.DECODE, FlightSeat.PREFILL, FlightSeat.ROUTER):
         for lane in journey.lanes:
-            if lane.seat is seat and lane.end not in ("", DELIVERED, *QUIET):
+            if lane.seat is seat and lane.failed:
                 return lane.end
     return journey.end
 
@@ -216,7 +229,7 @@ def journey_reason(journey: Journey) -> str:
 def _ending(lane: JourneyLane, ink: Ink) -> str:
     name = f"{_NAMES[lane.seat]} {lane.worker}".strip()
     if not lane.end:
-        said = "gone; this is what it told last" if lane.gone else "under way"
+        said = "gone; this is its last report" if lane.gone else "under way"
         return f"{name}: {ink.style(said, 'warn' if lane.gone else 'dim')}"
     good = lane.end in (DELIVERED, *QUIET)
     detail = f": {lane.detail[:DETAIL_CHARS_MAX]}" if lane.detail else ""
@@ -231,7 +244,8 @@ def _lane_name(lane: JourneyLane) -> str:
 
 
 def _absent(missing: Missing) -> str:
-    return f"{_NAMES[missing.seat]} {missing.worker}".rstrip() + f": no record: {missing.why}"
+    said = missing.why if missing.why == REFUSED else f"no record: {missing.why}"
+    return f"{_NAMES[missing.seat]} {missing.worker}".rstrip() + f": {said}"
 
 
 def _worker(journey: Journey, seat: FlightSeat) -> str:

@@ -1,7 +1,7 @@
-"""The last report of each worker: its gauges, its rates, and whether it is alive.
+"""The last report of each worker: its gauges, and whether it is alive.
 
-Law: a worker's new life replaces the one before; of one that is gone the last word stays for a while, and is marked.
-Not locked: `gathering` sees to that.
+Law: a worker's new incarnation replaces the one before; the last report of a worker that is gone stays for a while, and
+is marked. Not locked: the collector does that.
 """
 
 from __future__ import annotations
@@ -20,25 +20,24 @@ from kvbaton.observe.flight.report import FlightReport
 WORKERS_MAX = 1024
 GONE_S = 300.0
 """For which the last word of a worker that is gone is shown."""
-RATE_SPAN_S = 0.25
-"""Reports closer together than this say nothing of a rate."""
 LATE_S = 3.0
 """After its end a flight is told within this, or it is not told."""
 
 
 class WorkerGauges(msgspec.Struct, frozen=True):
-    """One worker, as it told last."""
+    """One worker, by its last report."""
 
     name: str
     incarnation: str = ""  # hexadecimal
-    seat: str = ""  # prefill, decode or both; "" if nobody said
+    seat: str = ""  # prefill, decode or both; "" if unknown
     here: bool = False  # registered now
     age_s: float | None = None  # since its last report; None: it never sent one
     gauges: Mapping[str, float] = {}
     links: Mapping[str, str] = {}  # source worker: data plane
-    rates: Mapping[str, float] = {}  # per second, of the gauges that end in _total
     share: float = 1.0  # of its flights that ended well and are told
     missed: int = 0
+    version: str = ""
+    host: str = ""
 
 
 @dataclass(slots=True)
@@ -50,7 +49,6 @@ class _Worker:
     heard_at: float = 0.0
     reports: int = 0
     report: FlightReport = field(default_factory=lambda: FlightReport(0.0))
-    rates: dict[str, float] = field(default_factory=dict)
 
 
 class WorkerReports:
@@ -60,22 +58,16 @@ class WorkerReports:
         self._workers: dict[str, _Worker] = {}
 
     def heard(self, name: str, incarnation: int, tidy: FlightReport, now: float) -> None:
-        """Take a report that was cleaned."""
+        """Apply a sanitised report."""
         worker = self._workers.get(name)
         if worker is None:
             self._make_room(now)
             worker = self._workers[name] = _Worker(incarnation)
         if worker.incarnation != incarnation:
-            if worker.here:  # the life before this one, telling late: its flights count, its gauges do not
+            if worker.here:  # a late report of the previous incarnation: its flights count, its gauges do not
                 return
-            worker.incarnation, worker.report, worker.rates = incarnation, FlightReport(0.0), {}
-            worker.reports = 0
-        before = worker.report
-        span_s = tidy.at - before.at
-        if before.at and span_s >= RATE_SPAN_S:
-            worker.rates = _rates(before.gauges, tidy.gauges, span_s)
-        if not before.at or span_s >= RATE_SPAN_S or span_s < 0:
-            worker.report = msgspec.structs.replace(tidy, flights=())
+            worker.incarnation, worker.reports = incarnation, 0
+        worker.report = msgspec.structs.replace(tidy, flights=())
         worker.heard_at = now
         worker.reports += 1
 
@@ -108,7 +100,7 @@ class WorkerReports:
         return 0 if worker is None else worker.reports
 
     def is_gone(self, flight: Flight) -> bool:
-        """Whether the process that wrote this is no longer there; the router's own is."""
+        """Whether the process that wrote this is gone; the router's own is not."""
         worker = self._workers.get(flight.worker)
         if worker is None or not flight.incarnation:
             return False
@@ -146,11 +138,6 @@ def _level(share: float) -> int:
     return 0 if share >= 1.0 else round(-math.log2(max(share, 2.0**-LEVEL_MAX)))
 
 
-def _rates(before: Mapping[str, float], after: Mapping[str, float], span_s: float) -> dict[str, float]:
-    totals = (name for name in after if name.endswith("_total") and name in before)
-    return {name: round(max(after[name] - before[name], 0.0) / span_s, 6) for name in totals}
-
-
 def _told(name: str, worker: _Worker, now: float) -> WorkerGauges:
     report = worker.report
     return WorkerGauges(
@@ -161,7 +148,8 @@ def _told(name: str, worker: _Worker, now: float) -> WorkerGauges:
         round(max(now - worker.heard_at, 0.0), 3) if worker.heard_at else None,
         report.gauges,
         report.links,
-        worker.rates,
         report.share,
         report.missed,
+        report.version,
+        report.host,
     )

@@ -1,9 +1,9 @@
 """Metrics and their export to Prometheus.
 
-names        every metric there is: the one list; the reference page is made of it
+names        the list of all metrics, source of the reference page
 histogram    counts by size, with an example for each bucket
 exposition   families of samples as text: classic, or OpenMetrics with exemplars
-handoffs     what flights say: ends, stages, bytes, leases
-node         what a ledger and its control plane have counted
+handoffs     metrics of flights: ends, stages, bytes, leases
+node         counters of a ledger and its control plane
 worker       an embedded worker's page
 """

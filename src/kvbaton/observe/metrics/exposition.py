@@ -1,4 +1,4 @@
-"""Families of samples as the text that Prometheus reads: the classic format, or OpenMetrics where it is asked for.
+"""Families of samples as text for Prometheus: the classic format, or OpenMetrics on request.
 
 Laws: a family is of a metric on the list (`names`), each of its label sets once; anything else raises `MetricError`
 before a byte is written. Series are named alike in both formats. Only OpenMetrics has exemplars.
@@ -19,6 +19,8 @@ OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 EXEMPLAR_LABEL = "transfer_id"
 EXEMPLAR_CHARS_MAX = 128 - len(EXEMPLAR_LABEL)
 """By the standard all of an exemplar's labels together have at most 128 characters."""
+
+NO_LABELS: Mapping[str, str] = {}
 
 Labels = tuple[str, ...]
 Value = float | Histogram
@@ -44,7 +46,7 @@ class Family:
 
 
 def family(metric: Metric, samples: Mapping[Labels, Value]) -> Family:
-    """Samples whose labels have yet to be checked: what is not on a closed list is counted together as `other`."""
+    """Samples with unchecked labels: values that are not on a closed list are counted together as `other`."""
     found: dict[Labels, Value] = {}
     if metric.from_zero:
         found = dict.fromkeys(itertools.product(*(label.values for label in metric.labels)), 0)
@@ -58,7 +60,7 @@ def family(metric: Metric, samples: Mapping[Labels, Value]) -> Family:
 
 
 def wants_openmetrics(accept: str | None) -> bool:
-    """Whether a scraper's Accept header asks for it; all who can read it name it."""
+    """Whether a scraper's Accept header requests it; all that can read it name it."""
     return accept is not None and "application/openmetrics-text" in accept
 
 
@@ -66,8 +68,8 @@ def content_type(openmetrics: bool) -> str:
     return OPENMETRICS if openmetrics else CLASSIC
 
 
-def render(families: Iterable[Family], *, openmetrics: bool) -> str:
-    """The whole page."""
+def render(families: Iterable[Family], *, openmetrics: bool, labels: Mapping[str, str] = NO_LABELS) -> str:
+    """The whole page. `labels`: of this process, on every series that has none of that name itself."""
     lines: list[str] = []
     seen: set[str] = set()
     for each in families:
@@ -77,12 +79,13 @@ def render(families: Iterable[Family], *, openmetrics: bool) -> str:
         seen.add(name)
         if each.samples:
             lines += _heading(each.metric, openmetrics)
-            for labels, value in sorted(each.samples.items()):
-                pairs = list(zip(each.metric.label_names, labels, strict=True))
+            common = [pair for pair in labels.items() if pair[0] not in each.metric.label_names]
+            for values, value in sorted(each.samples.items()):
+                pairs = [*common, *zip(each.metric.label_names, values, strict=True)]
                 if isinstance(value, Histogram):
                     lines += _histogram(name, pairs, value, openmetrics)
                 else:
-                    tail = _exemplar(each.exemplars.get(labels)) if openmetrics else ""
+                    tail = _exemplar(each.exemplars.get(values)) if openmetrics else ""
                     lines.append(f"{name}{_labels(pairs)} {_number(value)}{tail}")
     if openmetrics:
         lines.append("# EOF")

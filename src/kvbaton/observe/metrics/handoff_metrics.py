@@ -1,7 +1,7 @@
 """Metrics derived from one engine's flights: outcomes, stage latencies, bytes copied.
 
 Law: one writer (the node's thread) and any number of readers; `observe` never blocks for longer than a reader copies a
-few hundred numbers, and what is counted has the closed labels of `names`, so it does not grow.
+few hundred numbers, and the labels are the closed ones of `metric_names`, so memory does not grow.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ OBSERVED = (
 
 
 class Observation(msgspec.Struct, frozen=True):
-    """One more of a counter, or one value more for a histogram."""
+    """An increment of a counter, or a value for a histogram."""
 
     metric: Metric
     labels: Labels
@@ -33,7 +33,7 @@ class Observation(msgspec.Struct, frozen=True):
 
 
 def observations(flight: Flight) -> Iterator[Observation]:
-    """What a flight that is over adds. The router's have metrics of their own."""
+    """The samples of an ended flight. The router's has its own metrics."""
     if flight.seat is FlightSeat.ROUTER or not flight.is_over:
         return
     mode, transport = flight.mode, flight.transport
@@ -53,7 +53,7 @@ def observations(flight: Flight) -> Iterator[Observation]:
 
 
 def _times(flight: Flight) -> Iterator[Observation]:
-    """Of what was delivered only: how long a failure took is its time-out's business."""
+    """Only of delivered ones: how long a failure took depends on its timeout."""
     mode, transport = flight.mode, flight.transport
     for stage, seconds in stages(flight).items():
         yield _one(metric_names.STAGE_SECONDS, (stage, mode, transport), seconds)
@@ -74,11 +74,21 @@ class Histograms:
         self._found: dict[Labels, Histogram] = {}
 
     def observe(self, labels: Labels, value: float, transfer: str = "", at: float = 0.0) -> None:
-        labels = self.metric.labelled(labels)
-        found = self._found.get(labels)
+        self.of(labels).observe(value, transfer, at)
+
+    def of(self, labels: Labels) -> Histogram:
+        """That of these labels, to observe much in it."""
+        found = self._found.get(labels)  # under which they are exported, as mostly
         if found is None:
-            found = self._found[labels] = Histogram(self.metric.buckets)
-        found.observe(value, transfer, at)
+            found = self._found.setdefault(self.metric.labelled(labels), Histogram(self.metric.buckets))
+        return found
+
+    def counted(self) -> dict[Labels, Histogram]:
+        return dict(self._found)
+
+    def add(self, labels: Labels, counted: Histogram) -> None:
+        """Count what another process has counted."""
+        self._found.setdefault(labels, Histogram(self.metric.buckets)).add(counted)
 
     def family(self) -> Family:
         return Family(self.metric, {labels: each.copy() for labels, each in self._found.items()})

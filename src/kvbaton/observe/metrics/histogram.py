@@ -13,7 +13,7 @@ import msgspec
 
 
 class Exemplar(msgspec.Struct, frozen=True):
-    """One that was counted: by it a number leads to a handoff."""
+    """One counted value: it leads from a number to a handoff."""
 
     transfer: str
     value: float
@@ -41,6 +41,14 @@ class Histogram:
         self.sum += value
         if transfer:
             self.exemplars[index] = Exemplar(transfer, value, at)
+
+    def add(self, other: Histogram) -> None:
+        """Count what another has counted too; of two examples the later one stays."""
+        for index, (count, example) in enumerate(zip(other.counts, other.exemplars, strict=True)):
+            mine = self.exemplars[index]
+            self.counts[index] += count
+            self.exemplars[index] = example if mine is None or (example and example.at > mine.at) else mine
+        self.sum += other.sum
 
     def copy(self) -> Histogram:
         other = Histogram(self.bounds)

@@ -1,104 +1,36 @@
-"""Every metric that kvbaton exports: name, kind, labels, help, and who exports it. docs/metrics.md is made of it.
+"""Every metric that kvbaton exports: name, kind, labels, help and exporter. Source of docs/metrics.md.
 
-Laws: what is not listed here cannot be exported. One thing has one name everywhere: embedded workers, vLLM and the
-router differ in labels of their surroundings only. A label's values are a closed list, or counted by something that
-has a bound; a client never makes a series. Base units, at the end of the name: seconds, bytes; `_total` for counters.
+Laws: only metrics listed here can be exported. One thing has one name everywhere: embedded workers, vLLM and the
+router differ only in environment labels. Names end in base units (seconds, bytes), counters in `_total`. A help text is
+read without this code beside it: it names the side, the unit and what makes the number rise.
 """
 
 from __future__ import annotations
 
-import enum
-
-import msgspec
-
 from kvbaton.observe.flight.flight_records import DELIVERED, STAGES
+from kvbaton.observe.metrics.metric_types import Label, Metric, MetricError, MetricKind, Where
 from kvbaton.protocol.errors import Reason
 from kvbaton.transports.catalogue import ORDER, SUMS
 from kvbaton.transports.core.refusals import Cause
 
-OTHER = "other"
-"""Stands for a value that is not on a closed list."""
-NONE = "none"
-"""Stands for what had not been settled yet when it ended: an empty label would be no label."""
-
-
-class MetricError(Exception):
-    """Something was to be exported that is not on the list, or not as the list says. A bug."""
-
-
-class MetricKind(enum.StrEnum):
-    COUNTER = "counter"
-    GAUGE = "gauge"
-    HISTOGRAM = "histogram"
-    INFO = "info"
-
-
-class Where(enum.StrEnum):
-    """Whose `/metrics` has it."""
-
-    ROUTER = "router"
-    WORKER = "worker"  # of the embedded engine
-    VLLM = "vllm"
-
-
-class Label(msgspec.Struct, frozen=True):
-    name: str
-    values: tuple[str, ...] = ()  # (): not a closed list, but of bounded length where it is counted
-    meaning: str = ""
-
-
-class Metric(msgspec.Struct, frozen=True):
-    name: str
-    kind: MetricKind
-    help: str
-    where: tuple[Where, ...]
-    labels: tuple[Label, ...] = ()
-    buckets: tuple[float, ...] = ()
-    from_zero: bool = False  # every label value is shown from the start: Prometheus does not see a series' first step
-
-    @property
-    def unit(self) -> str:
-        base = self.name.removesuffix("_total")
-        return next((unit for unit in ("seconds", "bytes") if base.endswith(f"_{unit}")), "")
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        return tuple(label.name for label in self.labels)
-
-    @property
-    def series(self) -> tuple[str, ...]:
-        """The names that a scrape shows."""
-        if self.kind is MetricKind.HISTOGRAM:
-            return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
-        return (self.name,)
-
-    def labelled(self, values: tuple[str, ...]) -> tuple[str, ...]:
-        """The values as they are exported; MetricError where there are more or fewer than labels."""
-        if len(values) != len(self.labels):
-            raise MetricError(f"{self.name}: {len(values)} label values, expected {self.label_names}")
-        return tuple(_checked(label, value) for label, value in zip(self.labels, values, strict=True))
-
-
-def _checked(label: Label, value: str) -> str:
-    if not label.values or value in label.values or value == NONE:
-        return value or NONE
-    return OTHER if value else NONE
-
+__all__ = ["BY_NAME", "METRICS", "Label", "Metric", "MetricError", "MetricKind", "Where", "named", "of"]
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 180.0)
 SIZES = tuple(float(1 << power) for power in range(12, 36, 2))
 
 _REASONS = tuple(sorted(Reason))
 _PLANES = tuple(name + sums for name in ORDER for sums in ("", SUMS))
-MODE = Label("mode", ("pull", "stream", "push", "alone"), "how KV went over; `alone`: D computed the prompt itself")
+MODE = Label("mode", ("pull", "stream", "push", "alone"), "how the KV moved; `alone`: D computed the prompt itself")
 TRANSPORT = Label("transport", _PLANES, "the data plane")
 END = Label("end", (DELIVERED, *_REASONS), "`delivered`, or the reason (`kvbaton explain REASON`)")
 REASON = Label("reason", _REASONS, "the reason (`kvbaton explain REASON`)")
 STAGE = Label("stage", STAGES, "see [above](#the-stages-of-a-handoff)")
-ROLE = Label("role", ("prefill", "decode", "both"), "what the worker is for")
+ROLE = Label("role", ("prefill", "decode", "both"), "role of the worker")
+WORKER = Label("worker", (), "name of the worker")
+TIER = Label("tier", ("memory", "disk"), "where values are kept")
 
-_R, _W, _V = Where.ROUTER, Where.WORKER, Where.VLLM
-_ENGINES, _ALL, _OWN = (_W, _V), (_R, _W, _V), (_R, _W)
+_R, _W, _V, _S, _L = Where.ROUTER, Where.WORKER, Where.VLLM, Where.STORE, Where.REGISTRY
+_ENGINES, _ALL, _OWN = (_W, _V), (_R, _W, _V, _S, _L), (_R, _W, _S, _L)
 
 
 def _counter(name: str, text: str, where: tuple[Where, ...], *labels: Label, from_zero: bool = False) -> Metric:
@@ -113,178 +45,380 @@ def _seconds(name: str, text: str, where: tuple[Where, ...], *labels: Label) -> 
     return Metric(f"kvbaton_{name}_seconds", MetricKind.HISTOGRAM, text, where, labels, SECONDS)
 
 
-# --- handoffs, as D sees them; exemplars name the transfer
-HANDOFFS = _counter("handoffs", "Handoffs that ended in this engine as decoder.", _ENGINES, MODE, TRANSPORT, END)
+# --- handoffs, as D sees them; exemplars carry the handoff id
+HANDOFFS = _counter(
+    "handoffs", "Handoffs of a prompt's KV cache to this engine as decode side that ended, well or not.", _ENGINES,
+    MODE, TRANSPORT, END,
+)  # fmt: skip
 ENDS = _counter(
-    "ends", "The same by end alone, with those that were refused before anything began.", _ENGINES, END,
-    from_zero=True,
+    "ends", "Handoffs to this engine as decode side by how they ended, also those refused before they started.",
+    _ENGINES, END, from_zero=True,
 )  # fmt: skip
 STAGE_SECONDS = _seconds(
-    "stage", "How long delivered handoffs spent in each stage at D.", _ENGINES, STAGE, MODE, TRANSPORT
-)
-HANDOFF_SECONDS = _seconds(
-    "handoff", "Of delivered ones: from asking P to the engine's taking it.", _ENGINES, MODE, TRANSPORT
-)
-HANDOFF_BYTES = Metric(
-    "kvbaton_handoff_bytes", MetricKind.HISTOGRAM, "Bytes of a handoff, told by the side that copied: D, in push P.",
-    _ENGINES, (MODE, TRANSPORT), SIZES,
+    "stage", "Time that a delivered handoff spent in each of its stages on the decode side.", _ENGINES, STAGE, MODE,
+    TRANSPORT,
 )  # fmt: skip
-BYTES = _counter("bytes", "Bytes that arrived whole.", _ENGINES)
-COPIES = _counter("copies", "Copies that arrived whole.", _ENGINES)
-INTAKES = _gauge("intakes", "Prompts whose KV is on its way here, or claimed.", _ENGINES)
-QUARANTINED = _gauge("quarantined_blocks", "Blocks of ended handoffs that something may still write to.", _ENGINES)
-QUARANTINE_MAX = _gauge("quarantine_max_blocks", "At so many of them no new handoff is taken.", _ENGINES)
-REPEATED = _counter("messages_repeated", "Messages that had to be said again, and greetings.", _ENGINES)
+HANDOFF_SECONDS = _seconds(
+    "handoff", "Time of a delivered handoff, from asking the prefill engine until the decode engine has the KV cache.",
+    _ENGINES, MODE, TRANSPORT,
+)  # fmt: skip
+HANDOFF_BYTES = Metric(
+    "kvbaton_handoff_bytes", MetricKind.HISTOGRAM,
+    "Bytes of KV cache copied for one handoff, counted by the engine that copies.", _ENGINES, (MODE, TRANSPORT), SIZES,
+)  # fmt: skip
+BYTES = _counter("bytes", "Bytes of KV cache that this engine has copied, from or to other engines.", _ENGINES)
+COPIES = _counter("copies", "Copies of KV cache blocks from or to other engines that completed.", _ENGINES)
+INTAKES = _gauge("intakes", "Prompts whose KV cache is requested by or under way to this engine now.", _ENGINES)
+QUARANTINED = _gauge(
+    "quarantined_blocks", "KV cache blocks kept out of use because a copy of an ended handoff may still write them.",
+    _ENGINES,
+)  # fmt: skip
+QUARANTINE_MAX = _gauge(
+    "quarantine_max_blocks",
+    "Blocks in quarantine at which new handoffs are refused, or all blocks of the cache where those are fewer.",
+    _ENGINES,
+)  # fmt: skip
+REPEATED = _counter(
+    "messages_repeated", "Control messages to other engines that were sent again for want of an answer.", _ENGINES
+)
 
 # --- leases and pins, as P sees them
-PINNED = _gauge("pinned_blocks", "Blocks that kvbaton holds in this engine's cache, as source or target.", _ENGINES)
-LEASES_HELD = _gauge("leases_held", "Prompts whose blocks are kept for a reader.", _ENGINES)
-OLDEST_LEASE = _gauge("oldest_lease_seconds", "How long the oldest lease has been held.", _ENGINES)
-LEASE_HOLD_MAX = _gauge("lease_hold_max_seconds", "How long a lease may be held at most (max_hold_s).", _ENGINES)
-LEASES = _counter("leases", "Leases granted.", _ENGINES)
-LEASE_ENDS = _counter("lease_ends", "Leases that ended.", _ENGINES, MODE, END)
-LEASE_HELD_SECONDS = _seconds("lease_held", "How long leases were held.", _ENGINES, MODE)
-LEASES_EXPIRED = _counter("leases_expired", "Leases that ran out.", _ENGINES)
-LEASES_DISCARDED = _counter("leases_discarded", "Leases that the router gave back.", _ENGINES)
-LEASES_REFUSED = _counter("leases_refused", "Prompts that got no lease.", _ENGINES, REASON)
-CLAIMS_PARKED = _gauge("claims_parked", "Claims that came before P knew the request.", _ENGINES)
-CLAIMS_REFUSED = _counter("claims_refused", "Claims of readers that were refused.", _ENGINES, REASON, from_zero=True)
-OFFERS_REFUSED = _counter("offers_refused", "Offers of readers (push) that were refused.", _ENGINES, REASON)
-ABANDONED = _counter(
-    "abandoned", "Leases that their reader left without a commit.", _ENGINES,
-    Label("reason", (*_REASONS, "unsaid"), "why, as the reader said"), from_zero=True,
+PINNED = _gauge(
+    "pinned_blocks", "Blocks of this engine's KV cache that handoffs keep from being reused, as source or as target.",
+    _ENGINES,
 )  # fmt: skip
-COMMITS_GOOD = _counter("commits_good", "Copies that were proven right.", _ENGINES)
-COMMITS_STALE = _counter(
-    "commits_stale", "Copies that were refused because their source blocks had been reused.", _ENGINES
+PINNED_RATIO = _gauge("pinned_ratio", "Share of this engine's KV cache blocks that handoffs pin, 0 to 1.", _ENGINES)
+LEASES_HELD = _gauge(
+    "leases_held", "Prompts whose KV cache blocks this prefill engine keeps for a decode engine now.", _ENGINES
 )
+OLDEST_LEASE = _gauge(
+    "oldest_lease_seconds", "Age of the lease that this prefill engine has held longest, 0 without one.", _ENGINES
+)
+LEASE_HOLD_MAX = _gauge(
+    "lease_hold_max_seconds", "Longest time that a lease may be held, by the setting max_hold_s.", _ENGINES
+)
+LEASES = _counter(
+    "leases", "Leases granted: prompts whose KV cache this prefill engine began to keep for a decode engine.", _ENGINES
+)
+LEASE_ENDS = _counter(
+    "lease_ends", "Leases of this prefill engine that ended, by how: delivered, or the reason of the failure.",
+    _ENGINES, MODE, END,
+)  # fmt: skip
+LEASE_HELD_SECONDS = _seconds(
+    "lease_held", "Time that this prefill engine held a lease, from its grant until its blocks were released.",
+    _ENGINES, MODE,
+)  # fmt: skip
+LEASES_EXPIRED = _counter(
+    "leases_expired", "Leases of this prefill engine that ran out of time before the decode engine had read.", _ENGINES
+)
+LEASES_DISCARDED = _counter(
+    "leases_discarded", "Leases of this prefill engine that the router gave up, since no decode engine will come.",
+    _ENGINES,
+)  # fmt: skip
+LEASES_REFUSED = _counter(
+    "leases_refused", "Prompts computed here for which no lease was granted, by reason.", _ENGINES, REASON
+)
+CLAIMS_PARKED = _gauge(
+    "claims_parked", "Requests of decode engines that wait because this prefill engine has not begun the prompt yet.",
+    _ENGINES,
+)  # fmt: skip
+CLAIMS_REFUSED = _counter(
+    "claims_refused", "Requests of decode engines for a prompt's KV cache that this prefill engine refused, by reason.",
+    _ENGINES, REASON, from_zero=True,
+)  # fmt: skip
+OFFERS_REFUSED = _counter(
+    "offers_refused", "Offers of decode engines to have KV cache pushed to them that were refused, by reason.",
+    _ENGINES, REASON,
+)  # fmt: skip
+ABANDONED = _counter(
+    "abandoned", "Leases that the decode engine gave back without having read them to the end, by its reason.",
+    _ENGINES, Label("reason", (*_REASONS, "unsaid"), "as given by the reader"), from_zero=True,
+)  # fmt: skip
+COMMITS_GOOD = _counter(
+    "commits_good", "Copies that this prefill engine confirmed: the blocks were the prompt's all along.", _ENGINES
+)
+COMMITS_STALE = _counter(
+    "commits_stale", "Copies that were discarded because their source blocks had been reused before the confirmation.",
+    _ENGINES,
+)  # fmt: skip
 
 # --- peers
-PEERS = _gauge("peers", "Other workers that are listed.", (_W,))
-LINKS = _gauge("links_open", "Pairings of this engine as decoder now, by data plane.", (_W,), TRANSPORT)
-LINKS_TOTAL = _counter("links", "Pairings that this engine made as decoder, by data plane.", _ENGINES, TRANSPORT)
+PEERS = _gauge("peers", "Other workers of the cluster that this worker knows from the registry.", (_W,))
+LINKS = _gauge(
+    "links_open", "Prefill engines that this decode engine is connected with, by the transport that moves KV cache.",
+    (_W,), TRANSPORT,
+)  # fmt: skip
+LINKS_TOTAL = _counter(
+    "links", "Connections that this decode engine made to prefill engines, by transport.", _ENGINES, TRANSPORT
+)
 PLANES_GIVEN_UP = _counter(
-    "planes_given_up", "Data planes that could not be opened, so that another was taken.", _ENGINES, TRANSPORT,
-    from_zero=True,
+    "planes_given_up", "Times that a transport could not be opened to a peer and the next best was taken.", _ENGINES,
+    TRANSPORT, from_zero=True,
 )  # fmt: skip
 SESSIONS = _counter(
-    "sessions", "Sessions granted to readers.", _ENGINES, Label("version", (), "of the protocol that they talk in")
-)
-HELLO_REFUSED = _counter("hello_refused", "Peers whose greeting was refused.", _ENGINES, REASON, from_zero=True)
-FRAMES_REFUSED = _counter(
-    "frames_refused", "Messages that could not be read or broke a bound.", _ENGINES, REASON, from_zero=True
-)
-OVER_QUOTA = _counter(
-    "over_quota", "What peers sent beyond their share, and was dropped.", _ENGINES,
-    Label("what", ("frames", "greetings", "sessions"), "of what there was too much"), from_zero=True,
+    "sessions", "Connections of decode engines that this prefill engine accepted, by protocol version.", _ENGINES,
+    Label("version", (), "negotiated protocol version"),
 )  # fmt: skip
-CONNECTIONS = _counter("connections", "Connections to the control port, by whomever.", _ALL)
-CONNECTIONS_ADMITTED = _counter("connections_admitted", "Of these, those that proved a known key.", _ALL)
-CONNECTIONS_REFUSED = _counter("connections_refused", "Of these, those that proved a key that is not listed.", _ALL)
+HELLO_REFUSED = _counter(
+    "hello_refused", "Decode engines that could not be paired with this prefill engine, by reason.", _ENGINES, REASON,
+    from_zero=True,
+)  # fmt: skip
+FRAMES_REFUSED = _counter(
+    "frames_refused", "Control messages of authenticated peers that were malformed or too large, by reason.", _ENGINES,
+    REASON, from_zero=True,
+)  # fmt: skip
+OVER_QUOTA = _counter(
+    "over_quota", "Control messages and connection attempts of peers that exceeded their quota and were dropped.",
+    _ENGINES, Label("what", ("frames", "greetings", "sessions"), "what exceeded its quota"), from_zero=True,
+)  # fmt: skip
+CONNECTIONS = _counter("connections", "Connections to this process's control port, authenticated or not.", _ALL)
+CONNECTIONS_ADMITTED = _counter(
+    "connections_admitted", "Connections to this process's control port that proved the key of a member.", _ALL
+)
+CONNECTIONS_REFUSED = _counter(
+    "connections_refused", "Connections to this process's control port with a key that is no member's.", _ALL
+)
 DATA_REFUSED = _counter(
-    "data_refused", "Strangers that were turned away at data ports, and bad requests of peers.", _ENGINES, TRANSPORT,
-    Label("reason", tuple(Cause), "see [above](#refused-connections-at-data-ports)"),
+    "data_refused", "Connections and requests refused at this engine's data ports, by transport and cause.", _ENGINES,
+    TRANSPORT, Label("reason", tuple(Cause), "see [above](#refused-connections-at-data-ports)"),
 )  # fmt: skip
 MAPPED = _gauge(
-    "mapped_bytes", "Device memory of other processes that this engine keeps open; it is not free before.", (_V,)
+    "mapped_bytes", "GPU memory of other processes that this engine has mapped and thus keeps in use.", (_V,)
 )
-HTTP_MALFORMED = _counter("http_malformed", "Requests at the HTTP port that were not HTTP/1.1 or broke a bound.", (_W,))
+HTTP_MALFORMED = _counter(
+    "http_malformed", "Requests to this worker's HTTP port that were not HTTP/1.1 or exceeded a limit.", (_W,)
+)
 
 # --- the shared store
-STORE_LOOKUPS = _counter("store_lookups", "Prompts that the shared store was asked for.", _ENGINES)
-STORE_GETS = _counter("store_gets", "Loads from the shared store that were begun.", _ENGINES)
-STORE_HITS = _counter("store_hits_blocks", "Blocks that came from the shared store.", _ENGINES)
-STORE_PUTS = _counter("store_puts", "Prompts, or their ends, that were put into the shared store.", _ENGINES)
-STORE_ERRORS = _counter(
-    "store_errors", "Look-ups, loads and puts that failed or took too long; each costs a miss.", _ENGINES
+STORE_LOOKUPS = _counter("store_lookups", "Prompts that this engine looked up in the shared KV store.", _ENGINES)
+STORE_GETS = _counter("store_gets", "Loads of KV cache from the shared store that this engine began.", _ENGINES)
+STORE_HITS = _counter(
+    "store_hits_blocks", "KV cache blocks that this engine loaded from the shared store instead of computing.", _ENGINES
 )
-STORE_PINS = _gauge("store_pins", "Of the pinned blocks, those on their way to or from the shared store.", _ENGINES)
+STORE_PUTS = _counter("store_puts", "Prompts, or their tails, that this engine wrote to the shared store.", _ENGINES)
+STORE_ERRORS = _counter(
+    "store_errors", "Look-ups, loads and writes at the shared store that failed or timed out; each is a miss.",
+    _ENGINES,
+)  # fmt: skip
+STORE_PINS = _gauge(
+    "store_pins", "KV cache blocks of this engine in transfer from or to the shared store now.", _ENGINES
+)
 SECOND_SOURCE = _counter(
-    "second_source", "Handoffs that failed and whose prompt came from the shared store, as far as it had it.", _ENGINES
+    "second_source", "Failed handoffs whose prompt was loaded from the shared store instead, in whole or in part.",
+    _ENGINES,
+)  # fmt: skip
+
+# --- the store's own process
+STORE_SERVER_VALUES = _gauge(
+    "store_server_values", "Values, each the KV cache of one block, that the store holds.", (_S,), TIER
+)
+STORE_SERVER_BYTES = _gauge("store_server_bytes", "Bytes of values that the store holds.", (_S,), TIER)
+STORE_SERVER_MAX = _gauge(
+    "store_server_max_bytes", "Bytes of values that the store may hold; beyond it the least recently used are evicted.",
+    (_S,), TIER,
+)  # fmt: skip
+STORE_SERVER_EVICTED = _counter(
+    "store_server_evicted", "Values evicted for want of room; from memory they go to the disk, if there is one.", (_S,),
+    TIER,
+)  # fmt: skip
+STORE_SERVER_HITS = _counter("store_server_hits", "Values that engines read and the store had.", (_S,))
+STORE_SERVER_MISSES = _counter("store_server_misses", "Values that engines asked for and the store had not.", (_S,))
+STORE_SERVER_MOVED = _counter(
+    "store_server_moved_bytes", "Bytes of values that engines wrote to the store or read from it.", (_S,),
+    Label("direction", ("in", "out"), "`in`: written by engines"), from_zero=True,
+)  # fmt: skip
+STORE_SERVER_LINES = _counter("store_server_lines", "Connections for values that engines opened to the store.", (_S,))
+STORE_SERVER_OPEN = _gauge("store_server_lines_open", "Connections for values that engines have open now.", (_S,))
+STORE_SERVER_REFUSED = _counter(
+    "store_server_refused", "Requests and connections that the store refused.", (_S,),
+    Label("reason", ("forbidden", "malformed", "turned_away"),
+          "`forbidden`: the member's key is not for this; `turned_away`: too many connections"),
+    from_zero=True,
+)  # fmt: skip
+
+# --- a registry in a process of its own
+REGISTRY_WORKERS = _gauge(
+    "registry_workers", "Workers registered at this registry.", (_L,), ROLE,
+    Label("state", ("ready", "suspect", "draining"), "`suspect`: has not pinged for a while"),
+)  # fmt: skip
+REGISTRY_ROUTERS = _gauge("registry_routers", "Routers that read the list of workers from this registry.", (_L,))
+REGISTRY_COMPLETE = _gauge(
+    "registry_complete", "1 once all workers have had the time to register since this registry started.", (_L,)
+)
+REGISTRY_MESSAGES = _counter("registry_messages", "Messages of members that this registry accepted.", (_L,))
+REGISTRY_BAD = _counter(
+    "registry_bad_messages", "Messages of members that this registry ignored: malformed, or not theirs to send.", (_L,)
 )
 
 # --- the embedded engine
 ENGINE_REQUESTS = _gauge(
-    "engine_requests", "Requests in the engine.", (_W,),
-    Label("state", ("running", "waiting", "loading"), "loading: their KV is on its way"),
+    "engine_requests", "Requests in the embedded engine: computing, queued, or waiting for KV cache.", (_W,),
+    Label("state", ("running", "waiting", "loading"), "`loading`: waiting for KV"),
 )  # fmt: skip
-ENGINE_BLOCKS = _gauge("engine_blocks", "KV blocks that the engine has.", (_W,))
-ENGINE_FREE_BLOCKS = _gauge("engine_free_blocks", "KV blocks that are free.", (_W,))
+ENGINE_BLOCKS = _gauge("engine_blocks", "KV cache blocks that the embedded engine has.", (_W,))
+ENGINE_FREE_BLOCKS = _gauge(
+    "engine_free_blocks", "KV cache blocks of the embedded engine that no request and no handoff holds.", (_W,)
+)
+ENGINE_PROMPT_TOKENS = _counter(
+    "engine_prompt_tokens", "Prompt tokens of requests that the embedded engine began to answer, cached ones included.",
+    (_W,),
+)  # fmt: skip
+ENGINE_OUTPUT_TOKENS = _counter("engine_output_tokens", "Tokens that the embedded engine generated.", (_W,))
+ENGINE_QUEUE_SECONDS = _seconds(
+    "engine_queue", "Time that a request waited in the embedded engine before it was first computed, loading included.",
+    (_W,),
+)  # fmt: skip
+ENGINE_FIRST_TOKEN_SECONDS = _seconds(
+    "engine_first_token", "Time from a request's arrival in the embedded engine to its first token (TTFT there).", (_W,)
+)
+ENGINE_INTER_TOKEN_SECONDS = _seconds(
+    "engine_inter_token", "Time between two successive tokens of one request in the embedded engine (ITL).", (_W,)
+)
+ENGINE_REQUEST_SECONDS = _seconds(
+    "engine_request", "Time from a request's arrival in the embedded engine to its last token (E2E there).", (_W,)
+)
 
-DRAINING = _gauge("draining", "1 while this process finishes what it has and takes nothing new.", _OWN)
+DRAINING = _gauge("draining", "1 while this process drains: it finishes its work and takes no new work.", (_R, _W))
 
 # --- the router
-ROUTER_IN_FLIGHT = _gauge("router_in_flight", "Requests under way.", (_R,))
-ROUTER_REQUESTS = _counter(
-    "router_requests", "Requests that ended.", (_R,), Label("outcome", (), "`ok`, `client_gone`, or the error's code")
+ROUTER_IN_FLIGHT = _gauge("router_in_flight", "Requests of clients that the router is answering now.", (_R,))
+ROUTER_PROCESSES = _gauge("router_processes", "Processes of this router that serve clients.", (_R,))
+ROUTER_PROCESS_RESTARTS = _counter(
+    "router_process_restarts", "Processes of this router that ended by themselves and were started again.", (_R,)
 )
+ROUTER_REQUESTS = _counter(
+    "router_requests", "Requests of clients that ended, by outcome.", (_R,),
+    Label("outcome", (), "`ok`, `client_gone`, or the error's code"),
+)  # fmt: skip
 ROUTER_RESPONSES = _counter(
-    "router_responses", "The same by who is at fault.", (_R,),
-    Label("status", ("2xx", "4xx", "429", "5xx", "gone"), "class of the HTTP status; `gone`: the client went"),
+    "router_responses", "Requests of clients that ended, by class of the HTTP status.", (_R,),
+    Label("status", ("2xx", "4xx", "429", "5xx", "gone"), "class of the HTTP status; `gone`: the client disconnected"),
     from_zero=True,
 )  # fmt: skip
-ROUTER_TRIES = _counter("router_tries", "Pairs that were asked.", (_R,), MODE, from_zero=True)
+ROUTER_TRIES = _counter(
+    "router_tries", "Attempts to answer a request with one pair of prefill and decode worker, retries included.", (_R,),
+    MODE, from_zero=True,
+)  # fmt: skip
 ROUTER_ALONE = _counter(
-    "router_alone", "Times that D was asked alone.", (_R,),
+    "router_alone", "Attempts to answer a request with a decode worker alone, without a prefill worker, by reason.",
+    (_R,),
     Label("reason", ("short", "cached", "fallback", "prompt_logprobs", "echo", "prompt_embeds", "search"), "why"),
     from_zero=True,
 )  # fmt: skip
 ROUTER_LEG_FAILURES = _counter(
-    "router_leg_failures", "Requests to workers that failed.", (_R,),
-    Label("side", ("prefill", "decode", "mid_stream"), "which worker's; `mid_stream`: D's, after its first byte"),
-    Label("code", (), "of the error"),
+    "router_leg_failures", "Requests of the router to workers that failed, by side and error code.", (_R,),
+    Label("side", ("prefill", "decode", "mid_stream"), "the worker that failed; `mid_stream`: D, after its first byte"),
+    Label("code", (), "error code"),
 )  # fmt: skip
 ROUTER_RETRIES = _counter(
-    "router_retries", "Times that others were asked.", (_R,), Label("side", ("prefill", "decode"), "whose failure"),
-    from_zero=True,
+    "router_retries", "Attempts that failed and were followed by one with other workers, by the side that failed.",
+    (_R,), Label("side", ("prefill", "decode"), "failed side"), from_zero=True,
 )  # fmt: skip
+ROUTER_CHUNKS = _counter(
+    "router_token_chunks", "Chunks of streamed answers that bear a token; an engine may put several in one.", (_R,)
+)
 ROUTER_FIRST_BYTE = _seconds(
-    "router_first_byte", "From a request to its first byte (TTFT), of streamed answers.", (_R,), MODE
+    "router_first_byte", "Time from a client's request to the first byte of its streamed answer (TTFT).", (_R,), MODE
 )
-ROUTER_PREFILL = _seconds("router_prefill", "P's leg: from asking P to its answer, of streamed answers.", (_R,), MODE)
+ROUTER_PREFILL = _seconds(
+    "router_prefill", "Time that a prefill worker took to answer the router, of streamed answers.", (_R,), MODE
+)
 ROUTER_HANDOVER = _seconds(
-    "router_handover", "From P's answer to D's first byte, 0 if that came before; of streamed answers.", (_R,), MODE
-)
+    "router_handover",
+    "Time from the prefill worker's answer to the decode worker's first byte, of streamed answers; not below 0.",
+    (_R,), MODE,
+)  # fmt: skip
+ROUTER_REQUEST_SECONDS = _seconds(
+    "router_request", "Time from a client's request to the end of its answer (E2E), of requests answered whole.", (_R,),
+    MODE,
+)  # fmt: skip
+ROUTER_INTER_TOKEN_SECONDS = _seconds(
+    "router_inter_token", "Time between two successive chunks of a streamed answer, mostly one token each (ITL).",
+    (_R,), MODE,
+)  # fmt: skip
+ROUTER_PROMPT_TOKENS = _counter(
+    "router_prompt_tokens", "Prompt tokens of answered requests: counted where sent as ids, else estimated from text.",
+    (_R,), MODE, from_zero=True,
+)  # fmt: skip
+ROUTER_OUTPUT_TOKENS = _counter(
+    "router_output_tokens", "Tokens answered to clients: by the usage of a whole answer, else the events of a stream.",
+    (_R,), MODE, from_zero=True,
+)  # fmt: skip
 ROUTER_WORKERS = _gauge(
-    "router_workers", "Workers that are listed.", (_R,), ROLE, Label("state", (), "`serving`, `suspect`, `broken`, …")
+    "router_workers", "Workers that the router knows, by role and state.", (_R,), ROLE,
+    Label("state", (), "`serving`, `suspect`, `broken`, …"),
+)  # fmt: skip
+ROUTER_WORKER_QUEUE = _gauge(
+    "router_worker_requests", "Requests in each worker's engine, as the worker reports them: the queue is `waiting`.",
+    (_R,), ROLE, WORKER, Label("state", ("running", "waiting", "loading"), "`loading`: waiting for KV"),
+)  # fmt: skip
+ROUTER_WORKER_TOKENS = _gauge(
+    "router_worker_tokens", "Tokens, estimated, of requests that the router has under way at each worker.", (_R,), ROLE,
+    WORKER,
+)  # fmt: skip
+ROUTER_WORKER_ASKED = _counter(
+    "router_worker_asked", "Requests that the router sent to each worker.", (_R,),
+    Label("role", ("prefill", "decode"), "the part that the worker was asked to play"), WORKER,
+)  # fmt: skip
+ROUTER_WORKER_FAILURES = _counter(
+    "router_worker_failures", "Requests that the router sent to each worker and that failed there.", (_R,),
+    Label("role", ("prefill", "decode"), "the part that the worker was asked to play"), WORKER,
+)  # fmt: skip
+ROUTER_PAIRS = _gauge(
+    "router_pairs", "Pairs of a prefill and a decode worker that could serve a request now, by mode.", (_R,), MODE
 )
-ROUTER_PAIRS = _gauge("router_pairs", "Pairs of P and D that could be asked now.", (_R,), MODE)
-ROUTER_BREAKERS = _counter("router_breakers_opened", "Times that a worker was no longer asked.", (_R,))
+ROUTER_BREAKERS = _counter(
+    "router_breakers_opened", "Times that a worker failed so often in a row that the router stopped asking it.", (_R,)
+)
 ROUTER_PROBES = _counter(
-    "router_probes", "Broken workers that were probed.", (_R,), Label("outcome", ("answered", "silent"))
+    "router_probes", "Health probes that the router sent to workers whose circuit breaker is open.", (_R,),
+    Label("outcome", ("answered", "silent")),
+)  # fmt: skip
+ROUTER_TICKETS = _counter(
+    "router_tickets_minted", "Tickets that the router signed, which let a decode worker fetch a prompt (stream, push).",
+    (_R,),
+)  # fmt: skip
+ROUTER_DISCARDS = _counter(
+    "router_tickets_discarded",
+    "Tickets that the router gave back, so that prefill workers release their blocks.",
+    (_R,),
 )
-ROUTER_TICKETS = _counter("router_tickets_minted", "Tickets that the router signed (stream, push).", (_R,))
-ROUTER_DISCARDS = _counter("router_tickets_discarded", "Tickets that were given back to P.", (_R,))
 ROUTER_DROPPED = _counter(
-    "router_legs_dropped", "Requests that were broken off because their worker left the list.", (_R,)
+    "router_legs_dropped", "Requests to workers that the router broke off because the worker left the registry.", (_R,)
 )
-ROUTER_HELD = _gauge("router_held_bytes", "Bytes of requests and answers that are held, as they are counted.", (_R,))
+ROUTER_HELD = _gauge(
+    "router_held_bytes", "Bytes of requests and answers in the router's memory, bounded by --held-bytes-max.", (_R,)
+)
 ROUTER_HELD_REFUSED = _counter(
-    "router_held_refused", "Times that there was no room for more of them.", (_R,),
-    Label("what", ("request", "answer"), "what there was no room for"), from_zero=True,
+    "router_held_refused", "Requests and answers that the router refused because --held-bytes-max was reached.", (_R,),
+    Label("what", ("request", "answer"), "what was refused"), from_zero=True,
 )  # fmt: skip
 ROUTER_TURNED_AWAY = _counter(
-    "router_connections_turned_away", "Connections of clients that were closed because there were too many.", (_R,),
-    Label("which", ("idle", "new"), "the oldest that was not being answered, or a new one where all were"),
+    "router_connections_turned_away", "Connections of clients that the router closed because there were too many.",
+    (_R,),
+    Label("which", ("idle", "new"), "`idle`: the oldest idle connection; `new`: the new one, when none was idle"),
     from_zero=True,
 )  # fmt: skip
 
 # --- every process
-FAULTS = _counter("faults", "Exceptions caught in hooks, loops and ports; each is a bug.", _ENGINES)
+FAULTS = _counter(
+    "faults", "Unexpected exceptions that were caught; the process continues, and each is a bug to report.",
+    (_W, _V, _S),
+)  # fmt: skip
 BUILD = Metric(
-    "kvbaton_build_info", MetricKind.INFO, "Which kvbaton this is, and who.", _ALL,
-    (Label("version"), Label("component", tuple(Where)), Label("worker", (), "its name; `none` at the router")),
+    "kvbaton_build_info", MetricKind.INFO, "Always 1; the labels have kvbaton's version, the component and its name.",
+    _ALL, (Label("version"), Label("component", tuple(Where)), Label("worker", (), "its name; `none` for the router")),
 )  # fmt: skip
 STARTED = Metric(
-    "process_start_time_seconds", MetricKind.GAUGE, "Unix time at which this process began to count.", _OWN
-)  # in vLLM the Prometheus client tells it
+    "process_start_time_seconds", MetricKind.GAUGE, "Unix time at which this process started counting.", _OWN
+)  # in vLLM the Prometheus client exports it
 
 METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
 
 
 def of(where: Where) -> tuple[Metric, ...]:
-    """What that one's `/metrics` shows."""
+    """The metrics of that process's `/metrics`."""
     return tuple(metric for metric in METRICS if where in metric.where)
 
 

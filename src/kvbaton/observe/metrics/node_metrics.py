@@ -1,10 +1,11 @@
 """Counters of one engine's ledger, control plane and transports, by metric names without their `kvbaton_`.
 
-Law: reads of ints and copies of small dicts only, so that any thread may ask while the node's thread goes on.
+Law: only reads of ints and copies of small dicts, so that any thread may call it while the node's thread runs.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -38,7 +39,7 @@ _PLAIN = {
 
 
 def counters(ledger: Ledger, control: Mapping[str, int]) -> dict[str, int | dict[str, int]]:
-    """What only rises. `control`: the counters of its control plane."""
+    """Counters. `control`: those of its control plane."""
     counts = dict(ledger.desk.counts)
     quotas = {what: counts.get(f"over_quota.{what}", 0) for what in ("greetings", "sessions")}
     return {
@@ -50,7 +51,7 @@ def counters(ledger: Ledger, control: Mapping[str, int]) -> dict[str, int | dict
 
 
 def connections(control: Mapping[str, int]) -> dict[str, int]:
-    """Who came to a control port."""
+    """Connections to a control port."""
     return {
         "connections_total": control.get("connections", 0),
         "connections_admitted_total": control.get("admitted", 0),
@@ -59,7 +60,7 @@ def connections(control: Mapping[str, int]) -> dict[str, int]:
 
 
 def data_refused(ranks: Iterable[Mapping[str, Transport]]) -> dict[str, int]:
-    """Who was turned away at the data ports of all ranks: `transport:cause`. Of each plane all causes, from zero on."""
+    """Refusals at the data ports of all ranks: `transport:cause`. All causes of each transport, from zero on."""
     found: Counter[str] = Counter()
     for rank in ranks:
         for name, transport in rank.items():
@@ -68,23 +69,23 @@ def data_refused(ranks: Iterable[Mapping[str, Transport]]) -> dict[str, int]:
     return dict(found)
 
 
-def gauges(ledger: Ledger, now: float) -> dict[str, float]:
-    """How things stand; `now` is the node's clock."""
+def gauges(ledger: Ledger, now: float, blocks: float = math.inf) -> dict[str, float]:
+    """Gauges; `now` is the node's clock, `blocks` those of the engine's cache, where they are known."""
     settings = ledger.desk.settings
     return {
         "leases_held": len(ledger.producer.leases),
         "claims_parked": len(ledger.producer.parked),
         "intakes": len(ledger.consumer.by_handoff),
         "quarantined_blocks": ledger.consumer.quarantined_blocks,
-        "quarantine_max_blocks": settings.quarantine_blocks_max,
+        "quarantine_max_blocks": min(settings.quarantine_blocks_max, blocks),
         "oldest_lease_seconds": _oldest(ledger, now),
         "lease_hold_max_seconds": settings.max_hold_s,
     }
 
 
-def figures(ledger: Ledger, control: Mapping[str, int], now: float) -> dict[str, Any]:
+def figures(ledger: Ledger, control: Mapping[str, int], now: float, blocks: int) -> dict[str, Any]:
     """Both, for a worker's `/stats`."""
-    return {**gauges(ledger, now), **counters(ledger, control)}
+    return {**gauges(ledger, now, blocks), **counters(ledger, control)}
 
 
 def _oldest(ledger: Ledger, now: float) -> float:
@@ -94,7 +95,7 @@ def _oldest(ledger: Ledger, now: float) -> float:
 
 
 def _by_name(counts: Mapping[str, int]) -> dict[str, dict[str, int]]:
-    """In one pass: an engine's scheduler asks at every step."""
+    """In one pass: an engine's scheduler calls it at every step."""
     found: dict[str, dict[str, int]] = {name: {} for name in _FRONTS.values()}
     for key, count in counts.items():
         front, dot, label = key.partition(".")

@@ -1,6 +1,6 @@
-"""Reading what a /metrics page says: samples by name, labels and value.
+"""Parsing a /metrics page: samples by name, labels and value.
 
-Law: pure. What is no sample is skipped; a name that is not there has no value, never 0.
+Law: pure. Lines that are not samples are skipped; a missing name has no value, never 0.
 """
 
 from __future__ import annotations

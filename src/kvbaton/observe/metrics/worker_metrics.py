@@ -1,14 +1,14 @@
-"""An embedded worker's `/metrics`, made of what its `/stats` says and of its flights.
+"""An embedded worker's `/metrics`, made from its `/stats` and its flights.
 
-Law: a figure of `/stats` is a metric of its own name, or under another by `RENAMED`, or named in `NOT_METRICS`; a test
-holds a real worker to it.
+Law: a figure of `/stats` is a metric of its own name, or of another by `RENAMED`, or listed in `NOT_METRICS`; a test
+checks this on a real worker.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import kvbaton
@@ -28,14 +28,17 @@ RENAMED: Mapping[str, Metric] = {
 }
 _STATES = ("running", "waiting", "loading")
 NOT_METRICS = frozenset(
-    {"worker", "incarnation", "planes", "versions", "links", "handoffs_total", "delivered_total", *_STATES}
+    {"worker", "role", "incarnation", "planes", "versions", "links", "handoffs_total", "delivered_total", *_STATES}
 )
 """Texts, what is told in another form below, and sums of other figures."""
 
 
-def render_worker(stats: Mapping[str, Any], handoffs: HandoffMetrics | None, openmetrics: bool) -> str:
-    """The page. `stats` may lack figures; what is there is shown."""
-    return render(worker_families(stats, handoffs), openmetrics=openmetrics)
+def render_worker(
+    stats: Mapping[str, Any], handoffs: HandoffMetrics | None, openmetrics: bool, more: Sequence[Family] = ()
+) -> str:
+    """The page, each series with the worker's name and role. `stats` may lack figures; what is there is shown."""
+    labels = {name: str(stats[name]) for name in ("role", "worker") if stats.get(name)}
+    return render([*worker_families(stats, handoffs), *more], openmetrics=openmetrics, labels=labels)
 
 
 def worker_families(stats: Mapping[str, Any], handoffs: HandoffMetrics | None) -> list[Family]:
@@ -53,7 +56,7 @@ def worker_families(stats: Mapping[str, Any], handoffs: HandoffMetrics | None) -
 
 
 def samples(metric: Metric, value: Any) -> dict[Labels, Value]:
-    """A figure: a number, or numbers by label; a text for two labels has both with a colon between them."""
+    """A figure: a number, or numbers by label; a key for two labels has both separated by a colon."""
     if isinstance(value, Mapping):
         count = len(metric.labels)
         return {tuple(str(key).split(":", max(count - 1, 0))): each for key, each in value.items()}
@@ -61,6 +64,6 @@ def samples(metric: Metric, value: Any) -> dict[Labels, Value]:
 
 
 def process_families(where: Where, worker: str = "") -> Iterable[Family]:
-    """What every process tells of itself."""
+    """Metrics of every process."""
     build = metric_names.BUILD.labelled((kvbaton.__version__, str(where), worker))
     return (Family(metric_names.BUILD, {build: 1}), Family(metric_names.STARTED, {(): round(_STARTED, 3)}))

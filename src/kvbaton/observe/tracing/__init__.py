@@ -1,4 +1,4 @@
-"""Traces: a request's way over router, P and D as OpenTelemetry spans.
+"""Traces: a request's path through router, P and D as OpenTelemetry spans.
 
 context   W3C `traceparent`: which trace a request belongs to
 spans     a flight record as spans; pure

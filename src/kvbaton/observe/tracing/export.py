@@ -1,7 +1,7 @@
-"""Ended flights to an OTLP collector, off the threads that serve requests.
+"""Exports ended flights to an OTLP collector, off the threads that serve requests.
 
-Law: `take` never waits and never raises; what waits to be sent is bounded, and what finds no room is dropped and
-counted. Whatever the collector does, `close` returns within `close_s`, and only the log tells of it.
+Law: `take` never waits and never raises; the queue is bounded, and what finds no room is dropped and counted. Whatever
+the collector does, `close` returns within `close_s`, and problems only appear in the log.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from kvbaton.observe.tracing.trace_spans import Span, spans_of
 log = logging.getLogger(__name__)
 
 TRACES_PATH = "/v1/traces"
+GRPC = ("grpc", "grpcs")
+GRPC_PORT = 4317
 WHY_CHARS_MAX = 300
 
 
@@ -35,10 +37,10 @@ class ExportError(Exception):
 
 
 class ExportSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How patient the export is, and how much it holds."""
+    """Timeouts and bounds of the export."""
 
     flights_max: int = 8192  # that wait; one takes 2 KB or so
-    batch_max: int = 64  # flights to a request: 12 ms of work, during which others may want to run
+    batch_max: int = 64  # flights per request: 12 ms of work
     gather_s: float = 1.0  # after the first of a batch
     timeout_s: float = 5.0  # of one request to the collector, with its repetitions
     close_s: float = 2.0  # of `close`: what is not sent by then is lost
@@ -49,16 +51,16 @@ _DEFAULT = ExportSettings()
 
 
 class Sender(Protocol):
-    """What takes spans to a collector. `send` may block; `close` never does."""
+    """Sends spans to a collector. `send` may block; `close` never does."""
 
     def send(self, spans: Sequence[Span]) -> str:
-        """Deliver them: "", or why that failed."""
+        """Deliver them: "", or the error."""
 
     def close(self) -> None: ...
 
 
 class SpanExport:
-    """One process's spans on their way to one collector. `take` goes to `on_flight` of a recorder or a gathering."""
+    """One process's export to one collector. `take` goes to `on_flight` of a recorder or a collector."""
 
     def __init__(
         self,
@@ -88,7 +90,7 @@ class SpanExport:
         self._thread.start()
 
     def take(self, flight: Flight) -> None:
-        """Have an ended flight exported, if its trace is sampled."""
+        """Export an ended flight, if its trace is sampled."""
         trace = trace_context.parse(flight.trace) if flight.trace else None
         if trace is None or not trace.sampled:
             return
@@ -101,7 +103,7 @@ class SpanExport:
             self._wake.set()
 
     def close(self) -> None:
-        """Send what waits, as far as the collector takes it in time; nothing is taken afterwards."""
+        """Send the queue, as far as the collector accepts it in time; nothing is accepted afterwards."""
         if self._closing.is_set():
             return
         until = time.monotonic() + self._settings.close_s
@@ -141,37 +143,49 @@ class SpanExport:
         self._tell(why)
 
     def _tell(self, why: str) -> None:
-        """News at once, and then now and again."""
+        """Report at once, and then now and again."""
         now, dropped = time.monotonic(), self.counts["dropped"]
         if not why and self._fails:
             log.info("spans reach %s again; %d could not be sent", self.url, self.counts["failed"])
         is_bad = bool(why) or dropped > self._told_dropped
         if is_bad and now >= self._told_at + self._settings.say_again_s:
             self._told_at, self._told_dropped = now, dropped
-            said = "[spans-unsent] %s: %s; so far %d spans were not sent, those of %d handoffs dropped; requests go on"
+            said = "[spans-unsent] %s: %s; %d spans not sent so far, those of %d handoffs dropped; requests continue"
             log.warning(said, self.url, (why or "slow")[:WHY_CHARS_MAX], self.counts["failed"], dropped)
         self._fails = bool(why)
 
 
 def traces_url(endpoint: str) -> str:
-    """Where spans are posted: the endpoint as it is, or its standard path where it names only a host. `ValueError`."""
+    """Where spans go: an HTTP endpoint as it is, or with the standard path where it names only a host; `grpc://` and
+    `grpcs://` (with TLS) name a host alone. `ValueError`."""
     try:
         parts = urlsplit(endpoint)
-        well = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+        well = parts.scheme in ("http", "https", *GRPC) and bool(parts.hostname) and (parts.port or 1) > 0
     except ValueError:
         well = False
-    if not well:
-        raise ValueError(f"got {endpoint!r}, expected http://host:4318 (OTLP over HTTP, not gRPC)")
-    return endpoint if parts.path.strip("/") else f"{endpoint.rstrip('/')}{TRACES_PATH}"
+    has_path = well and bool(parts.path.strip("/"))
+    if not well or (has_path and parts.scheme in GRPC):
+        raise ValueError(f"got {endpoint!r}, expected http://host:4318 (OTLP over HTTP) or grpc://host:4317")
+    if parts.scheme in GRPC:
+        return f"{parts.scheme}://{parts.netloc}" + ("" if parts.port else f":{GRPC_PORT}")
+    return endpoint if has_path else f"{endpoint.rstrip('/')}{TRACES_PATH}"
 
 
-def needed() -> ModuleType:
-    """The library's adapter; `ExportError` where the library is missing."""
+def needed(endpoint: str = "") -> ModuleType:
+    """The library's adapter; `ExportError` where the library is missing, or its part for this endpoint."""
+    over_grpc = endpoint.partition(":")[0] in GRPC
+    extra = "otel-grpc" if over_grpc else "otel"
     try:
-        return importlib.import_module("kvbaton.observe.tracing.otlp")
+        adapter = importlib.import_module("kvbaton.observe.tracing.otlp")
+        if over_grpc:
+            adapter.grpc_exporter()
     except ImportError as error:
-        said = f"traces need OpenTelemetry's library ({error}); install it: pip install 'kvbaton[otel]'"
-        raise ExportError(said) from None
+        what = "OTLP over gRPC requires OpenTelemetry's exporter for it" if over_grpc else _REQUIRES
+        raise ExportError(f"{what} ({error}); install it: pip install 'kvbaton[{extra}]'") from None
+    return adapter
+
+
+_REQUIRES = "tracing requires OpenTelemetry's library"
 
 
 def of_worker(endpoint: str, role: str, name: str) -> SpanExport | None:
@@ -183,5 +197,5 @@ def of_worker(endpoint: str, role: str, name: str) -> SpanExport | None:
 
 
 def _otlp(url: str, service_name: str, attributes: Mapping[str, str], timeout_s: float) -> Sender:
-    sender: Sender = needed().Otlp(url, service_name, attributes, kvbaton.__version__, timeout_s)
+    sender: Sender = needed(url).Otlp(url, service_name, attributes, kvbaton.__version__, timeout_s)
     return sender

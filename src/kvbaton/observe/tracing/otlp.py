@@ -1,14 +1,17 @@
-"""OpenTelemetry's library: our spans through its SDK to a collector, as OTLP over HTTP.
+"""OpenTelemetry's library: our spans through its SDK to a collector, as OTLP over HTTP or gRPC.
 
-Law: the only module that imports `opentelemetry`. Nothing of it becomes global: a process that has traces of its own,
-as vLLM has, keeps its provider and its log. Used by one thread, but for `close`.
+Law: the only module that imports `opentelemetry`. Nothing of it becomes global: a process with its own tracing, such as
+vLLM, keeps its provider and its log. Used by one thread, except `close`.
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any
 
 from opentelemetry import trace as otel
 from opentelemetry.exporter.otlp.proto.http import trace_exporter
@@ -43,13 +46,13 @@ class Otlp:
         ours = Resource({**attributes, "service.name": service_name, "service.version": version})
         self._resource = Resource.create({}).merge(ours).merge(OTELResourceDetector().detect())
         self._scope = InstrumentationScope(SCOPE, version)
-        self._exporter = OTLPSpanExporter(endpoint=url, timeout=timeout_s)
+        self._exporter, logger = _exporter(url, timeout_s)
         self._closed = False
-        self._said = _Said()
+        self._said = _Said(logger)
         self._said.logger.addFilter(self._said)
 
     def send(self, spans: Sequence[Span]) -> str:
-        """Have the collector take them: "", or why it did not."""
+        """Send them to the collector: "", or the error."""
         made = [self._made(span) for span in spans]
         self._said.thread, self._said.last = threading.get_ident(), ""
         try:
@@ -61,14 +64,14 @@ class Otlp:
         return "" if taken else self._said.last or "no reason given"
 
     def close(self) -> None:
-        """Let go, also of a `send` that waits for its next try."""
+        """Stop, also a `send` that waits for its next attempt."""
         self._closed = True
-        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+        self._exporter.shutdown()
         if self._said.thread is None:
             self._said.logger.removeFilter(self._said)
 
     def _made(self, span: Span) -> ReadableSpan:
-        """An ended span, with the ids that others were told and the times that it had.
+        """An ended span, with the ids that were propagated and its own times.
 
         Made directly, since a `Tracer` draws its own ids and takes twenty times as long; and sent without the SDK's
         queue, which counts no drops and may take 30 s to close.
@@ -91,13 +94,26 @@ class Otlp:
         )
 
 
+def grpc_exporter() -> ModuleType:
+    """The module of spans over gRPC, which is a package of its own; `ImportError` where it is missing."""
+    return importlib.import_module("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
+
+
+def _exporter(url: str, timeout_s: float) -> tuple[Any, str]:
+    """The exporter for a URL, and the name of its logger."""
+    scheme, _, host = url.partition("://")
+    if scheme not in ("grpc", "grpcs"):
+        return OTLPSpanExporter(endpoint=url, timeout=timeout_s), trace_exporter.__name__
+    made = grpc_exporter().OTLPSpanExporter(endpoint=host, insecure=scheme == "grpc", timeout=timeout_s)
+    return made, "opentelemetry.exporter.otlp.proto.grpc.exporter"
+
+
 class _Said(logging.Filter):
-    """The exporter says only in its log why it failed, and for each batch: takes from there what our thread says."""
+    """The exporter reports errors only in its log, per batch: this captures what our thread logs there."""
 
-    logger = logging.getLogger(trace_exporter.__name__)
-
-    def __init__(self) -> None:
+    def __init__(self, logger: str) -> None:
         super().__init__()
+        self.logger = logging.getLogger(logger)
         self.thread: int | None = None
         self.last = ""
 

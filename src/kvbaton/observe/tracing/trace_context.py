@@ -1,7 +1,7 @@
-"""W3C trace context: the one header that says which trace a request belongs to.
+"""W3C trace context: the header that says which trace a request belongs to.
 
-Law: `parse` never raises, and what it returns is valid: hexadecimal ids in lower case, neither of them all zeros. What
-is sent is always version 00 with the flags that version defines, whatever came in.
+Law: `parse` never raises, and its result is valid: hexadecimal ids in lower case, neither of them all zeros. The header
+sent is always version 00 with the flags that version defines, whatever came in.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Traceparent(msgspec.Struct, frozen=True):
         return bool(self.flags & SAMPLED)
 
     def child(self, span_id: str) -> Traceparent:
-        """The same trace, told further under the span `span_id`."""
+        """The same trace, propagated under the span `span_id`."""
         return Traceparent(trace_id=self.trace_id, span_id=span_id, flags=self.flags)
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Traceparent(msgspec.Struct, frozen=True):
 
 
 def parse(text: str | None) -> Traceparent | None:
-    """What a header says; None where it is missing or breaks the rules, and a new trace is due then."""
+    """The parsed header; None where it is missing or invalid, in which case a new trace starts."""
     if not text or len(text) > TRACEPARENT_CHARS_MAX:
         return None
     fields = _FIELDS.match(text)
@@ -62,7 +62,7 @@ def parse(text: str | None) -> Traceparent | None:
 
 
 def new_trace(*, sampled: bool = True) -> Traceparent:
-    """A trace that begins here."""
+    """A trace that starts here."""
     flags = RANDOM_TRACE_ID | (SAMPLED if sampled else 0)
     return Traceparent(trace_id=_hex(16), span_id=new_span_id(), flags=flags)
 

@@ -1,7 +1,7 @@
-"""A flight record as spans: the router's request with its two legs, P's lease, D's handoff with its stages.
+"""A flight record as spans: the router's request with its two worker requests, P's lease, D's handoff with its stages.
 
 Law: pure, and bounded as the record is. Every span but the first of a flight has its parent in the same flight; the
-first hangs under what its caller sent. A child lies within its parent. Only ended flights of sampled traces have spans.
+parent of the first is the caller's. A child lies within its parent. Only ended flights of sampled traces have spans.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ STAGES = (
 )
 """Of a handoff at D: a stage begins when all that it waits for is there, and ends with its own step."""
 LEGS = (("prefill", "prefill_sent", "prefill_answered"), ("decode", "decode_sent", "ended"))
+COMPLETIONS = "/v1/completions"
 READER_GONE = ("committed", "stale", "left")
 
 
 class SpanKind(enum.StrEnum):
-    """What OpenTelemetry calls a span's kind."""
+    """The span kind in OpenTelemetry's sense."""
 
     INTERNAL = "internal"
     SERVER = "server"
@@ -40,7 +41,7 @@ class SpanKind(enum.StrEnum):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that took no time."""
+    """An instantaneous event."""
 
     name: str
     at_ns: int
@@ -87,13 +88,17 @@ def _at_router(flight: Flight, trace: Traceparent, new_id: NewId) -> list[Span]:
         peer = flight.peers[index] if index < len(flight.peers) else ""
         cut = flight.failed and (end is None or last == "ended")
         leg = _child(
-            entry, name, new_id, begin, end, attributes=_present({"kvbaton.peer": peer}),
+            entry, name, new_id, begin, end, attributes=_present({"kvbaton.peer": peer, **_leg(flight)}),
             error=_reason(flight) if cut else "",
         )  # fmt: skip
         told = flight.legs[index] if index < len(flight.legs) else ""
         span_id = told if trace_context.is_span_id(told) else leg.span_id
         found.append(msgspec.structs.replace(leg, kind=SpanKind.CLIENT, span_id=span_id))
     return found
+
+
+def _leg(flight: Flight) -> Mapping[str, Value]:
+    return {"http.request.method": "POST", "url.path": flight.path} if flight.path else {}
 
 
 def _at_decode(flight: Flight, entry: Span, new_id: NewId) -> Iterable[Span]:
@@ -186,7 +191,7 @@ def _child(
 
 
 def _attributes(flight: Flight) -> Mapping[str, Value]:
-    """What a search finds a trace by; nothing that is empty."""
+    """Attributes for searching traces; no empty ones."""
     handoff, retries = flight.handoff, "try" if flight.seat is FlightSeat.ROUTER else "retries"
     return _present(
         {
@@ -205,8 +210,26 @@ def _attributes(flight: Flight) -> Mapping[str, Value]:
             "kvbaton.end": flight.end,
             "kvbaton.detail": flight.detail,
             "error.type": flight.end if flight.failed else "",
+            **_standard(flight),
         }
     )
+
+
+def _standard(flight: Flight) -> Mapping[str, Value]:
+    """The router's request by OpenTelemetry's semantic conventions for HTTP servers and generative AI."""
+    if not flight.path:
+        return {}
+    return {
+        "http.request.method": "POST",
+        "http.route": flight.path,
+        "url.path": flight.path,
+        "http.response.status_code": flight.status,
+        "gen_ai.operation.name": "text_completion" if flight.path == COMPLETIONS else "chat",
+        "gen_ai.provider.name": "kvbaton",
+        "gen_ai.request.model": flight.model,
+        "gen_ai.usage.input_tokens": flight.tokens,
+        "gen_ai.usage.output_tokens": flight.output_tokens,
+    }
 
 
 def _present(values: Mapping[str, Value]) -> Mapping[str, Value]:

@@ -1,1 +1,1 @@
-"""Benchmarks: every figure beside a peer's or the machine's, in one run."""
+"""Benchmarks: every figure compared with a peer's or the machine's, in one run."""

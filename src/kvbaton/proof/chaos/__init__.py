@@ -1,7 +1,7 @@
-"""Faults on real processes: plans drawn from a seed, a hand that carries them out, oracles that judge what came of it.
+"""Faults on real processes: plans drawn from a seed, a harness that applies them, oracles that judge the outcome.
 
-faults      what can be done to a cluster, and which promise each tries
-plan, draw  which fault, to whom, when: drawn from a seed, kept as JSON for --replay
+faults      the faults, and the promise that each tests
+plan, draw  fault, target and time: drawn from a seed, kept as JSON for --replay
 conductor   one run on the embedded engine: cluster, load, plan, rest, verdict
 fleet       the processes: start, hurt, start again, ask for their figures; members: what each is started with
 network     the wires between them: partitions, delay, loss; networks: made of namespaces or of relays

@@ -1,4 +1,4 @@
-"""What became of every request: one line each, from which rows and totals are counted.
+"""The outcome of every request: one line each, from which rows and totals are counted.
 
 Law: a request is counted once, when it is over or when its time is; what nobody expected of it does not count it.
 """

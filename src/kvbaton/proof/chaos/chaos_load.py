@@ -1,6 +1,6 @@
-"""Steady clients: all modes, streamed and whole, beginnings that are shared and prompts that nobody has seen.
+"""Steady clients: all modes, streamed and whole, shared prefixes and new prompts.
 
-Law: every answer is compared; nobody asks faster than the cluster answers, and after an error a client waits a little.
+Law: every answer is compared; no client sends faster than the cluster answers, and after an error it waits a little.
 """
 
 from __future__ import annotations

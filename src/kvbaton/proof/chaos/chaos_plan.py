@@ -1,4 +1,4 @@
-"""Which fault, to whom, when. A plan is drawn from its seed and kept as JSON, so that `--replay` repeats it.
+"""Faults, targets and times. A plan is drawn from its seed and kept as JSON, so that `--replay` repeats it.
 
 Law: a plan is data: the same plan does the same things in the same order, as far as real processes allow.
 """

@@ -1,4 +1,4 @@
-"""What an injury is done with: the processes, the wires, the hand on the workers, the clients and the board.
+"""The context of an injury: the processes, the network, the moments of workers, the clients and the board.
 
 Law: who is hurt is hurt by one fault at a time, from the fault until it is well again; so are the wires, since they are
 healed all at once. Different members may be hurt at the same time.

@@ -1,4 +1,4 @@
-"""What clients can do to a cluster: ask for too much, leave, read slowly, lie, and come late or twice.
+"""Faults caused by clients: oversized requests, disconnects, slow reading, lies, and late or repeated requests.
 
 Law: each ends in bounded time, and every answer that it gets is judged; what it may be told is an error or the truth.
 """

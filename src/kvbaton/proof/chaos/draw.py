@@ -1,6 +1,6 @@
 """A random plan from a seed: every fault of the catalogue, at every moment it has, in every round of three minutes.
 
-A router is one for all, and without it nobody is served: each named moment is either that of its death or of its stop.
+There is one router, and without it no request is served: each named moment is either that of its death or of its stop.
 
 Law: the same seed and options give the same plan. A plan too short for all of them holds as many as fit, in the order
 drawn; nothing is asked of it that a network or a cluster of this size does not have.

@@ -1,4 +1,4 @@
-"""What can be done to a cluster: one list, from which plans are drawn and which `kvbaton chaos --list` prints.
+"""The faults: one list, from which plans are drawn and which `kvbaton chaos --list` prints.
 
 Law: a fault names the promises it tries; a plan holds no fault that is not here, and a fault here can be carried out.
 """

@@ -1,7 +1,7 @@
 """The processes of a chaos run: start, hurt, start again, ask for their figures.
 
 Laws: every child is ended by its pid, in bounded time, however the run ends; when the conductor is killed, the kernel
-ends them. A process that ends though nobody hurt it is a death: counted, told, and started again.
+ends them. A process that exits without a fault is a death: counted, reported, and started again.
 """
 
 from __future__ import annotations

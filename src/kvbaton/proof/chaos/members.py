@@ -1,6 +1,6 @@
-"""What the members of a chaos run are started with: a router, a store on a small disk, and workers with short leases.
+"""The configuration of a chaos run's members: a router, a store on a small disk, and workers with short leases.
 
-Law: a member has the same name, address and ports in every life, so that a restart is one at the same place.
+Law: a member has the same name, address and ports in every incarnation, so that a restart is at the same place.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The conductor's hand on its workers: it is told when one of them is at a named moment, and holds it there.
+"""The conductor's control of its workers: it is notified when one of them reaches a named moment, and holds it there.
 
 A worker of a chaos run (`worker_main`) dials this socket, is told which moment to look for, says when it is there and
 waits, for a second at most, until it is let go. That second is what the conductor has to kill or stop somebody.
 
-Law: nobody waits for the conductor for longer than `HOLD_S`, and the conductor waits for nobody without a deadline.
+Law: no worker waits for the conductor for longer than `HOLD_S`, and the conductor never waits without a deadline.
 """
 
 from __future__ import annotations

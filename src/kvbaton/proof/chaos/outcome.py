@@ -1,4 +1,4 @@
-"""What was seen while faults were done, and whether the promises held.
+"""The observations of a chaos run, and whether the promises held.
 
 Laws: what cannot be measured is not reported as zero: it is None. `ok` says that every promise held, of whatever
 connector ran; a peer is judged by the same line.

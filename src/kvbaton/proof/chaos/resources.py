@@ -1,4 +1,4 @@
-"""What a process holds, as the kernel counts it: file descriptors, threads, resident memory; and files in /dev/shm.
+"""Resources of a process, as the kernel counts them: descriptors, threads, resident memory; and files in /dev/shm.
 
 Law: reads of /proc only. What is gone by the time it is read is None, never zero.
 """

@@ -1,4 +1,4 @@
-"""What must be so at rest: nothing is held, nothing has grown, everybody lives.
+"""Conditions at rest: nothing is held, nothing has grown, every process is alive.
 
 Laws: each finding is one line that names who and what; an empty list is the only good verdict. A slack has a reason.
 """

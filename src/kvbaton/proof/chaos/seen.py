@@ -1,4 +1,4 @@
-"""What a run has seen, made into its outcome. Pure: what was looked at comes in, the verdict goes out.
+"""The observations of a run as its outcome. Pure: observations in, verdict out.
 
 Law: what was not seen is not said to be good: an engine that could not be asked is a problem, not a zero.
 """

@@ -1,7 +1,7 @@
-"""Strangers at every port: the fault of that name, and what `tests/security` measures.
+"""Unauthenticated peers at every port: the fault of that name, and the measurements of `tests/security`.
 
-Laws: bounded in sockets and in time: when a call returns, every connection that it made is closed. A stranger is never
-let in; if one is, the count says so under "let in".
+Laws: bounded in sockets and in time: when a call returns, every connection that it made is closed. An unauthenticated
+peer is never admitted; if one is, the count says so under "let in".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where processes listen, as the kernel tells it: TCP of both families and UNIX sockets, named and abstract.
+"""Listening ports of processes, from the kernel: TCP of both families and UNIX sockets, named and abstract.
 
 Law: nothing is asked of the processes themselves, so no port can be forgotten; what ends meanwhile is left out.
 """

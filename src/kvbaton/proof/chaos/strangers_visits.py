@@ -1,4 +1,4 @@
-"""What strangers do at a port: each kind of visit, once.
+"""Connections of unauthenticated peers to a port: each kind of visit, once.
 
 Laws: a visit holds one connection and ends by its deadline. It says nothing that only a member of the cluster can say:
 it holds no secret, though it may know public keys. "let in" means that it got what only members get.

@@ -220,7 +220,8 @@ def put_clock_off(held: Held) -> Callable[[], float]:
 def main(path: str, options: str) -> int:
     held = Held(msgspec.json.decode(options)["name"], path)
     time.time = put_clock_off(held)
-    importlib.import_module("logging").basicConfig(format="%(asctime)s %(name)s: %(message)s")
+    logs = importlib.import_module("kvbaton.processes.process_logs")
+    logs.configure(logs.LogSettings())
     worker = importlib.import_module("kvbaton.engines.embedded.embedded_worker")
     hold_messages(held)
     hold_copies(held)

@@ -1,4 +1,4 @@
-"""Cases in which somebody gives up: aborts, preemption, failed and refused loads, a P that dies."""
+"""Cases in which a side gives up: aborts, preemption, failed and refused loads, a P that dies."""
 
 from __future__ import annotations
 

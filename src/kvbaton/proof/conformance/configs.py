@@ -22,6 +22,11 @@ HEAD_FLOATS = 4
 MODEL_LEN_MAX = 512
 VOCAB = 1000
 EOS = 2
+STATE = -1
+"""In place of a window: the layer keeps a state."""
+REFERENCE = -2
+"""In place of a window: full attention to the prompt, and a window over the answer (vLLM's R-SWA)."""
+ANSWER_WINDOW = 4
 
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -45,7 +50,8 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
 
     blocks: int = 41  # one of them is vLLM's null block
     block_tokens: int = 4
-    windows: tuple[int, ...] = (0, 0)  # one layer each; 0 is full attention
+    windows: tuple[int, ...] = (0, 0)  # one layer each; 0 is full attention, or STATE, or REFERENCE
+    latent: bool = False  # rows are latents: one head, the same on every rank
     kv_heads: int = 4  # of the whole model
     ranks: int = 1
     chunk_tokens: int = 16
@@ -62,6 +68,19 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def usable_blocks(self) -> int:
         return self.blocks - 1
+
+    @property
+    def stateful(self) -> bool:
+        return STATE in self.windows
+
+    @property
+    def state_tokens(self) -> int:
+        """Of one block of states: a snapshot is kept for each, or one for all."""
+        return self.block_tokens if self.prefix_caching else self.model_len
+
+    @property
+    def heads_per_rank(self) -> int:
+        return 1 if self.latent else max(1, self.kv_heads // self.ranks)
 
 
 def prepare() -> None:
@@ -136,31 +155,51 @@ def vllm_config(shape: EngineShape, extra: Mapping[str, Any], *, module: str, co
     config.scheduler_config.async_scheduling = shape.pipelined  # the CPU platform switches it off; GPUs do not
     config.cache_config.kv_cache_layout = shape.layout
     config.cache_config.num_gpu_blocks = shape.blocks
+    if shape.stateful:  # as vLLM itself sets them for hybrid models
+        config.cache_config.mamba_cache_mode = "align" if shape.prefix_caching else "none"
+        config.cache_config.mamba_block_size = shape.state_tokens
     return config
 
 
 def kv_cache_config(config: Any, shape: EngineShape) -> Any:
     """What vLLM plans for these layers: groups, tensors, strides."""
-    import torch
     from vllm.v1.core import kv_cache_utils as planning
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 
-    common: dict[str, Any] = {
-        "block_size": shape.block_tokens,
-        "num_kv_heads": max(1, shape.kv_heads // shape.ranks),
-        "head_size": HEAD_FLOATS,
-        "dtype": torch.float32,
-        "max_tp_shards": shape.kv_heads,
-    }
-    specs = {
-        layer_name(index): SlidingWindowSpec(sliding_window=window, **common) if window else FullAttentionSpec(**common)
-        for index, window in enumerate(shape.windows)
-    }
+    specs = {layer_name(index): _spec(shape, window) for index, window in enumerate(shape.windows)}
     groups = planning.get_kv_cache_groups(config, specs)
     planned = planning.get_kv_cache_config_from_groups(config, groups, available_memory=1 << 30)
     planned.kv_cache_layout = shape.layout
     planned.kv_tp_replicas = planning.kv_cache_groups_tp_replicas(groups, shape.ranks)
     return planned
+
+
+def _spec(shape: EngineShape, window: int) -> Any:
+    import torch
+    from vllm.v1 import kv_cache_interface as kinds
+
+    common: dict[str, Any] = {
+        "block_size": shape.block_tokens,
+        "num_kv_heads": shape.heads_per_rank,
+        "head_size": HEAD_FLOATS,
+        "dtype": torch.float32,
+        "max_tp_shards": 1 if shape.latent else shape.kv_heads,
+    }
+    if window == STATE:
+        heads = shape.heads_per_rank
+        return kinds.MambaSpec(
+            block_size=shape.state_tokens,
+            shapes=((3, 2 * heads), (heads, HEAD_FLOATS, 4)),  # a convolution's window, and what it all comes to
+            dtypes=(torch.float32, torch.float32),
+            page_size_padded=kinds.FullAttentionSpec(**common).page_size_bytes,
+            mamba_cache_mode="align" if shape.prefix_caching else "none",
+        )
+    if window == REFERENCE:
+        return kinds.RSWASpec(rswa_window=ANSWER_WINDOW, **common)
+    if shape.latent:
+        return (
+            kinds.SlidingWindowMLASpec(sliding_window=window, **common) if window else kinds.MLAAttentionSpec(**common)
+        )
+    return kinds.SlidingWindowSpec(sliding_window=window, **common) if window else kinds.FullAttentionSpec(**common)
 
 
 def layer_name(index: int) -> str:

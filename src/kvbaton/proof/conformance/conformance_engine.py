@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ _PIPELINE_STEPS = 2
 
 @dataclass(slots=True)
 class StepOutcome:
-    """How a request stands: `reason` is None while it lives."""
+    """How a request stands: `reason` is None while it lives. `prompt`: what of it the engine is to compute."""
 
     prompt: tuple[int, ...]
     tokens: list[int] = field(default_factory=list)
@@ -76,7 +77,7 @@ class LabEngine:
             vllm_config=config,
             kv_cache_config=copy.deepcopy(planned),
             structured_output_manager=SimpleNamespace(accept_tokens=lambda request, tokens: True),
-            block_size=shape.block_tokens,
+            block_size=math.lcm(shape.block_tokens, shape.state_tokens if shape.stateful else 1),
             hash_block_size=shape.block_tokens,
             log_stats=True,
         )
@@ -165,7 +166,9 @@ class LabEngine:
         request.skip_reading_prefix_cache = computes_all  # as for one that wants its prompt's log probabilities
         if eos_first:
             self.first_eos.add(name)
-        self.outcomes[name] = StepOutcome(tuple(prompt))
+        hands_over = self.shape.stateful and isinstance(params, dict) and params.get("do_remote_decode")
+        shortened = hands_over and len(prompt) > 1 and not computes_all
+        self.outcomes[name] = StepOutcome(tuple(prompt[:-1] if shortened else prompt))
         self.scheduler.add_request(request)
         if at_once_aborted:
             self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)

@@ -1,7 +1,8 @@
-"""What each byte of KV must be: a function of the tokens up to its position, the layer and the head.
+"""The expected value of each byte of KV: a function of the tokens up to its position, the layer and the head.
 
 Law: "computing" writes exactly what `expected` says and reading compares with it, so a block that holds anything else
-(another prompt's KV, an older life's, another head's, poison) is seen by the first request that attends to it.
+(another prompt's KV, an older life's, another head's, poison) is seen by the first request that attends to it. A state
+is a function of all tokens so far and of the rank; one that has counted a token too many or too few is another.
 """
 
 from __future__ import annotations
@@ -79,9 +80,12 @@ class Memory:
         self.in_order = sorted(owned, key=lambda each: layer_index(each[1]))  # as a model computes them
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self.windows = [getattr(spec, "sliding_window", None) for spec in specs]
+        self.states = {at: spec.block_size for at, spec in enumerate(specs) if hasattr(spec, "mamba_type")}
+        """Groups of states, and how many tokens one of their blocks is for."""
         self.block_tokens = shape.block_tokens
-        heads = max(1, shape.kv_heads // shape.ranks)
-        first = rank * shape.kv_heads // shape.ranks
+        self._rank = rank
+        heads = shape.heads_per_rank
+        first = 0 if shape.latent else rank * shape.kv_heads // shape.ranks
         self._heads = range(first, first + heads)
         self._words: dict[str, Words] = {
             name: tensor.view(torch.int64).numpy().view(np.uint64) for name, tensor in self.tensors.items()
@@ -107,6 +111,26 @@ class Memory:
                 f"{whose}: {layer} position {first + position} (block {where[position]}) holds {what}; "
                 f"{count} of {len(hashes)} positions are wrong"
             )
+
+    def write_state(self, layer: str, block: int, state: Words) -> None:
+        """The last of `state` is of all tokens so far."""
+        self._words[layer][block, 0, 0] = self._state(layer, state)
+
+    def check_state(self, layer: str, block: int, state: Words, whose: str) -> None:
+        held = self._words[layer][block, 0, 0]
+        if (held != self._state(layer, state)).any():
+            what = "poison (never written)" if (held == POISON).any() else "another"
+            raise WrongKvError(f"{whose}: {layer}: its state after {len(state)} tokens (block {block}) is {what}")
+
+    def zero(self, blocks: Sequence[int]) -> None:
+        """As vLLM does with fresh blocks of a model that has states, whichever group they are for."""
+        for words in self._words.values():
+            words[list(blocks)] = 0
+
+    def _state(self, layer: str, state: Words) -> Words:
+        words = self._words[layer].shape[3]
+        found: Words = expected(state[-1:], layer_index(layer), range(self._rank, self._rank + 1), words)[0, 0]
+        return found
 
     def poison(self, group: int, blocks: Sequence[int]) -> None:
         """Whatever a fresh block held is undefined; make sure that nobody can live on it."""

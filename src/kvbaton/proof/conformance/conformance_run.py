@@ -1,4 +1,4 @@
-"""Runs the suite: cases, then seeds; progress on stderr, one object or a few lines on stdout, the verdict as status.
+"""Runs the suite: cases, then seeds; one object or a few lines on stdout, the verdict as status.
 
 Law: a failure names one command that replays it. Needs vLLM's Python; `kvbaton conformance vllm` finds it.
 """
@@ -11,7 +11,8 @@ import logging
 import multiprocessing
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import msgspec
@@ -59,8 +60,13 @@ def main(
     listed: bool = False,
     processes: int = 1,
     pairwise: bool = False,
+    tell: Callable[[str], None] = lambda _: None,
+    printing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> int:
-    """Run what is asked for: all cases and the default seeds, some cases, or some seeds."""
+    """Run what is asked for: all cases and the default seeds, some cases, or some seeds.
+
+    `tell` hears of progress; results are printed in a context of `printing`.
+    """
     configs.prepare()
     _quiet()
     import vllm
@@ -70,7 +76,9 @@ def main(
     chosen = _chosen(known, cases) if cases is not None else known if seeds is None else []
     if listed or (cases is not None and not chosen):
         if not listed:
-            _tell(f"kvbaton conformance: no case is called {cases}; see: kvbaton conformance vllm --list")
+            said = f"kvbaton conformance: no case is called {cases}; see: kvbaton conformance vllm --list"
+            with printing():
+                print(said, file=sys.stderr, flush=True)
             return BAD_USAGE
         print("\n".join(each.name for each in known))
         return 0
@@ -80,10 +88,12 @@ def main(
     wanted = seeds if seeds is not None else range(0) if cases is not None else SEEDS
     tasks = [*(each.name for each in chosen), *wanted]
     for at, verdict in enumerate(_verdicts(tasks, processes), 1):
-        _take(report, verdict, f"{at:4}/{len(tasks)}")
+        _take(report, verdict)
+        tell(f"{at} of {len(tasks)}, {report.failed + report.seeds_failed} broken: {verdict.name.replace('_', ' ')}")
     report.wall_s = round(time.monotonic() - begun, 1)
     report.holds = not (report.failed or report.seeds_failed)
-    print(msgspec.json.encode(report).decode() if as_json else _text(report), flush=True)
+    with printing():
+        print(msgspec.json.encode(report).decode() if as_json else _text(report), flush=True)
     return 0 if report.holds else 1
 
 
@@ -93,7 +103,7 @@ def _chosen(known: Sequence[Any], text: str) -> list[Any]:
     return exact or [each for each in known if text in each.name]
 
 
-def _take(report: ConformanceReport, verdict: Any, where: str) -> None:
+def _take(report: ConformanceReport, verdict: Any) -> None:
     is_seed = verdict.name.startswith(SEED)
     if is_seed:
         report.seeds += 1
@@ -104,11 +114,6 @@ def _take(report: ConformanceReport, verdict: Any, where: str) -> None:
         report.failed += not verdict.holds
     chosen = f"--seeds {verdict.name.removeprefix(SEED)}" if is_seed else f"--case '{verdict.name}'"
     _add(report, verdict, f"kvbaton conformance vllm {chosen}")
-    if not (is_seed and verdict.holds):
-        state = "ok" if verdict.holds else f"BROKEN: {verdict.what}"
-        _tell(f"{where} {verdict.seconds:6.2f} s  {verdict.name.replace('_', ' ')}: {state}")
-    elif report.seeds % 50 == 0:
-        _tell(f"{report.seeds} seeds, {report.handoffs} loads, {report.seeds_failed} broken")
 
 
 def _verdicts(tasks: Sequence[str | int], processes: int) -> Iterator[Any]:
@@ -177,7 +182,3 @@ def _quiet() -> None:
     for name in ("vllm", "kvbaton"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     logging.getLogger("kvbaton").propagate = False
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

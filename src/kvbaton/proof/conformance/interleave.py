@@ -25,7 +25,7 @@ from kvbaton.proof.conformance.case_registry import (
     kind_of,
     verdict_of,
 )
-from kvbaton.proof.conformance.configs import EngineShape
+from kvbaton.proof.conformance.configs import STATE, EngineShape
 from kvbaton.proof.conformance.conformance_engine import LabEngine
 from kvbaton.proof.conformance.lab import (
     Lab,
@@ -101,6 +101,17 @@ class InterleavePlan:
         lost = rng.choice((0.0, 0.0, 0.05, 0.3))
         p, d = shape(18, 40, roles[0]), shape(18, 30, roles[1])
         return cls(p, d, settings, rng.randint(40, 140), weights, copies, lost)
+
+
+def with_states(plan: InterleavePlan, rng: random.Random) -> InterleavePlan:
+    """Some plans are of models with states; by a chance of its own, so that the others stay the same."""
+    if rng.random() < 0.8:
+        return plan
+    windows = rng.choice(((0, STATE), (STATE, 0, STATE), (STATE,), (0, STATE, 8)))
+    more = 20 * (len(windows) - 1)
+    plan.p = msgspec.structs.replace(plan.p, windows=windows, blocks=plan.p.blocks + more)
+    plan.d = msgspec.structs.replace(plan.d, windows=windows, blocks=plan.d.blocks + more, ranks=plan.p.ranks)
+    return plan
 
 
 def with_store(plan: InterleavePlan, rng: random.Random) -> InterleavePlan:
@@ -221,7 +232,8 @@ def run_seed(seed: int) -> CaseVerdict:
     from kvbaton.engines.vllm import guard
 
     rng = random.Random(seed)
-    plan, lab, begun = with_store(InterleavePlan.of(rng), random.Random(f"store {seed}")), Lab(), time.monotonic()
+    plan = with_states(InterleavePlan.of(rng), random.Random(f"states {seed}"))
+    plan, lab, begun = with_store(plan, random.Random(f"store {seed}")), Lab(), time.monotonic()
     faults, what, kind, trace = sum(guard.faults.values()), "", "", ""
     try:
         with taps.copies() as tap, taps.frames() as wire, stores.calls() as calls:

@@ -42,6 +42,7 @@ class Issued:
 
     work: list[RunnerWork]
     output: Any
+    zeroed: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -74,7 +75,9 @@ class CaseRunner:
             connector.handle_preemptions(meta)
             self._update_states(step)
         connector.bind_connector_metadata(meta)
-        issued = Issued(self._work(step), KVConnectorOutput())
+        issued = Issued(self._work(step), KVConnectorOutput(), list(step.new_block_ids_to_zero or ()))
+        if not self.is_late:
+            self.memory.zero(issued.zeroed)
         options = {"scheduler_output": step, "request_ids": list(step.num_scheduled_tokens)} if self.is_v2 else {}
         if step.has_sync_kv_loads:
             self._start_loads(options)
@@ -92,6 +95,8 @@ class CaseRunner:
         """The step has ended on the device: vLLM's `ModelRunnerOutput`."""
         from vllm.v1.outputs import ModelRunnerOutput
 
+        if self.is_late:
+            self.memory.zero(issued.zeroed)
         if not issued.work:
             return ModelRunnerOutput.with_kv_conn_output_only(issued.output)
         if self.is_late:
@@ -163,10 +168,13 @@ class CaseRunner:
         if self.is_v2 and self.is_late and all(each.count == 1 for each in work):
             return  # one CUDA graph: no layer is seen
         for group, layer in self.memory.in_order if work else ():
-            self.connector.wait_for_layer_load(layer)
+            told = group not in self.memory.states  # vLLM calls no hook around a layer with states
+            if told:
+                self.connector.wait_for_layer_load(layer)
             if not self.is_late:
                 self._compute(work, hashes, group, layer)
-            self.connector.save_kv_layer(layer, self.memory.tensors[layer], None)
+            if told:
+                self.connector.save_kv_layer(layer, self.memory.tensors[layer], None)
 
     def _hashes(self, work: list[RunnerWork]) -> list[Any]:
         return [prefix_hashes(each.state.tokens) for each in work]
@@ -180,12 +188,18 @@ class CaseRunner:
 
     def _written(self, work: RunnerWork) -> list[tuple[int, int]]:
         """(group, block) that a step writes to; vLLM lets others find them cached before it has."""
-        size = self.memory.block_tokens
-        first, last = work.past // size, (work.past + work.count - 1) // size
-        return [(group, block) for group, ids in enumerate(work.state.blocks) for block in ids[first : last + 1]]
+        found = []
+        for group, ids in enumerate(work.state.blocks):
+            size = self.memory.states.get(group, self.memory.block_tokens)
+            last = (work.past + work.count - 1) // size
+            first = last if group in self.memory.states else work.past // size
+            found += [(group, block) for block in ids[first : last + 1]]
+        return found
 
     def _before_pending(self, work: RunnerWork, group: int) -> int:
         """How many of its positions no step in flight has still to compute."""
+        if group in self.memory.states:
+            return 0 if work.past and self._pending[group, self._state_block(work, group, work.past)] else work.past
         for at, block in enumerate(work.state.blocks[group]):
             if self._pending[group, block]:
                 return min(at * self.memory.block_tokens, work.past)
@@ -195,13 +209,27 @@ class CaseRunner:
         for each, own in zip(work, hashes, strict=True):
             self._check(each, group, layer, own)
             past, blocks = each.past, each.state.blocks[group]
+            if group in self.memory.states:
+                upto = past + each.count
+                self.memory.write_state(layer, self._state_block(each, group, upto), own[:upto])
+                continue
             self.memory.write(layer, blocks, past, own[past : past + each.count])
 
     def _check(self, work: RunnerWork, group: int, layer: str, hashes: Any, upto: int | None = None) -> None:
+        if group in self.memory.states:
+            if work.past and work.name not in self.aborted and upto in (None, work.past):
+                block = self._state_block(work, group, work.past)
+                self.memory.check_state(layer, block, hashes[: work.past], work.name)
+            return
         window, upto = self.memory.windows[group], work.past if upto is None else upto
         first = max(0, work.past - window + 1) if window else 0
         if work.name not in self.aborted and upto > first:
             self.memory.check(layer, work.state.blocks[group], first, hashes[first:upto], work.name)
+
+    def _state_block(self, work: RunnerWork, group: int, tokens: int) -> int:
+        """Where vLLM's kernels find the state after so many tokens, and leave it."""
+        block: int = work.state.blocks[group][(tokens - 1) // self.memory.states[group]]
+        return block
 
     def _sampled(self, work: RunnerWork) -> list[int]:
         """A token only when all that is known has been computed."""

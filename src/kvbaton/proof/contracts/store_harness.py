@@ -1,4 +1,4 @@
-"""What the store contract needs: a back end to check, one that can be made to fail, and books on pins.
+"""The harness of the store contract: a backend to check, one that can be made to fail, and counts of pins.
 
 A harness opens back ends on one shared store: what is put through one can be got through another. `FaultyBackend`
 stands between, so every law about failure is checked on every back end, and hangs for as long as the case wants it to.

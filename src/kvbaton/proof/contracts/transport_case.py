@@ -1,4 +1,4 @@
-"""What a case of the transport contract is, and the small change that all of them use."""
+"""A case of the transport contract, and helpers that all of them use."""
 
 from __future__ import annotations
 

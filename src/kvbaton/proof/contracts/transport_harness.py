@@ -1,4 +1,4 @@
-"""What the transport contract needs from whoever wants a transport checked.
+"""The harness of the transport contract, as a transport's author provides it.
 
 A harness wires two transports of one kind together, `near` (under test, in this process) and `far` (here or elsewhere),
 and lets time pass. One on virtual time pumps its world in `wait`; one on real time polls. Whatever a harness does not

@@ -1,9 +1,9 @@
 """The network of the fake mori: batches in flight between engines of this process, and ways to make it fail.
 
-Law: bytes land when somebody asks a status for the second time (as with mori's XGMI back end; whoever is right with
-that is right with RDMA, which has a thread of its own) or when a test calls `deliver`, and not otherwise. A batch lands
-whether or not anybody still wants it: there is no cancel. What is in one queue lands in order, and once something has
-failed, so does all that follows between the same two engines.
+Law: bytes land when a status is polled for the second time (as with mori's XGMI backend; code that is right with that
+is right with RDMA, which has its own thread) or when a test calls `deliver`, and not otherwise. A batch lands whether
+or not it is still wanted: there is no cancel. Batches in one queue land in order, and once one has failed, so do all
+that follow between the same two engines.
 """
 
 from __future__ import annotations

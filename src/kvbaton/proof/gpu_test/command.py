@@ -18,11 +18,13 @@ import aiohttp
 import msgspec
 
 from kvbaton.engines.vllm import launching
+from kvbaton.engines.vllm.tiny_hybrids import HYBRIDS
 from kvbaton.proof.gpu_test import (
     exact,
     gpu_answers,
     gpu_faults,
     gpu_handoff,
+    gpu_hybrids,
     gpu_load,
     gpu_machine,
     gpu_record,
@@ -64,6 +66,10 @@ async def _mla(stage: Stage, found: Page) -> None:
     await exact.run(exact.MLA, stage.sizes, stage.groups, stage.session, found, stage.say)
 
 
+async def _hybrids(stage: Stage, found: Page) -> None:
+    await gpu_hybrids.run(stage.sizes, stage.groups, stage.session, found, stage.say)
+
+
 async def _timing(stage: Stage, found: Page) -> None:
     await timing.run(stage.sizes, stage.groups, stage.session, found, stage.say, stage.site.device == "cuda")
 
@@ -84,8 +90,8 @@ async def _handoff(stage: Stage, found: Page) -> None:
 
 
 RUN: Mapping[str, Run] = {
-    "answers": _answers, "bytes": _bytes, "mla": _mla, "timing": _timing, "load": _load, "faults": _faults,
-    "handoff": _handoff,
+    "answers": _answers, "bytes": _bytes, "mla": _mla, "hybrids": _hybrids, "timing": _timing, "load": _load,
+    "faults": _faults, "handoff": _handoff,
 }  # fmt: skip
 
 
@@ -95,6 +101,8 @@ def specs(name: str, sizes: Sizes) -> list[Spec]:
         return gpu_answers.specs(sizes)
     if name in ("bytes", "mla"):
         return exact.specs(exact.BYTES if name == "bytes" else exact.MLA, sizes)
+    if name == "hybrids":
+        return gpu_hybrids.specs(sizes)
     return timing.specs(sizes) if name in ("timing", "load") else []
 
 
@@ -110,6 +118,7 @@ def parser() -> argparse.ArgumentParser:
     add("--vllm-python", default=None, metavar="PATH", help="the Python that has vLLM (default: looked for)")
     add("--nixl", choices=("auto", "on", "off"), default="auto", help="vLLM's own connector beside (auto: as planned)")
     add("--faults", metavar="TITLE[,TITLE]", default=None, help="of the part faults, only these steps")
+    add("--models", metavar="NAME[,NAME]", default=None, help=f"of the part hybrids, only these: {', '.join(HYBRIDS)}")
     add("--json", action="store_true", help="print the whole record on stdout at the end, all else on stderr")
     add(
         "--page", action="store_true", help="only draw the page again, of the record in --out: of a run that was killed"
@@ -162,6 +171,12 @@ def _sized(args: argparse.Namespace, options: argparse.ArgumentParser) -> Sizes:
         options.error("--nixl on: there is no nixl beside this Python; install one: pip install nixl-cu13")
     if args.nixl != "auto" or not has_nixl():
         sizes = msgspec.structs.replace(sizes, nixl=args.nixl == "on")
+    if args.models is not None:
+        named = tuple(args.models.split(","))
+        unknown = [name for name in named if name not in HYBRIDS]
+        if unknown:
+            options.error(f"--models: got {unknown[0]!r}, expected one of {', '.join(HYBRIDS)}")
+        sizes = msgspec.structs.replace(sizes, hybrids=named)
     if args.faults is not None:
         try:
             sizes = msgspec.structs.replace(sizes, faults=gpu_faults.named(args.faults.split(",")))

@@ -1,4 +1,4 @@
-"""Part `answers`: greedy tokens of a P and a D beside those of one engine, in float32: a wrong KV shows in them.
+"""Part `answers`: greedy tokens of a P and a D compared with one engine's, in float32: wrong KV shows in them.
 
 Laws: every answer is compared with that of an engine without a connector which runs its steps the same way, as far as
 that one is sure (`oracle`). An answer counts only if D's own counter says that its prompt's KV came from P. And the

@@ -1,4 +1,4 @@
-"""What this command asks engines: whole answers (`kvbaton.proof.chaos.vllm.vllm_client`), and answers as they stream,
+"""Requests of this command to engines: whole answers (`kvbaton.proof.chaos.vllm.vllm_client`), and streamed answers
 with times.
 
 Laws: it knows no connector: what P answers with goes to D untouched. Every request ends: by an answer, by an error, or

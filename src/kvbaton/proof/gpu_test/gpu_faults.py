@@ -1,4 +1,4 @@
-"""Part `faults`: one plan, done by one hand to a pair with kvbaton and to a pair with NixlConnector, on one GPU.
+"""Part `faults`: one plan, applied alike to a pair with kvbaton and to a pair with NixlConnector, on one GPU.
 
 The steps, and how they are judged, are those of `kvbaton chaos --engine vllm` (docs/faults.md); what is added is the
 GPU's memory: what a P that was killed had must be free within its lease and 5 s, so that a successor can start in it.

@@ -1,4 +1,4 @@
-"""What this machine is, and how much of its GPU's memory is in use: asked of the driver's own library (NVML).
+"""Facts of this machine and the memory in use on its GPU, from the driver's own library (NVML).
 
 Laws: no CUDA context is made here: it would take memory and keep it. What cannot be asked is None, never 0.
 """

@@ -37,11 +37,12 @@ class Right(msgspec.Struct, frozen=True):
 
     tokens: tuple[str, ...]
     gaps: tuple[float, ...]
+    margin: float = MARGIN
 
     @property
     def sure(self) -> tuple[str, ...]:
         """The tokens before the first near tie."""
-        near = (at for at, gap in enumerate(self.gaps) if gap < MARGIN)
+        near = (at for at, gap in enumerate(self.gaps) if gap < self.margin)
         return self.tokens[: next(near, len(self.gaps))]
 
     @property
@@ -95,7 +96,12 @@ def _first_difference(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 async def learned(
-    session: aiohttp.ClientSession, url: str, prompts: Sequence[Prompt], at_once: int, tokens: int = TOKENS
+    session: aiohttp.ClientSession,
+    url: str,
+    prompts: Sequence[Prompt],
+    at_once: int,
+    tokens: int = TOKENS,
+    margin: float = MARGIN,
 ) -> list[Right | str]:
     """One engine's answers; a text in place of one that did not come."""
     room = asyncio.Semaphore(at_once)
@@ -103,7 +109,7 @@ async def learned(
     async def one(prompt: Prompt) -> Right | str:
         async with room:
             told = await ask(session, url, prompt, deadline_s=LEARN_S, tokens=tokens, likely=2)
-        return told.error or Right(told.tokens, told.gaps)
+        return told.error or Right(told.tokens, told.gaps, margin)
 
     return await asyncio.gather(*map(one, prompts))
 

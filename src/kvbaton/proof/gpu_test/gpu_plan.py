@@ -1,4 +1,4 @@
-"""The parts, what each shows, and which of them share a start of servers.
+"""The parts, what each shows, and which of them share servers.
 
 Law: an act is a set of parts whose servers fit on one GPU together; they are started at once, because a start costs
 more than what is asked of them. Parts of an act run one after the other, so that none disturbs what another measures.
@@ -13,6 +13,8 @@ ABOUT: Mapping[str, str] = {
                "prefix-cache hits, preemption, and a control that damages blocks.",
     "bytes": "bfloat16, FLASH_ATTN: D goes on from P's KV with the very numbers with which P itself goes on.",
     "mla": "The same with a latent KV (MLA).",
+    "hybrids": "Greedy tokens of models whose layers keep a state (Falcon-H1-, Qwen3-Next-, Nemotron-H-, Mamba2-like) "
+               "beside one engine's: modes, with and without a prefix cache, and a control that damages states.",
     "timing": "The shape of an 8B model, CUDA graphs, one request at a time: D's leg beside its floor, time to first "
               "token when streaming beside one engine's, NixlConnector at its best settings beside both.",
     "load": "32 requests at once of 2,000 tokens: requests per second beside NixlConnector's, and what D's streams "
@@ -20,10 +22,12 @@ ABOUT: Mapping[str, str] = {
     "faults": "The same hand does the same things to a pair with kvbaton and to a pair with NixlConnector.",
     "handoff": "Without an engine: the contract of the device's data planes, and a handoff of 2.1 GB beside its copy.",
 }  # fmt: skip
-STANDARD: Sequence[Sequence[str]] = (("answers", "bytes", "mla"), ("timing", "load"), ("faults",), ("handoff",))
+STANDARD: Sequence[Sequence[str]] = (
+    ("answers", "bytes", "mla"), ("hybrids",), ("timing", "load"), ("faults",), ("handoff",)
+)  # fmt: skip
 QUICK: Sequence[Sequence[str]] = (("answers", "timing"), ("handoff",))
 REHEARSED: Sequence[Sequence[str]] = (("answers",), ("timing", "load"), ("faults",))
-"""On a CPU: what needs no device. `bytes` and `mla` can be named."""
+"""On a CPU: what needs no device. `bytes`, `mla` and `hybrids` can be named."""
 
 
 def acts(device: str, quick: bool, named: Sequence[str] | None) -> list[list[str]]:

@@ -1,4 +1,4 @@
-"""What was found, as it goes into the JSON: verdicts, tables and notes, by part.
+"""Results in the JSON: verdicts, tables and notes, by part.
 
 Laws: a part that is run again replaces what it had found; parts of other calls stay. The file is whole at any time
 (written beside and renamed), and a file of another plan or device is not added to.

@@ -1,4 +1,4 @@
-"""How large each part is: on a GPU, in the quick plan, and in a rehearsal on a CPU. Numbers only.
+"""Sizes of the parts: on a GPU, in the quick plan, and in a rehearsal on a CPU. Numbers only.
 
 Law: a rehearsal runs the same code as the GPU; what differs is here and in `servers`.
 """
@@ -53,6 +53,9 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     exact_prompts: int = 8
     exact_tokens: tuple[int, ...] = (33, 513, 2049)
     exact_answer: int = 32
+    # hybrids
+    hybrids: tuple[str, ...] = ("falcon-h1", "qwen3-next", "nemotron-h", "mamba2")
+    hybrid_tokens: tuple[int, ...] = (2, 15, 16, 17, 100, 127, 128, 129, 300, 700, 1100, 1500)
     # timing
     timed_tokens: tuple[int, ...] = (512, 4096, 16384)
     streamed_from_tokens: int = 4096
@@ -86,8 +89,9 @@ CPU = Sizes(
     variants=(Variant("V1", False),), prompts=6, longest_tokens=700, answer_tokens=12, chunk_tokens=256, at_once=6,
     d_blocks=24, preempt_prompts=6, preempt_tokens=500, preempt_answer=150, damaged=2, exact_prompts=2,
     exact_tokens=(129, 513), exact_answer=12, timed_tokens=(256, 512), streamed_from_tokens=512, repetitions=2,
-    nixl=False, crowd=4, crowd_tokens=300, crowd_answer=12, watched=2, watched_answer=60, bursts=1, fault_blocks=128,
-    fault_d_blocks=32, clients=8, stop_s=12.0, long_tokens=1000,
+    nixl=False, hybrids=("falcon-h1",), hybrid_tokens=(2, 100, 128, 129, 300, 700), crowd=4,
+    crowd_tokens=300, crowd_answer=12, watched=2, watched_answer=60, bursts=1, fault_blocks=128, fault_d_blocks=32,
+    clients=8, stop_s=12.0, long_tokens=1000,
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Part `timing`: one request at a time, every way in one run, side by side, medians.
+"""Part `timing`: one request at a time, all methods in one run, medians.
 
 Laws: within a repetition every way has its turn, so that what drifts drifts for all. A prompt is asked once, but for
 the floor, which is the second time: so no cache helps anybody else. What a way reached counts only if D's counter says

@@ -1,4 +1,4 @@
-"""Which lines of the product simulated worlds reach, and by which seeds: what they never reach, they cannot check.
+"""Lines of the product that simulated worlds reach, and by which seeds: lines never reached cannot be checked.
 
 Needs `coverage` (the `dev` extra). A line outside of functions is reached by importing its module; it counts, as
 it does everywhere, and the share within functions is told beside it.

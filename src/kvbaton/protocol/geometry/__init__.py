@@ -1,1 +1,1 @@
-"""Where an engine's KV lies, and which bytes go where between engines of different shape."""
+"""The memory layout of an engine's KV, and which bytes move where between engines of different shape."""

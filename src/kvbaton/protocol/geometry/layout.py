@@ -1,4 +1,4 @@
-"""How one engine's KV lies in memory: groups of layers, and what each of its ranks has of them.
+"""The memory layout of one engine's KV: groups of layers, and each rank's share of them.
 
 Law: in a layout that `validate` has passed, no block id below `block_count` leads to a byte outside its
 rank's regions, and no two (block, head, token) cells of one plane of a layer share a byte. Every cell is at
@@ -60,7 +60,7 @@ Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 
 
 class GroupKind(enum.StrEnum):
-    """The kind of attention a group's blocks are of; decides which of them a handed-over position needs."""
+    """The kind of attention of a group's blocks; decides which of them a handed-over position needs."""
 
     FULL = "full"
     SLIDING = "sliding"  # the last `window` tokens
@@ -70,10 +70,10 @@ class GroupKind(enum.StrEnum):
 
 
 class Per(enum.StrEnum):
-    """The smallest thing of a page that may move on its own."""
+    """The smallest unit of a page that may move on its own."""
 
     TOKEN = "token"  # one head's bytes of one token
-    HEAD = "head"  # one head's bytes of a block; inside it only the engine knows its way
+    HEAD = "head"  # one head's bytes of a block; its inner layout is the engine's
     PAGE = "page"  # all bytes that a rank has of a block
 
 
@@ -120,7 +120,7 @@ class Group(msgspec.Struct, frozen=True):
 
 
 class Plane(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where a cell's first byte lies in a page, and how far apart heads and tokens are."""
+    """The offset of a cell's first byte in a page, and the strides of heads and tokens."""
 
     offset: Bytes
     head_stride: Bytes
@@ -128,7 +128,7 @@ class Plane(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Where one layer (by index in its group) has block 0, and how far apart its blocks are."""
+    """The place of block 0 of one layer (by index in its group), and the stride of its blocks."""
 
     layer: Layers
     offset: Bytes
@@ -157,7 +157,7 @@ class Rank(msgspec.Struct, frozen=True):
 
 
 class EngineLayout(msgspec.Struct, frozen=True):
-    """One side of a handoff. With `dcp` > 1 a block's tokens are dealt out to that many ranks in turn."""
+    """One side of a handoff. With `dcp` > 1 a block's tokens are distributed round-robin over that many ranks."""
 
     groups: Annotated[tuple[Group, ...], Meta(max_length=GROUPS_MAX)]
     ranks: Annotated[tuple[Rank, ...], Meta(max_length=RANKS_MAX)]
@@ -217,14 +217,14 @@ def cell_axes(cell: Cell, heads: int, tokens: int) -> tuple[int, int, int]:
 
 
 def validate(layout: EngineLayout) -> EngineLayout:
-    """The layout, or `BAD_MESSAGE` naming the first field that breaks a bound: layouts come from peers."""
+    """The layout, or `BAD_MESSAGE` naming the first field that exceeds a bound: layouts come from peers."""
     validate_groups(layout)
     validate_ranks(layout)
     return layout
 
 
 def validate_groups(layout: EngineLayout) -> None:
-    """The half that says what there is, and how much of everything; soon done, whatever the layout."""
+    """The first half: the groups and their sizes; quick, whatever the layout."""
     _within("dcp", layout.dcp, 1, DCP_MAX)
     _within("dcp_interleave", layout.dcp_interleave, 1, BLOCK_TOKENS_MAX)
     _within("groups", len(layout.groups), 1, GROUPS_MAX)
@@ -239,7 +239,7 @@ def validate_groups(layout: EngineLayout) -> None:
 
 
 def validate_ranks(layout: EngineLayout) -> None:
-    """The half that says where everything is; of a layout whose groups are valid."""
+    """The second half: the places; of a layout whose groups are valid."""
     _distinct("ranks", ((rank.pp, rank.tp, rank.dcp) for rank in layout.ranks))
     for index, rank in enumerate(layout.ranks):
         _validate_rank(f"ranks[{index}]", rank, layout)
@@ -300,7 +300,7 @@ def _validate_share(at: str, share: Share, layout: EngineLayout, index: int, reg
 
 
 def _sizes(at: str, share: Share, group: Group, tokens: int, strides: set[int]) -> dict[int, int]:
-    """How many bytes from a place on all blocks take up, by how far apart they are."""
+    """How many bytes all blocks occupy from a place on, by their stride."""
     beyond = widest = 0
     listed = []
     for plane, cell in zip(share.planes, group.cells, strict=True):
@@ -319,7 +319,7 @@ def _sizes(at: str, share: Share, group: Group, tokens: int, strides: set[int]) 
 
 
 def _extent(at: str, size: int, axes: Iterable[tuple[int, int]]) -> int:
-    """How many bytes cells of `size` take up along (stride, count) axes; no two of them may overlap."""
+    """How many bytes cells of `size` occupy along (stride, count) axes; no two of them may overlap."""
     for stride, count in sorted(axis for axis in axes if axis[1] > 1):
         if stride < size:
             _bad(at, f"overlaps itself: {size} bytes, {stride} apart")

@@ -1,8 +1,8 @@
-"""Which bytes of a rank's memory belong to which block: what a data plane must know to lend blocks instead of memory.
+"""Which bytes of a rank's memory belong to which block: what a transport must know to lend blocks instead of memory.
 
-Law: a byte that `pages` puts into block `b` of a group is a byte of that group's block `b`, or lies between two such
-bytes within that block's own stretch (padding, or what other groups keep in the same block). No byte of another block
-of that group is in it.
+Law: a byte that `pages` assigns to block `b` of a group is a byte of that group's block `b`, or lies between two such
+bytes within that block's own extent (padding, or what other groups keep in the same block). No byte of another block of
+that group is in it.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def pages(layout: EngineLayout, rank: int) -> tuple[PageTable, ...]:
 
 
 def _bands(layout: EngineLayout, group: int, share: Share) -> Iterator[tuple[int, Band]]:
-    """(region, band) of every plane of every layer; axes that lie outside of blocks, such as heads before blocks, make
-    a band each."""
+    """(region, band) of every plane of every layer; axes outside of blocks, such as heads before blocks, make a band
+    each."""
     told, tokens = layout.groups[group], layout.page_tokens(group)
     for place in share.places:
         for plane, cell in zip(share.planes, told.cells, strict=True):
@@ -81,7 +81,7 @@ def _bands(layout: EngineLayout, group: int, share: Share) -> Iterator[tuple[int
 
 
 def _merged(bands: list[Band]) -> Iterator[Band]:
-    """Bands of one stride that lie within one stretch of a block, as one: K and V of a page, layers of a block."""
+    """Bands of one stride within one extent of a block, as one: K and V of a page, layers of a block."""
     open_: dict[int, Band] = {}  # by stride
     for band in bands:
         first = open_.get(band.stride)

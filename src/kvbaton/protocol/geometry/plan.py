@@ -1,10 +1,10 @@
 """Which bytes of which source rank go to which bytes of which target rank. Pure arithmetic.
 
-Law: what `plan` accepts is mapped completely: every (layer, head, token) cell that a target rank has comes
-from exactly one source rank. What cannot be mapped is refused at pairing, by the name of the first field that
-differs. Both layouts must have passed `layout.validate`; `spans.segments` turns a plan into byte spans. One of them is
-a peer's, and can be such that a mapping costs far more than it is long: the effort is counted, and what no two engines
-need is refused before it is spent.
+Law: what `plan` accepts is mapped completely: every (layer, head, token) cell that a target rank has comes from exactly
+one source rank. Layouts that cannot be mapped are refused at pairing, by the name of the first field that differs. Both
+layouts must have passed `layout.validate`; `spans.segments` turns a plan into byte spans. One of them comes from a
+peer, and its mapping may cost far more than its size suggests: the effort is counted, and what no real pair needs is
+refused before it is spent.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Effort:
-    """The budget of a plan: what it may still cost."""
+    """The remaining budget of a plan."""
 
     left: int = EFFORT_MAX
     spans: int = BLOCK_SPANS_MAX
@@ -181,7 +181,8 @@ def _check_groups(source: Group, target: Group, dcp: int) -> None:
     missing = next((layer for layer in source.layers if layer not in there), None)
     if missing is not None:
         _refuse(f"{name} layers: source has {missing!r}, target has not")
-    _same(f"{name} heads", source.heads, target.heads)
+    slices = "heads" if source.kind is not GroupKind.STATE else "slices of a state, one for each tensor-parallel rank"
+    _same(f"{name} {slices}", source.heads, target.heads)
     _same(f"{name} dtype", source.dtype, target.dtype)
     if source.kind is not GroupKind.STATE and not (source.splits_tokens and target.splits_tokens and dcp == 1):
         _same(f"{name} block_tokens", source.block_tokens, target.block_tokens)
@@ -226,7 +227,7 @@ def _parts_of_group(
 def _holdings(
     side: str, layout: EngineLayout, index: int, effort: _Effort
 ) -> tuple[dict[tuple[int, int], int], list[tuple[Slice, ...]]]:
-    """Who has which heads: by (layer index, dcp) which of the ways in which they are dealt out, and these.
+    """Which ranks have which heads: by (layer index, dcp) the way in which they are distributed, and these.
 
     Refused unless every head of every layer is somewhere.
     """

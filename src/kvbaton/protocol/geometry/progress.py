@@ -1,7 +1,7 @@
-"""How far a prompt's KV is ready, and what has become ready since.
+"""How much of a prompt's KV is ready, and what has become ready since.
 
-Law: the rectangles of successive `advance`s tile exactly what the last progress says; nothing is told twice
-and nothing is left out. Progress only grows; a peer that takes some back is refused.
+Law: the rectangles of successive `advance`s tile exactly what the last progress covers; nothing is reported twice and
+nothing is left out. Progress only grows; a peer that takes some back is refused.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Rect(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 
 def nothing(groups: int) -> Progress:
-    """Where every handoff begins."""
+    """The start of every handoff."""
     return (GroupProgress(),) * groups
 
 
 def whole(block_counts: Sequence[int]) -> Progress:
-    """Every layer of so many blocks per group: the final word of a prefill."""
+    """Every layer of so many blocks per group: the final progress of a prefill."""
     return tuple(GroupProgress(blocks_done=count) for count in block_counts)
 
 
@@ -75,7 +75,7 @@ def complete(progress: Progress, counts: Sequence[int]) -> bool:
 
 
 def covers(new: Progress, old: Progress) -> bool:
-    """Whether `new` has at least what `old` had; false for news that were overtaken on the way."""
+    """Whether `new` covers at least what `old` did; false for messages that were overtaken."""
     return all(
         group.ready(layer) >= before.ready(layer)
         for group, before in zip(new, old, strict=True)

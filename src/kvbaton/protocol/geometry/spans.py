@@ -1,8 +1,8 @@
 """Turns a rectangle of ready blocks into byte spans for one rank's transport.
 
-Law: applied to both memories, the spans of rectangles that tile a handoff fill every cell that the target
-needs with the source's, once, and touch nothing but pages of the target's listed blocks. A needed block that
-the source has not got is an error, never a gap. No span leaves its regions.
+Law: applied to both memories, the spans of rectangles that tile a handoff fill every cell that the target needs with
+the source's, once, and touch nothing but pages of the target's listed blocks. A needed block that the source does not
+have is an error, never a gap. No span leaves its regions.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _meetings(group: Group, lists: BlockLists, near: int, span: range) -> dict[W
 
 
 def _there(group: Group, at: int, to: int, stop: int, tokens: int) -> bool:
-    """Whether both blocks are. The target may lack any, the source only what will not be read."""
+    """Whether both blocks exist. The target may lack any, the source only those that will not be read."""
     if at == NULL_BLOCK != to and stop > group.needed_from(tokens):
         _bad(f"source: the block of token {stop - 1} of group {group.name!r} is needed but was dropped")
     return NULL_BLOCK not in (at, to)

@@ -1,9 +1,9 @@
-"""Spans in product form: every row of a column, at every shift. What a cache of many layers asks for, in little space.
+"""Spans in product form: every row of a column, at every shift. A compact form for caches of many layers.
 
-A handoff of 1,000 scattered blocks in 64 layers is 64,000 spans, or 1,000 rows and 64 shifts. A data plane that takes
-it so neither waits for the long form to be written, nor checks it, nor carries it.
+A handoff of 1,000 scattered blocks in 64 layers is 64,000 spans, or 1,000 rows and 64 shifts. A transport that accepts
+it neither waits for the long form to be written, nor checks it, nor carries it.
 
-Law: `flat()` is what it means: for each shift, in order, each row of the column with the shift added to its offsets.
+Law: `flat()` defines its meaning: for each shift, in order, each row of the column with the shift added to its offsets.
 """
 
 from __future__ import annotations

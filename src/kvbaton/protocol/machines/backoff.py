@@ -1,6 +1,6 @@
-"""Data planes that could not be opened to a worker: left out of the next greetings, and tried again after a while.
+"""Transports that could not be opened to a worker: omitted from the next hellos, and tried again after a while.
 
-Law: nothing is left out for longer than `seconds` after its last failure.
+Law: nothing is omitted for longer than `seconds` after its last failure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ SHUNNED_MAX = 4096
 
 
 class Shunned:
-    """Pairs of a worker and a data plane, each until a time."""
+    """Pairs of a worker and a transport, each until a time."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds

@@ -1,8 +1,8 @@
-"""Claims: who comes for a handoff, with which ticket, and whether there is a seat for it.
+"""Claims: which reader claims a handoff, with which ticket, and whether it gets a seat.
 
-Laws: a claim is answered once it can be: granted, or refused with a reason, or parked while P has not begun the
-handoff, bounded and with a deadline (rule 12). A reader that comes with its ticket and another prompt has had its turn:
-the lease does not wait for it.
+Laws: a claim is answered as soon as possible: granted, refused with a reason, or parked while P has not started the
+handoff, bounded and with a deadline (rule 12). A reader that comes with its ticket and another prompt has used its
+turn: the lease does not wait for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OVER = "the lease of this handoff is over"
 
 
 class Claimed(Protocol):
-    """The producer, as claims know it."""
+    """The producer, as seen by claims."""
 
     by_handoff: dict[HandoffId, Lease]
     ended: Remembered[HandoffId, Reason]
@@ -41,7 +41,7 @@ class Claimed(Protocol):
 
 @dataclass(slots=True)
 class Parked:
-    """A claim that came before P knew the request."""
+    """A claim that arrived before P had the request."""
 
     session: Session
     claim: Claim
@@ -60,7 +60,7 @@ class Claims:
     def on_claim(self, session: Session, claim: Claim, now: float) -> None:
         reader = Reader(session.peer, claim.attempt)
         try:
-            # The ticket is looked at before the handoff, so that a claim without a good one learns nothing: not even
+            # The ticket is checked before the handoff, so that a claim without a valid one learns nothing: not even
             # whether P has that handoff.
             ticket = self._check_ticket(session, claim, now)
             lease = self._leases.by_handoff.get(claim.handoff)
@@ -75,7 +75,7 @@ class Claims:
     # --- waiting
 
     def on_begun(self, lease: Lease, now: float) -> None:
-        """Answer those who were early."""
+        """Answer the parked claims."""
         for reader in self._waiting_for(lease.handoff):
             self._answer_parked(reader, lease, now)
 
@@ -94,7 +94,7 @@ class Claims:
         self._refuse(waiting.session, waiting.claim, ProtocolError(Reason.DEFER_TIMEOUT, detail))
 
     def drop(self, reader: Reader) -> None:
-        """It will not wait any longer."""
+        """Its deadline has passed."""
         if self.parked.take(reader) is not None:
             self.desk.timers.clear(("parked", reader))
 
@@ -110,9 +110,9 @@ class Claims:
         return [reader for reader, waiting in self.parked.items() if waiting.claim.handoff == handoff]
 
     def _park(self, reader: Reader, session: Session, claim: Claim, ticket: Ticket, now: float) -> None:
-        # D may be asked before P is, and its claim be here before the engine's word: to refuse it would cost a prefill,
-        # to wait without a bound would be a leak that any member can cause. A ticket that names a lease is of one that
-        # has begun, so for that there is nothing to wait (rule 12).
+        # D may get the request before P, and its claim may arrive before the engine's event: refusing it would cost a
+        # prefill, waiting without a bound would be a leak that any member can cause. A ticket that names a lease
+        # belongs to one that has started, so there is nothing to wait for (rule 12).
         ended = self._leases.ended.get(claim.handoff)
         if ended is not None:
             raise ProtocolError(ended, _OVER)
@@ -134,7 +134,7 @@ class Claims:
         waiting = self.parked[reader]
         del self.parked[reader]
         self.desk.timers.clear(("parked", reader))
-        if self._leases.by_handoff.get(lease.handoff) is not lease:  # one who waited too has spent the last place of it
+        if self._leases.by_handoff.get(lease.handoff) is not lease:  # another parked claim took the last seat
             reason = self._leases.ended.get(lease.handoff) or Reason.TICKET_SPENT
             self._refuse(waiting.session, waiting.claim, ProtocolError(reason, _OVER))
             return
@@ -185,8 +185,8 @@ class Claims:
             self._leases.lend(lease, reader, lease.seats[reader])
             lease.traffic.transport = session.transport.name
             self.desk.mark(Seen.PREFILL, lease.id, Step.SEATED, now, detail=str(reader.peer.worker))
-        # A claim that comes again is answered again, because the first answer may be lost; but a reader that has had
-        # its verdict, or has left, is no reader any more (rule 5).
+        # A repeated claim is answered again, because the first answer may be lost; but a reader that has had its
+        # verdict, or has left, is no longer a reader (rule 5).
         elif lease.seats[reader].state is not ReaderState.LIVE:
             self.desk.count("late.claim")
             return
@@ -198,7 +198,7 @@ class Claims:
         )
 
     def _take_share(self, lease: Lease, reader: Reader) -> None:
-        """A peer that holds as much as one may is refused more, so that the others find some."""
+        """A peer that has reached its quota is refused, so that memory is left for the others."""
         settings, worker = self.desk.settings, reader.peer.worker
         size = promised_bytes(self.desk.identity.layout, self._block_bytes, lease.tokens)
         seats, held = self._leases.held.seats(worker), self._leases.held.bytes(worker)
@@ -209,9 +209,9 @@ class Claims:
         self._leases.held.take(lease.id, reader, size)
 
     def _spend(self, session: Session, claim: Claim, error: ProtocolError, now: float) -> None:
-        """The place of a ticket that came with another prompt is spent: its engine will not read by it.
+        """The seat of a ticket that came with another prompt is spent: its engine will not use it.
 
-        That is the last thing a claim is refused for, so all else of the ticket is right.
+        This is the last check of a claim, so everything else about the ticket is right.
         """
         # Otherwise P would pin the blocks for the rest of the term, for a reader that has been refused for good.
         lease, reader = self._leases.by_handoff.get(claim.handoff), Reader(session.peer, claim.attempt)

@@ -42,7 +42,7 @@ CLAIMS_IN_VERSION = 4
 
 
 class Consumer:
-    """All handoffs on their way into this node."""
+    """All handoffs into this node."""
 
     def __init__(self, desk: LedgerContext) -> None:
         self.desk = desk
@@ -82,7 +82,7 @@ class Consumer:
             self._claim(intake, now)
 
     def on_turned_away(self, event: TurnedAway, now: float) -> None:
-        """Refused at the door, so there is nothing to end; told all the same."""
+        """Refused by the doorway, so there is nothing to end; recorded all the same."""
         self._next_attempt()
         self.desk.count(f"turned_away.{event.reason}")
         begun = Begun(event.handoff, event.request, WorkerId(""), 0, trace=event.trace)
@@ -125,10 +125,11 @@ class Consumer:
 
     def on_link_down(self, link: Link, reason: Reason, detail: str, now: float) -> None:
         self.disowned.on_link_down(link)
-        # Three kinds of handoff hang on a link, and each loses something else with it. Before a grant nothing was
-        # promised: it is tried again with another life of the source, or over another plane (rules 3 and 23), a bounded
-        # number of times. After it P's word is gone, and with it every way to a verdict: it fails. One that has ended
-        # already waited for Quiesced, which cannot come any more: only a fence proves the writer's rest (rule 14).
+        # Three kinds of handoff depend on a link, and each loses something different with it. Before a grant nothing
+        # was promised: it is retried with another incarnation of the source, or over another transport (rules 3 and
+        # 23), a bounded number of times. After it P's promise is gone, and with it every way to a verdict: it fails.
+        # One that has already ended was waiting for Quiesced, which cannot come any more: only a fence proves the
+        # writer's rest (rule 14).
         for intake in [i for i in self.by_handoff.values() if i.link is link]:
             again = _greets_again(link, reason) and intake.repeats.greetings < GREETINGS_MAX
             if again and intake.state in (_S.GREETING, _S.CLAIMING):
@@ -172,7 +173,7 @@ class Consumer:
         self._remember_ttl(source, message.ttl_s)
         self.book.wait(intake, self.desk.settings.defer_timeout, now)
         self._pulse_renewal(intake, source, now)
-        # Only now may the engine look for blocks: had it done so for a P that has not begun, two full engines could
+        # Only now may the engine allocate blocks: if it did so for a P that has not started, two full engines could
         # wait for each other's (rule 12).
         if intake.target is not None:
             self._begin(intake, now)
@@ -192,7 +193,7 @@ class Consumer:
             return
         self._remember_ttl(intake.source, message.ttl_s)
         # P counts whatever it does for us, also where no Ready comes of it (a push in which bytes flow). A peer that
-        # only answers has shown that it lives, not that it gets on: the transfer's deadline stays (rule 9).
+        # only answers has shown that it is alive, not that it makes progress: the transfer's deadline stays (rule 9).
         if message.work > intake.source.work:
             intake.source.work = message.work
             self.book.progressed(intake, now)
@@ -255,9 +256,10 @@ class Consumer:
     # --- the one failure function
 
     def fail(self, intake: Intake, reason: Reason, detail: str, now: float, good_tokens: int = 0) -> None:
-        """End a handoff as failed: tell the engine and the source, stop what moves, wait for rest."""
-        # One way in, because each failure owes the same to four parties: a reason to the engine, a word to the source,
-        # an end to what moves, and patience until it has ended (rule 17). A second failure is no news: the first told.
+        """End a handoff as failed: tell the engine and the source, stop all copies, wait for rest."""
+        # One entry point, because each failure owes the same to four parties: a reason to the engine, a message to the
+        # source, an end to the copies, and patience until they have ended (rule 17). A second failure is ignored: the
+        # first was reported.
         was = intake.state
         if intake.end is not None or not self.book.step(intake, _E.FAILED):
             self.desk.count("late.failure")
@@ -280,7 +282,7 @@ class Consumer:
 
     @property
     def quarantined_blocks(self) -> int:
-        """Blocks of ended handoffs that something may still write to."""
+        """Blocks of ended handoffs that a transfer may still write to."""
         return sum(
             sum(map(len, intake.target.blocks))
             for intake in list(self.by_handoff.values())  # statistics read it too, on another thread
@@ -288,7 +290,7 @@ class Consumer:
         )
 
     def void(self, now: float) -> None:
-        """The engine's cache was replaced, or this node is leaving: nothing that is on its way is wanted."""
+        """The engine's cache was replaced, or this node is leaving: no transfer is wanted any more."""
         for intake in list(self.by_handoff.values()):
             if intake.end is None:
                 self.fail(intake, Reason.ABORTED, "this engine's cache was replaced or is closing", now)
@@ -317,7 +319,7 @@ class Consumer:
             raise ProtocolError(Reason.QUARANTINE_FULL, f"quarantine_blocks_max: {self.quarantined_blocks} blocks")
 
     def _claim(self, intake: Intake, now: float) -> None:
-        # The ticket may be of another life of the source than the link: only the source can tell which is the newer.
+        # The ticket may be of another incarnation of the source than the link: only the source can tell which is newer.
         self.book.step(intake, _E.LINKED)
         self.book.mark(intake.attempt, Step.CLAIMED, now)
         self._send_claim(intake, now)
@@ -358,10 +360,10 @@ class Consumer:
             self.pulls.begin(intake, now)
 
     def _remember_ttl(self, source: Source, ttl_s: float) -> None:
-        """How long P keeps the lease without a sign of us; P's settings may differ from ours."""
+        """How long P holds the lease without a message from us; P's settings may differ from ours."""
         source.ttl_s = min(ttl_s, self.desk.settings.lease_s)
 
 
 def _greets_again(link: Link, reason: Reason) -> bool:
-    """Whether the loss of a link leaves somebody worth greeting: another life, or another data plane."""
+    """Whether a peer is left to pair with after the loss of a link: another incarnation, or another transport."""
     return reason is Reason.WRONG_INCARNATION or (reason is Reason.UNREACHABLE and link.choice.fallback)

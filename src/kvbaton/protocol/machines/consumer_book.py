@@ -1,7 +1,7 @@
-"""D's book of handoffs on their way in: how each is found, how long it is waited for, and how it is let go.
+"""D's book of inbound handoffs: how each is found, how long it is waited for, and how its blocks are released.
 
-Laws: a handoff is in the book from its `Wanted` until it is at rest; a request until its engine has heard how it ended.
-Deadlines are set here alone, so none goes past the hold limit (rule 9). `DropHold` is emitted here alone, once nothing
+Laws: a handoff is in the book from its `Wanted` until it is at rest; a request until its engine knows how it ended.
+Deadlines are set only here, so none goes past the hold limit (rule 9). `DropHold` is emitted only here, once nothing
 can land in D's blocks any more (rule 18).
 """
 
@@ -26,7 +26,7 @@ RENEWING = (_S.GRANTED, _S.COPYING, _S.OFFERED)
 
 
 class Fail(Protocol):
-    """The one failure function (rule 17), as those know it who copy or are written to."""
+    """The one failure function (rule 17), as seen by pull and push."""
 
     def __call__(self, intake: Intake, reason: Reason, detail: str, now: float, good_tokens: int = 0) -> None: ...
 
@@ -103,12 +103,12 @@ class ConsumerBook:
             self.desk.emit(Report(intake.wanted.request, end))
             self.by_request.pop(intake.wanted.request, None)
         else:
-            # Its engine may be finding blocks this very moment: the request stays known, so that an `Allocated` which
-            # crosses this word still gets the one report that every load is owed (rule 20).
+            # Its engine may be allocating blocks this very moment: the request stays known, so that an `Allocated` that
+            # crosses this still gets the one report that every load is owed (rule 20).
             self.desk.emit(MatchFailed(intake.wanted.request, end))
 
     def rest(self, intake: Intake, now: float) -> None:
-        """Let go of everything once nothing can touch D's blocks any more."""
+        """Release everything once nothing can touch D's blocks any more."""
         # Asked after every ending of anything, rather than remembered by whom it waits for: a failed copy of one rank
         # says nothing of its siblings, and a block that is given back under one of them is written to in its next
         # owner's hands (rules 17 and 18). REVOKING is not asked: there a peer writes, of whose copies we know nothing.
@@ -123,10 +123,10 @@ class ConsumerBook:
             self.desk.emit(DropHold(intake.wanted.request, handoff))
         self._let_go(intake.link, now)
 
-    # --- data planes that fail under a handoff
+    # --- transports that fail under a handoff
 
     def heal(self, link: Link, reason: Reason, now: float) -> None:
-        """The data planes no longer know each other (one side was fenced or closed): pair anew at the next need."""
+        """The transports no longer know each other (one side was fenced or closed): pair again at the next need."""
         if reason is Reason.PEER_UNKNOWN:
             self.links.lose(link, Reason.PEER_GONE, "the data planes no longer know each other", now)
         elif reason is Reason.UNREACHABLE and link.choice.fallback:
@@ -134,6 +134,6 @@ class ConsumerBook:
             self._let_go(link, now)
 
     def _let_go(self, link: Link, now: float) -> None:
-        """A handoff with all its bytes needs only the answer to its commit; nothing else has a use for a shut plane."""
+        """A handoff with all its bytes needs only the answer to its commit; nothing else can use a closed transport."""
         if link.choice.worn and not any(i.link is link and i.state is _S.COMMITTING for i in self.by_handoff.values()):
             self.links.avoid(link, "a copy found the data plane shut", now)

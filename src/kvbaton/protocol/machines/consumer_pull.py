@@ -1,7 +1,7 @@
 """Pull: D copies behind what P has ready, and asks for a verdict on what it read.
 
-Laws: D copies nothing before P's grant (rule 12) and nothing after its Commit was sent (rule 5): the verdict is about
-every byte, or about none. Of what P says later than it happened only the newest counts, whatever the order of arrival.
+Laws: D copies nothing before P's grant (rule 12) and nothing after its Commit was sent (rule 5): the verdict covers
+every byte, or none. Of P's messages about its progress only the newest counts, whatever the order of arrival.
 """
 
 from __future__ import annotations
@@ -65,19 +65,19 @@ class Pulls:
             self._fail(intake, error.reason, error.detail, now)
 
     def _learn(self, link: Link, source: Source, message: Ready) -> bool:
-        """Take over what a Ready adds; False when it adds nothing or comes after one that was lost."""
+        """Apply what a Ready adds; False when it adds nothing or comes after one that was lost."""
         if not len(message.start) == len(message.blocks) == len(message.progress) == len(source.blocks):
             raise ProtocolError(Reason.BAD_MESSAGE, "ready: not one entry per group of the source")
-        # All groups are looked at before any is extended: a message with a gap in one group must leave no trace in the
-        # others, or the next Renew would say that we have what we only half took over.
+        # All groups are checked before any is extended: a message with a gap in one group must leave no trace in the
+        # others, or the next Renew would claim what was only half applied.
         fresh = []
         for mine, begin, packed in zip(source.blocks, message.start, message.blocks, strict=True):
             ids = unpack_blocks(packed)
             if begin > len(mine):
                 return False  # a gap: the next Renew says how much we have
             fresh.append(ids[len(mine) - begin :])
-        # Frames arrive in any order, and twice. What is ready stays ready (rule 10), so less than we know of is an
-        # older word that was overtaken, and no failure.
+        # Frames arrive in any order, and twice. What is ready stays ready (rule 10), so a smaller progress is an older
+        # message that was overtaken, and not a failure.
         if not covers(message.progress, source.progress):
             return False
         changed = (message.final and not source.final) or message.progress != source.progress or any(fresh)

@@ -1,7 +1,7 @@
-"""Push: D offers its blocks, and P writes into them until it says Written, or Quiesced.
+"""Push: D offers its blocks, and P writes into them until it sends Written, or Quiesced.
 
-Laws: a reservation's number is never used again (rule 13). Blocks that were offered are let go only after Written,
-Quiesced or a fence of every rank (rule 14): a source that is silent, or dead, may still be writing.
+Laws: a reservation's number is never reused (rule 13). Offered blocks are released only after Written, Quiesced or a
+fence of every rank (rule 14): a source that is unresponsive, or dead, may still be writing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Pushes:
             self.desk.timers.hasten(("pulse", intake.wanted.handoff), now + soon_s)
 
     def _lend(self, intake: Intake) -> None:
-        """Before the source is told of these blocks; taken back when the handoff ends, whatever the source says."""
+        """Before the source is told of these blocks; revoked when the handoff ends, whatever the source says."""
         link, target = intake.link, intake.target
         assert link.transport is not None and link.peer is not None and target is not None
         self.desk.lend(intake.parts, link.transport, link.peer, Direction.WRITE, target.blocks)
@@ -107,7 +107,7 @@ class Pushes:
         self.book.rest(intake, now)
 
     def revoke(self, intake: Intake, now: float) -> None:
-        """Have the source stop. If it cannot be told, or does not answer in time, it is shut out."""
+        """Make the source stop. If it cannot be told, or does not answer in time, it is fenced."""
         if intake.link.state is LinkState.UP:
             self.send_revoke(intake, now)
             self.book.wait(intake, self.desk.settings.revoke_timeout, now)

@@ -34,7 +34,7 @@ EpochsOf = Callable[[Sequence[int]], list[int]]
 
 @dataclass(slots=True)
 class Identity:
-    """Who this node is; changes only when the engine's cache is replaced (a new incarnation)."""
+    """The identity of this node; changes only when the engine's cache is replaced (a new incarnation)."""
 
     me: PeerId
     host: str
@@ -43,19 +43,19 @@ class Identity:
     transports: tuple[Capabilities, ...]  # best first
     ticket_keys: tuple[bytes, ...]
     wall_offset_s: float = 0.0  # wall clock = node clock + this
-    exact_epochs: bool = True  # the engine's pool tells before it reuses a block
+    exact_epochs: bool = True  # the engine's pool reports before it reuses a block
     required: int = 0
     optional: int = int(ALL_FEATURES)
     versions: Versions = SPOKEN
-    role_of: Callable[[WorkerId], Role] = lambda worker: Role.BOTH  # what a member's key is for
+    role_of: Callable[[WorkerId], Role] = lambda worker: Role.BOTH  # the role of a member's key
 
     @property
     def offered(self) -> int:
-        """The bits of this node's card: features, and the versions that it speaks."""
+        """The bits of this node's card: features, and the versions that it supports."""
         return self.optional | self.versions.bits
 
     def card(self, transports: tuple[str, ...] | None = None) -> Card:
-        """How this node introduces itself; to some peer perhaps with fewer data planes than it has."""
+        """This node's card; for some peers with fewer transports than it has."""
         names = self.transport_names if transports is None else transports
         return Card(self.required, self.offered, self.host, self.compat, self.layout, names)
 
@@ -69,7 +69,7 @@ class Identity:
 
 @dataclass(slots=True)
 class LedgerContext:
-    """The shared table at which the producer, the consumer and the peers work."""
+    """State shared by the producer, the consumer and the pairings."""
 
     identity: Identity
     settings: Settings
@@ -94,13 +94,13 @@ class LedgerContext:
     def mark(
         self, side: Side, key: int, step: Step, now: float, what: Begun | Ended | None = None, detail: str = ""
     ) -> None:
-        """Say what a handoff has come to, for observers."""
+        """Record a step of a handoff, for observers."""
         self.marks.append(Mark(side, key, step, now, what, detail))
 
     def start(
         self, parts: Parts, transport: str, peer: PeerId, direction: Direction, rank: int, moves: Sequence[Move]
     ) -> None:
-        """Have local rank `rank` make each of `moves`, on behalf of `parts`."""
+        """Make local rank `rank` carry out each of `moves`, on behalf of `parts`."""
         plane = self.identity.capabilities(transport)
         weaves = plane is not None and plane.weaves
         for move in moves:
@@ -119,7 +119,7 @@ class LedgerContext:
     def lend(
         self, parts: Parts, plane: Capabilities | None, peer: PeerId, direction: Direction, blocks: Groups
     ) -> None:
-        """Let `peer` at these blocks of every rank for as long as `parts` last, where the data plane asks for that."""
+        """Lend these blocks of every rank to `peer` for as long as `parts` last, where the transport requires that."""
         act = Act.READ if direction is Direction.READ else Act.WRITE
         if plane is None or not plane.enforces or not any(blocks) or not may(self.identity.role_of(peer.worker), act):
             return
@@ -136,7 +136,7 @@ class LedgerContext:
 
 
 class Moving(msgspec.Struct, frozen=True):
-    """One copy under way."""
+    """One copy in flight."""
 
     rank: int
     transport: str

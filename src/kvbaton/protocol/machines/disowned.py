@@ -1,8 +1,8 @@
-"""Tickets that D will not read by: P is told, so that it keeps no blocks that are of no use.
+"""Tickets that D will not use: P is told, so that it does not hold blocks in vain.
 
-Law: a ticket is given back as any reader takes and leaves it, by a Claim with it and, where that is granted, an
-Abandon: P believes a ticket, not a name. It is said once for each handoff, to whom D can talk, and never waited for: a
-word that is lost costs P the rest of the lease's term.
+Law: a ticket is returned the way any reader takes and leaves it, by a Claim with it and, if that is granted, an
+Abandon: P trusts a ticket, not a name. It is sent once for each handoff, to peers that D can reach, and never waited
+for: a lost message costs P the rest of the lease's term.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WAITING_MAX = 1024
 
 
 class DisownedTickets:
-    """Of one node, as D."""
+    """Disowned tickets of one node, as D."""
 
     def __init__(
         self, desk: LedgerContext, links: Links, next_attempt: Callable[[], int], is_wanted: Callable[[HandoffId], bool]
@@ -36,7 +36,7 @@ class DisownedTickets:
         self._waiting: list[tuple[Link, Disowned]] = []
 
     def on_disowned(self, event: Disowned, now: float) -> None:
-        """Tell its source now, or when it has been greeted. Another request of ours may be reading by it: then not."""
+        """Tell its source now, or once it is paired. Not if another request of ours may be reading with it."""
         if event.handoff in self._why or self._is_wanted(event.handoff):
             return
         if len(self._waiting) >= WAITING_MAX:
@@ -58,7 +58,7 @@ class DisownedTickets:
             self._claim(link, event)
 
     def on_link_down(self, link: Link) -> None:
-        """Its source is gone, and with it what it held; or it will not talk to us, and its leases run out."""
+        """Its source is gone, and with it the blocks; or it refuses us, and its leases expire."""
         self._take(link)
 
     def on_granted(self, link: Link, message: Granted) -> None:

@@ -1,6 +1,6 @@
 """D's side of one handoff: from wanting a prompt's KV to one end, and on to rest.
 
-Laws: it ends once, by its deadline, on the first failure or the last success. D's blocks are let go on entering DONE
+Laws: it ends once, by its deadline, on the first failure or the last success. D's blocks are released on entering DONE
 and nowhere else, and DONE is entered only when no copy into them, ours or the peer's, can touch them any more.
 """
 
@@ -120,7 +120,7 @@ class Source:
 
 @dataclass(slots=True)
 class Repeats:
-    """How often D had to say what it needs an answer to."""
+    """How often D had to repeat messages that need an answer."""
 
     greetings: int = 0  # repeated for it, after the first
     claims: int = 0  # sent

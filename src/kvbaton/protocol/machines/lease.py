@@ -1,4 +1,4 @@
-"""P's promise to keep a prompt's blocks for readers known by identity, and its judgement of their commits.
+"""P's promise to hold a prompt's blocks for readers known by identity, and its judgement of their commits.
 
 Laws: blocks are unpinned on entering RELEASED and nowhere else. A commit is judged by epochs, at the time of the
 first commit of that reader, never by the lease's state. A reader's verdict is final, and repeated commits get the same
@@ -83,15 +83,15 @@ READER = Table(
 
 @dataclass(slots=True)
 class Seat:
-    """One reader's place in a lease."""
+    """One reader's seat in a lease."""
 
     session: int
     state: ReaderState = ReaderState.LIVE
     good: tuple[int, ...] = ()  # of a stale commit
     told: tuple[int, ...] = ()  # block ids sent so far, per group
-    why: str = ""  # it left, in its own word
+    why: str = ""  # why it left, in its own words
     work: int = 0  # rises whenever something got done for this reader
-    version: int = NEWEST  # of the protocol, in which its session talks
+    version: int = NEWEST  # protocol version of its session
     plane: Capabilities | None = None  # over which it reads
     lent: tuple[int, ...] = ()  # leading blocks, per group
     loans: Parts = field(default_factory=lambda: Parts(None))  # the blocks as lent to it there
@@ -99,7 +99,7 @@ class Seat:
 
 @dataclass(slots=True)
 class Term:
-    """How long P keeps its promise at most (rule 9)."""
+    """How long P holds the blocks at most (rule 9)."""
 
     hold_until: float  # however many read, and however often it is renewed
     claimable_until: float  # by a first reader
@@ -107,7 +107,7 @@ class Term:
 
 @dataclass(slots=True)
 class Traffic:
-    """Told when the lease ends; nothing decides by it."""
+    """For the record when the lease ends; nothing is decided by it."""
 
     transport: str = ""  # the last reader's data plane
     moved: int = 0  # bytes that P itself wrote

@@ -1,7 +1,7 @@
 """The one place where a node's handoffs are decided: events, messages and time go in, effects come out.
 
-A ledger belongs to an engine, not to a rank. It does no I/O, reads no clock, starts no thread and raises for nothing
-that a peer, a client or the network does. The production node and the simulator run this same class.
+A ledger belongs to an engine, not to a rank. It does no I/O, reads no clock, starts no thread and never raises because
+of a peer, a client or the network. The production node and the simulator run this same class.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Ledger:
         )
         links.on_pairing, links.joined_since = self.sessions.end_unknown, self.sessions.joined_since
         self.producer.writer.on_stuck = self.sessions.end
-        # A fence shuts a peer out of our memory in both roles: if it reads from us as well, it must pair anew.
+        # A fence shuts a peer out of our memory in both roles: if it reads from us as well, it must pair again.
         links.on_fence = lambda peer, now: self.sessions.end_worker(peer.worker, peer.incarnation, now)
         self.puts = Puts(self.desk)
         self._greetings: Buckets[WorkerId] = Buckets(settings.greetings_per_s_max, settings.greetings_burst_max)
@@ -66,8 +66,8 @@ class Ledger:
     def on_frame(self, worker: WorkerId, frame: bytes, now: float) -> None:
         """Bytes came from the authenticated worker `worker`."""
         try:
-            # The transport has authenticated `worker`; the envelope is only what it says of itself (rule 29). Past this
-            # door nothing looks at a frame's bytes again, and nothing that a peer sends raises.
+            # The transport has authenticated `worker`; the envelope is only its own claim (rule 29). Past this point no
+            # code looks at a frame's bytes again, and nothing that a peer sends raises.
             envelope, message = read(frame, self.desk.identity.versions)
             if envelope.worker != worker:
                 raise ProtocolError(Reason.BAD_MESSAGE, f"worker: {worker} speaks as {envelope.worker}")
@@ -84,7 +84,7 @@ class Ledger:
             self._on_message(envelope, message, now)
 
     def on_time(self, now: float) -> None:
-        """Let everything that is due by `now` happen, once: what is due again at once waits for the next call."""
+        """Handle everything that is due by `now`, once: what is due again at once waits for the next call."""
         # A handler that arms itself for now is not due again before the clock is looked at anew (rule 26): otherwise
         # one handoff with a tiny interval would keep this loop, and with it every other handoff of the node.
         timers = self.desk.timers
@@ -101,7 +101,7 @@ class Ledger:
         return effects
 
     def take_marks(self) -> list[Mark]:
-        """Steps that handoffs have taken since the last time, in order."""
+        """Steps of handoffs since the last call, in order."""
         if not self.desk.marks:
             return []
         marks = list(self.desk.marks)
@@ -109,7 +109,8 @@ class Ledger:
         return marks
 
     def leave(self, now: float) -> None:
-        """This life is over (shutdown, or the cache was replaced): give everything back, say goodbye to everybody."""
+        """This incarnation is over (shutdown, or the cache was replaced): release everything, say goodbye to all
+        peers."""
         self.consumer.void(now)
         self.producer.void(now, leaving=True)
         self.consumer.links.say_goodbye(now)
@@ -123,7 +124,7 @@ class Ledger:
     # --- messages
 
     def _on_greeting(self, envelope: Envelope, folded: Folded, now: float) -> None:
-        """Read the card only of a greeting that is within its sender's quota, or that we wait for."""
+        """Decode the card only of a hello that is within its sender's quota, or that we wait for."""
         sender = envelope.sender
         if isinstance(folded, FoldedHello):
             if not self._may_greet(sender, folded, now):
@@ -169,7 +170,7 @@ class Ledger:
                 self._of_source[kind](link, message, now)
 
     def _forbid(self, envelope: Envelope, kind: type, nonce: int, now: float) -> None:
-        """A member's key that is not for this. One that greets may be set up wrongly, and is told."""
+        """The member's key does not allow this. A peer that says hello may be misconfigured, and is told."""
         self.desk.count(f"forbidden.{kind.__name__.lower()}")
         sender = envelope.sender
         if kind is m.Hello and self._greetings.take(sender.worker, now):
@@ -178,7 +179,7 @@ class Ledger:
             self.desk.send(sender.worker, sender.incarnation, 0, refusal, envelope.version)
 
     def _may_greet(self, sender: PeerId, hello: FoldedHello, now: float) -> bool:
-        """A worker that greets ever again gets a few answers a second, and pushes out no session but its own."""
+        """A worker that keeps sending hellos gets a few answers a second, and evicts no session but its own."""
         settings = self.desk.settings
         if not self._greetings.take(sender.worker, now, 1.0 + len(hello.card) // GREETING_BYTES):
             self.desk.count("over_quota.greetings")
@@ -196,8 +197,8 @@ class Ledger:
         """A message of a D to us as P: only in a session of this incarnation that it has confirmed."""
         ours = envelope.to == self.desk.identity.me.incarnation
         session = self.sessions.by_number.get(envelope.session) if ours else None
-        # Unknown here, whether it is of an earlier life of ours or was made room for: D is told, since it would
-        # otherwise wait for its deadline. Not confirmed yet: Joined is on its way, and D repeats itself.
+        # Unknown here, because it is of an earlier incarnation of ours or was evicted: D is told, since it would
+        # otherwise wait for its deadline. Not confirmed yet: Joined is on its way, and D repeats its message.
         if session is None or session.peer != sender:
             self.desk.count("late.session")
             reset = m.Reset(envelope.to)

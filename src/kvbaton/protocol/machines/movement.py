@@ -20,13 +20,13 @@ planes are such that it takes more would have the node's memory and time, and ge
 
 
 class Route(msgspec.Struct, frozen=True):
-    """Between whom, over which data plane, and which side drives."""
+    """The two sides, the transport, and which side drives."""
 
     plan: Plan
     side: SpanSide
     peer: PeerId
     transport: str
-    weaves: bool = False  # the data plane takes spans in product form, so that is what they cost
+    weaves: bool = False  # the transport accepts spans in product form, so that is what they cost
 
 
 class Cargo(msgspec.Struct, frozen=True):

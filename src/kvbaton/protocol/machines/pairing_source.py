@@ -1,7 +1,7 @@
-"""P's book of sessions: answers greetings, confirms sessions, ends the ones that they replace.
+"""P's book of sessions: answers hellos, confirms sessions, ends the ones that they replace.
 
-Bound: `sessions_max` in all; unconfirmed ones give way first, then idle ones (their D greets again when it
-has need), and when all are in use a new D is told BUSY.
+Bound: `sessions_max` in all; unconfirmed ones are evicted first, then idle ones (their D says hello again when it needs
+to), and when all are in use a new D is told BUSY.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Sessions:
         return session if session is not None and session.joined and session.peer == sender else None
 
     def on_hello(self, sender: PeerId, hello: Hello, version: int, now: float) -> None:
-        """A greeting in `version`, which need not be one of ours. A refusal goes back in it: that the greeter reads."""
+        """A hello in `version`, which need not be one of ours. A refusal is sent in it: the sender can read that."""
         known = next((s for s in self.by_number.values() if s.peer == sender and s.nonce == hello.nonce), None)
         try:
             session = known or self._open(sender, hello, version, now)
@@ -69,10 +69,10 @@ class Sessions:
                 return
             self.desk.confirmed += 1
             session.joined, session.confirmed = True, self.desk.confirmed
-            # Only now do earlier sessions of that worker end, and not with its Hello: a Hello may be held up, or be of
-            # a D that has died since, and would end what its next life is reading (rule 3). Their writes are told to
-            # stop before the new one is connected; their hold on connections is dropped after, since a re-greeting of
-            # the same life needs those very connections.
+            # Only now do earlier sessions of that worker end, and not with its Hello: a Hello may be delayed, or be
+            # from a D that has died since, and would end what its next incarnation is reading (rule 3). Their writes
+            # are told to stop before the new one is connected; their hold on connections is dropped after, since a
+            # repeated hello of the same incarnation needs those very connections.
             earlier = self._end_earlier(session, now)
             connect = Connect(session.peer, session.transport.name, ranks, message.endpoints, holder)
             self.desk.emit(connect)
@@ -87,7 +87,7 @@ class Sessions:
         self._disconnect(session)
 
     def avoid(self, number: int, now: float) -> None:
-        """Its data plane cannot be opened here: its D greets again, and is given another."""
+        """Its transport cannot be opened here: its D says hello again, and gets another."""
         session = self.by_number.get(number)
         if session is not None:
             self._shunned.add(session.peer.worker, session.transport.name, now)
@@ -95,17 +95,17 @@ class Sessions:
             self.end(session, now)
 
     def end_unknown(self, peer: PeerId, session: int, now: float) -> None:
-        """That peer says in which session it is linked to us: whatever we still did for it in others must stop.
+        """The peer says in which session it is linked to us: whatever we still do for it in others must stop.
 
         Without this a writer that was fenced, and has not noticed, would get back in by the admission that it is about
-        to be given in its other role.
+        to get in its other role.
         """
         for other in list(self.by_number.values()):
             if other.joined and other.peer.worker == peer.worker and other.number != session:
                 self.end(other, now)
 
     def joined_since(self, peer: PeerId, session: int, since: int) -> bool:
-        """Whether that worker has confirmed another session since: what it says of its link may be from before."""
+        """Whether that worker has confirmed another session since: its statement about its link may be older."""
         return any(
             other.joined and other.peer.worker == peer.worker and other.number != session and other.confirmed > since
             for other in self.by_number.values()
@@ -129,9 +129,9 @@ class Sessions:
         self.desk.emit(Disconnect(session.peer, session.transport.name, *_held(session)))
 
     def _end_earlier(self, session: Session, now: float) -> list[Session]:
-        """Whatever that worker had before, in this or an earlier life, is over; also what it never confirmed.
+        """Everything that worker had before, in this or an earlier incarnation, is over; also what it never confirmed.
 
-        So a Joined that was held up and comes after a later session was confirmed finds no session.
+        So a delayed Joined that comes after a later session was confirmed finds no session.
         """
         worker, number = session.peer.worker, session.number
         earlier = [s for s in self.by_number.values() if s.peer.worker == worker and s.number < number]
@@ -143,8 +143,8 @@ class Sessions:
         version = settle(self.desk.identity.versions, greeted_in, hello.card.optional)
         left = self._shunned.without(sender.worker, hello.card.transports, now)
         mapping, transport = pair_as_source(self.desk.identity, hello.card, left)
-        # Those who never confirmed go first: a member that greets and is silent must not push out one that reads. Then
-        # an idle one, whose D greets again when it has need; a session in use is never taken away (rule 27).
+        # Unconfirmed ones go first: a member that says hello and then nothing must not evict one that reads. Then an
+        # idle one, whose D says hello again when it needs to; a session in use is never evicted (rule 27).
         if len(self.by_number) >= self.desk.settings.sessions_max:
             oldest = next((s for s in self.by_number.values() if not s.joined), None)
             oldest = oldest or next((s for s in self.by_number.values() if self._is_idle(s)), None)
@@ -157,9 +157,10 @@ class Sessions:
         return session
 
     def _next_number(self, peer: PeerId) -> int:
-        """Odd for one of a pair and even for the other: a Goodbye names a session, and not in which role it is said.
+        """Odd for one side of a pair and even for the other: a Goodbye names a session, but not the role in which it is
+        sent.
 
-        Two who decode from each other would otherwise give out the same numbers, and end both roles by one word.
+        Two nodes that decode from each other would otherwise use the same numbers, and end both roles with one message.
         """
         self._last += 1
         if self._last % 2 == (self.desk.identity.me < peer):
@@ -168,5 +169,5 @@ class Sessions:
 
 
 def _held(session: Session) -> tuple[int, Holder]:
-    """How many ranks the peer has, and in whose name its data connections are held."""
+    """How many ranks the peer has, and the holder of its data connections."""
     return len(session.plan.target.ranks), ("session", session.number)

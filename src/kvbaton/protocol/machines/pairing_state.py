@@ -1,9 +1,9 @@
 """Pairings of this node: links that it opened (as D) and sessions that it granted (as P).
 
-Laws: all talk of a pair runs in one session, which belongs to one incarnation of each side. A session counts only
-once D has confirmed it, so a delayed Hello of a dead D replaces none. When a session of a worker is confirmed,
-every earlier one of that worker ends: what P wrote under it is told to stop before the new connections are opened, and
-its hold on the old ones is dropped after, so that a re-greeting of the same life revokes nothing that it needs.
+Laws: all messages of a pair belong to one session, which belongs to one incarnation of each side. A session counts only
+once D has confirmed it, so a delayed Hello of a dead D replaces none. When a session of a worker is confirmed, every
+earlier one of that worker ends: P's writes under it are told to stop before the new connections are opened, and its
+hold on the old ones is dropped after, so that a repeated hello of the same incarnation revokes nothing that it needs.
 """
 
 from __future__ import annotations
@@ -63,16 +63,16 @@ class Greeting:
 
     nonce: int
     deadline: float  # of the whole handshake
-    confirmed: int  # sessions that others had confirmed to us when we greeted
+    confirmed: int  # sessions that others had confirmed to us at our hello
 
 
 @dataclass(slots=True)
 class PlaneChoice:
-    """How the pair stands with the data planes that both have (rule 23)."""
+    """The state of the transports that both sides have (rule 23)."""
 
     fallback: bool = False  # there is another one in common, which has not failed
-    left_out: tuple[str, ...] = ()  # better to worse: those of both that had failed when the pair greeted
-    worn: bool = False  # the one in use was found shut; let go when the last commit is answered
+    left_out: tuple[str, ...] = ()  # best first: common ones that had failed at the hello
+    worn: bool = False  # the one in use was found closed; dropped when the last commit is answered
 
 
 @dataclass(slots=True)
@@ -84,13 +84,13 @@ class Link:
     state: LinkState = LinkState.GREETING
     peer: PeerId | None = None
     session: int = 0
-    version: int = OLDEST  # that the pair talks in
+    version: int = OLDEST  # protocol version of the pair
     plan: Plan | None = None
     transport: Capabilities | None = None
-    endpoints: tuple[bytes, ...] = ()  # by which its ranks are reached, as it said
+    endpoints: tuple[bytes, ...] = ()  # of its ranks, as announced
     features: int = 0  # what the source can do
     choice: PlaneChoice = field(default_factory=PlaneChoice)
-    probes: Parts | None = None  # copies of nothing, which end when the data plane is open
+    probes: Parts | None = None  # empty copies, which end when the transport is open
     probed_until: float = 0.0
     fencing: set[tuple[int, PeerId]] = field(default_factory=set)  # ranks whose fence has not ended
 
@@ -104,16 +104,16 @@ class Session:
     nonce: int
     plan: Plan
     transport: Capabilities
-    version: int  # that the pair talks in
+    version: int  # protocol version of the pair
     joined: bool = False
-    confirmed: int = 0  # as which of all, since this life began
+    confirmed: int = 0  # its ordinal among all, in this incarnation
 
     def send(self, desk: LedgerContext, message: Message) -> None:
         desk.send(self.peer.worker, self.peer.incarnation, self.number, message, self.version)
 
 
 def check_card(identity: Identity, card: Card) -> None:
-    """Refuse a peer by name of what differs: features, then the compatibility key. Layouts are checked by pairing."""
+    """Refuse a peer, naming what differs: features, then the compatibility key. Layouts are checked by pairing."""
     missing = card.required & ~identity.offered
     if missing:
         raise ProtocolError(Reason.WRONG_VERSION, f"features: the peer requires {feature_names(missing)}")
@@ -133,7 +133,7 @@ def check_ranks(identity: Identity, card: Card) -> None:
 
 
 def _mapping(identity: Identity, card: Card, source: EngineLayout, target: EngineLayout) -> Plan:
-    """The plan between the two layouts, of which one is the card's; what tells them apart soonest comes first."""
+    """The plan between the two layouts, one of which is the card's; the cheapest checks come first."""
     check_ranks(identity, card)
     validate_groups(card.layout)
     compare(source, target)
@@ -142,7 +142,7 @@ def _mapping(identity: Identity, card: Card, source: EngineLayout, target: Engin
 
 
 def pair_as_source(identity: Identity, card: Card, preferred: Sequence[str] = ()) -> tuple[Plan, Capabilities]:
-    """P's view of a pairing: the plan towards that D and the best data plane that both have."""
+    """P's view of a pairing: the plan towards that D and the best transport that both have."""
     check_card(identity, card)
     mapping = _mapping(identity, card, identity.layout, card.layout)
     usable = [t for t in identity.transports if t.name in card.transports and reaches(t, identity, card)]
@@ -157,7 +157,7 @@ def reaches(transport: Capabilities, identity: Identity, card: Card) -> bool:
 
 
 def has_fallback(identity: Identity, card: Card, offered: Sequence[str], chosen: str) -> bool:
-    """Whether the pair could also have taken another data plane than the chosen one."""
+    """Whether the pair could also have taken another transport."""
     return any(
         each.name in card.transports and each.name in offered and each.name != chosen and reaches(each, identity, card)
         for each in identity.transports
@@ -165,7 +165,7 @@ def has_fallback(identity: Identity, card: Card, offered: Sequence[str], chosen:
 
 
 def pair_as_target(identity: Identity, card: Card, transport: str) -> tuple[Plan, Capabilities]:
-    """D's view of the same pairing, with the data plane that P chose."""
+    """D's view of the same pairing, with the transport that P chose."""
     check_card(identity, card)
     mapping = _mapping(identity, card, card.layout, identity.layout)
     chosen = identity.capabilities(transport)

@@ -1,6 +1,6 @@
-"""D's book of links: greets source workers when first needed, repeats itself until answered, notices their loss.
+"""D's book of links: says hello to source workers when first needed, repeats until answered, notices their loss.
 
-A link that is down is forgotten; the next need greets anew. Who waits for a link is told through callbacks.
+A link that is down is forgotten; the next need opens a new one. Waiting handoffs are told through callbacks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvbaton.protocol.wire.messages import Card, Goodbye, Hello, HelloRefused, J
 
 
 class LinkWatcher(Protocol):
-    """The consumer, as links know it."""
+    """The consumer, as seen by links."""
 
     def on_link_up(self, link: Link, now: float) -> None: ...
     def on_link_down(self, link: Link, reason: Reason, detail: str, now: float) -> None: ...
@@ -55,9 +55,9 @@ class Links:
         self._last_nonce = 0
 
     def need(self, worker: WorkerId, now: float) -> Link:
-        """The link to that worker, greeting it if there is none."""
-        # Greeted when first needed and not before: n workers would otherwise hold n * n sessions, of which most carry
-        # nothing. A pair that had to take a worse plane greets anew when nothing depends on its link (rule 23).
+        """The link to that worker, opened if there is none."""
+        # Opened when first needed and not before: n workers would otherwise hold n * n sessions, most of them unused. A
+        # pair that had to take a worse transport pairs again when nothing depends on its link (rule 23).
         link = self.by_worker.get(worker)
         if link is not None and self._may_improve(link, now):
             self.send(link, Goodbye())
@@ -74,7 +74,7 @@ class Links:
         return link
 
     def _let_one_go(self, now: float) -> None:
-        """Make room: say goodbye to a source that nothing is being taken from."""
+        """Make room: say goodbye to a source that nothing is read from."""
         idle = next((each for each in self.by_worker.values() if self._watcher.is_idle(each)), None)
         if idle is None:
             raise ProtocolError(Reason.BUSY, f"sessions_max: {len(self.by_worker)} links are in use")
@@ -97,19 +97,19 @@ class Links:
         return link if link is not None and link.peer == sender and link.session == session else None
 
     def awaits(self, sender: PeerId, nonce: int) -> bool:
-        """Whether a Welcome of that worker is the first to that greeting of ours."""
+        """Whether a Welcome of that worker is the first answer to that hello of ours."""
         link = self.by_worker.get(sender.worker)
         if link is None or link.greeting.nonce != nonce:
             return False
         return LINK.step(link.state, LinkEvent.WELCOMED) is LinkState.JOINING
 
     def on_welcome(self, sender: PeerId, session: int, message: Welcome, version: int, now: float) -> None:
-        """The source agrees, as we wait for, and settles by the version of its answer in which one the pair talks."""
+        """The source accepts, as expected, and its answer's version settles the version of the pair."""
         link = self.by_worker[sender.worker]
         if self.joined_since(sender, message.link_session, link.greeting.confirmed):
-            # Two nodes that decode from each other greet both ways, and their words cross. This one has linked to us
-            # since we greeted, and says that it has not: an old word, or has it lost the link since? Asked again, it
-            # says how it stands now.
+            # Two nodes that decode from each other say hello both ways, and their messages cross. This one has linked
+            # to us since our hello, and says that it has not: is it an old message, or has it lost the link since?
+            # Asked again, it reports its current state.
             self._last_nonce += 1
             link.greeting.nonce, link.greeting.confirmed = self._last_nonce, self.desk.confirmed
             self._say(link, now)
@@ -138,8 +138,8 @@ class Links:
         link.endpoints = message.endpoints
         self.desk.emit(Connect(sender, link.transport.name, ranks, message.endpoints, _holder(link)))
         self.desk.count(f"links.{link.transport.name}")
-        # Opened now, by copies of nothing, where there is something to fall back on: later a handoff would have to fail
-        # for us to learn that the plane is shut (rule 23). Joined waits for it, so that no claim comes before.
+        # Opened now, by empty copies, if there is an alternative: later a handoff would have to fail before we learn
+        # that the transport is closed (rule 23). Joined waits for it, so that no claim comes before.
         if link.choice.fallback:
             self._probe(link, ranks, now)
         self._say(link, now)
@@ -161,7 +161,7 @@ class Links:
         self.lose(link, reason_of(message.reason), message.detail, now)
 
     def lose(self, link: Link, reason: Reason, detail: str, now: float) -> None:
-        """The link is down: its handoffs hear so. Its data connections stay until they are at rest."""
+        """The link is down: its handoffs are told. Its data connections stay until they are at rest."""
         if self.by_worker.get(link.worker) is not link:
             return
         del self.by_worker[link.worker]
@@ -177,12 +177,12 @@ class Links:
         link, reason = self.by_worker.get(event.worker), event.reason
         if link is None:
             return
-        # A link that is still greeting does not know yet whom: news of an earlier life say nothing about it.
+        # A link whose hello is unanswered has no known incarnation yet: news of an earlier one does not concern it.
         if event.incarnation == 0 or (link.peer is not None and link.peer.incarnation == event.incarnation):
             self.lose(link, reason, f"worker {event.worker} has left or is not registered", now)
 
     def avoid(self, link: Link, detail: str, now: float) -> None:
-        """The data plane of this link could not be opened: pair anew, by another one if there is one."""
+        """The transport of this link could not be opened: pair again, with another one if there is one."""
         if self.by_worker.get(link.worker) is not link:
             return
         if link.choice.fallback:
@@ -193,7 +193,7 @@ class Links:
         self.lose(link, Reason.UNREACHABLE, detail, now)
 
     def on_probe_ended(self, link: Link, event: CopyEnded, now: float) -> None:
-        """One of the copies of nothing is over; when all are, the source may know that we are ready."""
+        """One of the empty copies is over; when all are, the source may know that we are ready."""
         if self.by_worker.get(link.worker) is not link or link.probes is None:
             return
         if event.reason is not None:
@@ -203,10 +203,10 @@ class Links:
             self._say(link, now)
 
     def on_connected(self, other: Connect, now: float) -> None:
-        """Both roles of a pair share one data connection, and as a target that peer has just said how it is reached.
+        """Both roles of a pair share one data connection, and as a target that peer has just announced its endpoints.
 
-        If we were told otherwise for our own link to it, one of the two words was held up and is of the past, and
-        nothing says which: the next need asks.
+        If they differ from those of our own link to it, one of the two messages was delayed and is outdated, and it
+        cannot be known which: the next need asks.
         """
         link = self.by_worker.get(other.peer.worker)
         if link is None or link.peer != other.peer or link.transport is None or link.transport.name != other.transport:
@@ -218,8 +218,8 @@ class Links:
 
     def fence(self, link: Link, now: float) -> None:
         """Shut that peer out of our memory; everything that it may still be writing comes to rest with it."""
-        # The last word where a peer cannot be asked: it may be dead, partitioned, or writing on. Its way in is shut
-        # rank by rank, and only when all of them have said so may the blocks be given to others (rule 14).
+        # The last resort where a peer cannot be asked: it may be dead, partitioned, or still writing. Its access is
+        # closed rank by rank, and only when all of them have confirmed may the blocks be reused (rule 14).
         if link.fencing:
             return
         assert link.peer is not None and link.transport is not None and link.plan is not None
@@ -276,7 +276,7 @@ class Links:
         return self.desk.identity.capabilities(name) is not None and name not in self._worth_a_try(link, now)
 
     def _shun_passed_over(self, link: Link, card: Card, now: float) -> None:
-        """Better data planes that both have and the source did not take have failed there: tried again in a while."""
+        """Better transports that both have and the source did not choose have failed there: tried again in a while."""
         assert link.transport is not None
         better = itertools.takewhile(link.transport.name.__ne__, card.transports)
         for plane in map(self.desk.identity.capabilities, better):
@@ -284,7 +284,7 @@ class Links:
                 self._shunned.add(link.worker, plane.name, now)
 
     def _may_improve(self, link: Link, now: float) -> bool:
-        """Nothing is being taken, and what the pair had to do without may work by now."""
+        """Nothing is being read, and a transport that had failed may work by now."""
         if not link.choice.left_out or link.state is not LinkState.UP or not self._watcher.is_idle(link):
             return False
         return not any(self._is_shunned(link, name, now) for name in link.choice.left_out)
@@ -293,7 +293,7 @@ class Links:
         return self._shunned.without(link.worker, self.desk.identity.transport_names, now)
 
     def _probe(self, link: Link, ranks: int, now: float) -> None:
-        """Have every rank of ours open the data plane to every rank of theirs, while nothing depends on it yet."""
+        """Make every rank of ours open the transport to every rank of theirs, while nothing depends on it yet."""
         assert link.peer is not None and link.transport is not None
         link.probes = Parts(link)
         share_s = self.desk.settings.claim_timeout / (2 * len(self.desk.identity.transports))  # all get a turn in time
@@ -304,7 +304,7 @@ class Links:
 
 
 def _ignored(peer: PeerId, now: float) -> None:
-    """No other role has to do with that peer."""
+    """No other role concerns that peer."""
 
 
 def _also_ignored(peer: PeerId, session: int, now: float) -> None:

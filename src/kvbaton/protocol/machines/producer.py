@@ -1,8 +1,7 @@
-"""P's role: leases begin, grow, are renewed and end; commits are judged. Claims: `claims.py`; push: `writer.py`.
+"""P's role: leases start, grow, are renewed and end; commits are judged. Claims: `claims.py`; push: `push_writer.py`.
 
-Laws: a lease is found by its handoff id only while it is held; once released it is a tombstone that judges commits
-and refuses everything else. A handoff that was discarded is never leased; one that is being read ends as its reader
-ends it.
+Laws: a lease is found by its handoff id only while it is held; once released it is a tombstone that judges commits and
+refuses everything else. A discarded handoff is never leased; one that is being read ends with its reader.
 """
 
 from __future__ import annotations
@@ -113,8 +112,8 @@ class Producer:
     def on_progressed(self, event: LeaseProgressed, now: float) -> None:
         lease = self.leases.get(event.lease)
         if lease is None or not covers(event.progress, lease.ranks[event.rank]):
-            # A rank's own word on a layer may come after the engine's on the whole chunk. What was said stays said: D
-            # may be reading by it (rule 30).
+            # A rank's own progress of a layer may arrive after the engine's of the whole chunk. Announced progress
+            # stays: D may be reading by it (rule 30).
             return
         before = lease.progress, lease.final
         lease.ranks[event.rank] = event.progress
@@ -151,8 +150,8 @@ class Producer:
             reason = Reason.LEASE_EXPIRED if message.lease in self.tombstones else Reason.UNKNOWN_LEASE
             session.send(self.desk, RenewRefused(message.lease, message.attempt, reason))
             return
-        # D says how much it knows, so a Ready that was lost is said again from there: renewals are the retry of the
-        # stream, and P need not remember which of its words arrived.
+        # D says how much it knows, so a lost Ready is sent again from there: renewals are the retry of the stream, and
+        # P need not remember which of its messages arrived.
         ttl_s = self.extend(lease, now)
         session.send(self.desk, Renewed(lease.id, message.attempt, ttl_s, seat.work))
         if not message.final and len(message.have) == len(lease.blocks):
@@ -163,7 +162,7 @@ class Producer:
         lease = self.leases.get(message.lease) or self.tombstones.get(message.lease)
         seat = lease.seats.get(reader) if lease is not None else None
         if lease is None or seat is None:
-            # Forgotten, or never ours. What P cannot vouch for is stale: that costs a prefill, and no wrong answer.
+            # Forgotten, or never ours. What P cannot prove is stale: that costs a prefill, and no wrong answer.
             self.desk.count("commits.unknown")
             session.send(self.desk, Stale(message.lease, message.attempt, (), Reason.UNKNOWN_LEASE))
             return
@@ -189,7 +188,7 @@ class Producer:
             self.leave(lease, reader, ReaderEvent.LEFT, now)
 
     def given_up(self, lease: Lease, reader: Reader, reason: str) -> None:
-        """A reader says that it leaves, and why: counted for operators."""
+        """A reader leaves, and says why: counted for operators."""
         seat = lease.seats[reader]
         if seat.state is ReaderState.LIVE:
             seat.why = reason
@@ -213,19 +212,19 @@ class Producer:
 
     @property
     def restless_blocks(self) -> int:
-        """Blocks of leases that are over, but that something may still be sent from."""
+        """Blocks of leases that are over, but that a write may still read from."""
         over = (lease for lease in self.leases.values() if lease.state is LeaseState.CLOSING)
         return sum(len(ids) for lease in over if not self.writer.at_rest(lease) for ids in lease.blocks)
 
     def on_departed(self, worker: WorkerId, now: float) -> None:
-        """Leases for that worker alone that are not being read will not be read."""
+        """Leases for that worker only that are not being read will not be read."""
         for lease in list(self.leases.values()):
             live = any(seat.state is ReaderState.LIVE for seat in lease.seats.values())
             if lease.target == worker and not live:
                 self.close(lease, Reason.PEER_GONE, now)
 
     def on_discarded(self, event: Discarded, now: float) -> None:
-        """The router took the ticket back (rule 22). Its word may overtake the engine's: then there is no lease."""
+        """The router discarded the ticket (rule 22). Its message may overtake the engine's: then there is no lease."""
         lease = self.by_handoff.get(event.handoff)
         if lease is None:
             self.ended.put(event.handoff, Reason.DISCARDED)
@@ -258,7 +257,7 @@ class Producer:
     # --- endings
 
     def close(self, lease: Lease, reason: Reason, now: float) -> None:
-        """No more use for the lease: stop P's own writes from it, and release it when they are at rest."""
+        """The lease is no longer needed: stop P's own writes from it, and release it when they are at rest."""
         # Two steps, because an end is not rest: from here no reader finds the lease and no renewal keeps it, but its
         # blocks stay pinned while our own writes, or reads by a loan, may still touch them (rules 28 and 32).
         if self._step(lease, LeaseEvent.CLOSED) is None:
@@ -278,7 +277,7 @@ class Producer:
         self.release_if_at_rest(lease, now)
 
     def release_if_at_rest(self, lease: Lease, now: float) -> None:
-        """Unpin once nothing moves from these blocks: neither by our own writes nor by what was lent to readers."""
+        """Unpin once nothing moves from these blocks: neither by our own writes nor under a reader's loan."""
         if lease.state is LeaseState.CLOSING and self.writer.at_rest(lease) and self._lent_to_nobody(lease):
             self._step(lease, LeaseEvent.RESTED)
             del self.leases[lease.id]
@@ -291,10 +290,10 @@ class Producer:
         self.close(self.leases[lease], Reason.LEASE_EXPIRED, now)
 
     def void(self, now: float, leaving: bool = False) -> None:
-        """The cache was replaced: no lease, and no tombstone, can be vouched for any more.
+        """The cache was replaced: no lease, and no tombstone, can be trusted any more.
 
-        That they are over is remembered: else a claim for one of them would wait for it to begin. With `leaving` what
-        is lent is not waited for: the data planes go with this life.
+        That they are over is remembered: otherwise a claim for one of them would wait for it to start. With `leaving`,
+        loans are not waited for: the transports end with this incarnation.
         """
         self.leaving = leaving
         for lease in list(self.leases.values()):
@@ -330,8 +329,8 @@ class Producer:
         return state
 
     def lend(self, lease: Lease, reader: Reader, seat: Seat) -> None:
-        """Blocks that have become ready, before the reader is told so; none that is only pinned, where an earlier
-        prompt's KV is still to be seen. A block that streams layer by layer shows it in the layers to come."""
+        """Blocks that have become ready, before the reader is told; none that is only pinned, where an earlier prompt's
+        KV could still be seen. A block that streams layer by layer exposes it in the layers to come."""
         before = seat.lent or tuple(0 for _ in lease.blocks)
         reach = tuple(group.blocks_ahead if group.layers_ahead else group.blocks_done for group in lease.progress)
         fresh = tuple(tuple(ids[had:has]) for ids, had, has in zip(lease.blocks, before, reach, strict=True))
@@ -342,10 +341,10 @@ class Producer:
         return self.leaving or all(seat.loans.at_rest for seat in lease.seats.values())
 
     def extend(self, lease: Lease, now: float) -> float:
-        # A term is short so that a D that dies costs P its blocks for seconds, and is renewed so that a slow copy costs
-        # nothing. Two limits stand beside it. While seats are free, a reader that is early must not shorten what those
-        # who come later were promised with their tickets. And no renewal passes the hold limit (rule 9): a D that says
-        # it is alive and never ends would otherwise hold P's memory as long as it likes.
+        # A term is short so that a dead D costs P its blocks for seconds only, and is renewed so that a slow copy costs
+        # nothing. There are two further limits. While seats are free, an early reader must not shorten what later ones
+        # were promised with their tickets. And no renewal passes the hold limit (rule 9): a D that claims to be alive
+        # and never ends would otherwise hold P's memory as long as it likes.
         expires_at = now + self.desk.settings.lease_s
         if lease.has_room():
             expires_at = max(expires_at, lease.term.claimable_until)
@@ -370,7 +369,7 @@ class Producer:
 
 
 def _how(lease: Lease, reason: Reason) -> End:
-    """How a lease that closes for `reason` ended, in the words of a handoff."""
+    """How a lease that closes for `reason` ended, in terms of a handoff."""
     if reason is not Reason.TICKET_SPENT:
         return End(reason)
     states = {seat.state for seat in lease.seats.values()}

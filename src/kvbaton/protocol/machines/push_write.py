@@ -1,4 +1,4 @@
-"""P's writing into one reservation of D's (push). One writer, one attempt, and an end that D can rely on.
+"""P's write into one reservation of D's (push). One writer, one attempt, and an end that D can rely on.
 
 Laws: after Written or Quiesced has been sent, P never touches the spans again. Neither is sent while a write of
 any rank is moving. The blocks written from stay pinned until then.
@@ -18,7 +18,7 @@ from kvbaton.protocol.table import Table, pairs
 
 class OutletState(enum.Enum):
     WRITING = "writing"
-    STOPPING = "stopping"  # no new writes; waiting for those under way
+    STOPPING = "stopping"  # no new writes; waiting for those in flight
     FLUSHED = "flushed"  # Written sent, repeated until acknowledged
     CLOSED = "closed"
 
@@ -51,7 +51,7 @@ OUTLET = Table(
 
 @dataclass(slots=True)
 class Outlet:
-    """Where P stands with one reservation."""
+    """P's state of one reservation."""
 
     lease: LeaseId
     reader: Reader

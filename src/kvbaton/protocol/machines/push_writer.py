@@ -1,8 +1,7 @@
-"""P's writing for push: takes offers, writes what is ready, says Written or Quiesced, remembers revocations.
+"""P's side of push: takes offers, writes what is ready, sends Written or Quiesced, remembers revocations.
 
-Laws: one outlet per reader, ever. A reservation that was revoked or closed is never written again: it is
-remembered, and when memory is full a floor stands for everything older (numbers rise per D), so a Revoke may
-overtake its Offer.
+Laws: one outlet per reader, ever. A reservation that was revoked or closed is never written again: it is remembered,
+and when memory is full a floor stands for everything older (numbers rise per D), so a Revoke may overtake its Offer.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Key = tuple[int, ReservationId]
 
 
 class Leases(Protocol):
-    """The producer, as the writer knows it."""
+    """The producer, as seen by the writer."""
 
     leases: dict[LeaseId, Lease]
 
@@ -202,7 +201,7 @@ class Writer:
             self._close(key, outlet, now)
 
     def at_rest(self, lease: Lease) -> bool:
-        """No write from this lease's blocks is under way."""
+        """No write from this lease's blocks is in flight."""
         keys = (self.by_reader.get((lease.id, reader)) for reader in lease.seats)
         return all(key is None or self.outlets[key].parts.at_rest for key in keys)
 

@@ -1,6 +1,6 @@
 """Putting blocks into a shared store: one pin per put, released when the store no longer reads the blocks.
 
-Law: a put's pin is dropped on entering RELEASED and nowhere else; success, refusal, error and time-out all lead there,
+Law: a put's pin is dropped on entering RELEASED and nowhere else; success, refusal, error and timeout all lead there,
 the last only once the store says that it has stopped reading.
 """
 

@@ -1,8 +1,8 @@
-"""Quotas: how much of what all share one peer may take, of messages, claims and bytes. Pure; time is an argument.
+"""Quotas: how much of the shared messages, claims and bytes one peer may use. Pure; time is an argument.
 
-Laws: a quota never depends on what other peers do, so no peer can use up another's. What is over a quota is refused or
-dropped at little cost, and counted; the protocol repeats itself, so a dropped message costs time and nothing else. The
-defaults are beyond what a healthy peer with a thousand requests under way does.
+Laws: a quota never depends on other peers, so no peer can use up another's. What exceeds a quota is refused or dropped
+at little cost, and counted; the protocol repeats messages, so a dropped one costs only time. The defaults are beyond
+what a healthy peer with a thousand requests in flight does.
 """
 
 from __future__ import annotations
@@ -106,13 +106,13 @@ class Held:
         return self._bytes[worker]
 
     def take(self, lease: LeaseId, reader: Reader, size: int) -> None:
-        """A reader sits down at a lease; it does so once."""
+        """A reader takes a seat at a lease, once."""
         self._sizes[lease, reader] = size
         self._seats[reader.peer.worker] += 1
         self._bytes[reader.peer.worker] += size
 
     def give(self, lease: LeaseId, reader: Reader) -> None:
-        """It has got up; said again, nothing happens."""
+        """It has left its seat; repeating has no effect."""
         size = self._sizes.pop((lease, reader), None)
         if size is None:
             return

@@ -1,9 +1,9 @@
-"""Bytes to typed messages and back, at the door and once. Past this module nothing is unchecked.
+"""Bytes to typed messages and back, once, on receipt. Past this module nothing is unchecked.
 
 Laws: `read`, `unfolded` and `decode` raise `ProtocolError` and nothing else, whatever the bytes; sizes are checked
-before contents. What is written in a version is what nodes of that version write; what is read is always one of today's
-messages. A card is what takes time to read, so a greeting comes `Folded` first: a node that has no use for it, or has
-read enough cards of that peer's, is out a few microseconds.
+before contents. A message is written exactly as nodes of its version write it; what is read is always one of today's
+messages. Decoding a card takes time, so a hello comes `Folded` first: a node that has no use for it, or has decoded
+enough cards of that peer, spends only a few microseconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CARD_BYTES_MAX = 512 << 10
 
 
 class Envelope(msgspec.Struct, frozen=True, array_like=True):
-    """Who speaks, to which life of the receiver, in which session."""
+    """The sender, the receiver's incarnation, and the session."""
 
     version: Version
     worker: WorkerId
@@ -85,9 +85,9 @@ def encode(sender: PeerId, to: Incarnation, session: int, message: Message, vers
 
 
 def read(frame: bytes, versions: Versions = SPOKEN) -> tuple[Envelope, Message | Folded]:
-    """The envelope and its message, a greeting folded; ProtocolError with the field at fault for anything else.
+    """The envelope and its message, a hello folded; ProtocolError with the field at fault for anything else.
 
-    A greeting and its refusal are read in versions too that we do not speak: they deserve an answer, and to be heard.
+    A hello and its refusal are also read in versions that we do not support: they deserve an answer.
     """
     if len(frame) > FRAME_BYTES_MAX:
         raise ProtocolError(Reason.BAD_MESSAGE, f"frame: {len(frame)} bytes, at most {FRAME_BYTES_MAX}")
@@ -102,7 +102,7 @@ def read(frame: bytes, versions: Versions = SPOKEN) -> tuple[Envelope, Message |
 
 
 def unfolded(greeting: Folded) -> Hello | Welcome:
-    """The greeting with its card; ProtocolError when that is none, or too large."""
+    """The hello with its card; ProtocolError when that is invalid, or too large."""
     if len(greeting.card) > CARD_BYTES_MAX:
         raise ProtocolError(Reason.BAD_MESSAGE, f"card: {len(greeting.card)} bytes, at most {CARD_BYTES_MAX}")
     try:

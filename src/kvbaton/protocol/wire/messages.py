@@ -1,9 +1,9 @@
-"""Everything that two nodes say to each other.
+"""All messages between two nodes.
 
-D greets P (`Hello`), and all later talk of that pair runs in the session that P then opens. D speaks first in
-every exchange and repeats itself until answered; P answers every repetition the same way. Fields are added at the end
-of a message with a default, in a new version, and `v1` says what older ones had; a change of meaning needs a `Feature`
-bit. Hello and HelloRefused keep their shape in every version (`versions`).
+D sends P a `Hello`, and all later messages of that pair belong to the session that P then opens. D starts every
+exchange and repeats until answered; P answers every repetition the same way. Fields are added at the end of a message
+with a default, in a new version, and `v1` says what older ones had; a change of meaning needs a `Feature` bit. Hello
+and HelloRefused keep their shape in every version (`versions`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Endpoints = Annotated[tuple[Annotated[bytes, Meta(max_length=1024)], ...], Meta(
 
 
 class Feature(enum.IntFlag):
-    """Features that a peer has (optional bits) or insists on (required bits)."""
+    """Features that a peer has (optional bits) or requires (required bits)."""
 
     PULL = 1
     STREAM = 2
@@ -66,7 +66,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Card(msgspec.Struct, frozen=True, array_like=True):
-    """How a node introduces itself: what it needs, what it can do, what shapes its KV, where its bytes lie."""
+    """A node's introduction: what it requires and supports, what its KV depends on, and where its bytes are."""
 
     required: Number
     optional: Number
@@ -87,7 +87,7 @@ class Hello(_Message, frozen=True, array_like=True, tag=1):
 
 
 class Welcome(_Message, frozen=True, array_like=True, tag=2):
-    """`link_session`: the session of the greeter's in which the sender is linked to it in turn; 0 if in none."""
+    """`link_session`: the session in which the sender is linked to the receiver in turn; 0 if in none."""
 
     nonce: Number
     card: Card
@@ -113,7 +113,7 @@ class Linked(_Message, frozen=True, array_like=True, tag=5):
 
 
 class Reset(_Message, frozen=True, array_like=True, tag=6):
-    """The sender has no such session, or is no longer that incarnation: greet again."""
+    """The sender has no such session, or is no longer that incarnation: say hello again."""
 
     incarnation: Number
 
@@ -152,7 +152,7 @@ class ClaimRefused(_Message, frozen=True, array_like=True, tag=12):
 
 
 class Renew(_Message, frozen=True, array_like=True, tag=13):
-    """Still here; D knows so many block ids of each group, and has or has not heard that this is all."""
+    """Still here; D knows so many block ids of each group, and whether that is all."""
 
     lease: LeaseId
     attempt: Number
@@ -199,7 +199,8 @@ class Committed(_Message, frozen=True, array_like=True, tag=18):
 
 
 class Stale(_Message, frozen=True, array_like=True, tag=19):
-    """It was not, or can no longer be shown, and why; `good` leading blocks of each group are proven."""
+    """The copy is not valid, or that can no longer be shown, and why; `good` leading blocks of each group are
+    proven."""
 
     lease: LeaseId
     attempt: Number
@@ -257,7 +258,7 @@ class Ack(_Message, frozen=True, array_like=True, tag=33):
 
 
 class Revoke(_Message, frozen=True, array_like=True, tag=34):
-    """D wants its blocks back, and why: stop, and say when nothing can land any more."""
+    """D wants its blocks back, and why: stop, and report when nothing can land any more."""
 
     lease: LeaseId
     attempt: Number
@@ -266,7 +267,7 @@ class Revoke(_Message, frozen=True, array_like=True, tag=34):
 
 
 class Quiesced(_Message, frozen=True, array_like=True, tag=35):
-    """Nothing of P's will land in this reservation any more; `reason` if P ended it of its own accord."""
+    """No byte of P will land in this reservation any more; `reason` if P ended it by itself."""
 
     reservation: ReservationId
     reason: WireReason | None

@@ -1,7 +1,7 @@
-"""Tickets: what lets D ask P for a prompt's KV. Signed, opaque, expiring, bound to content and to P's life.
+"""Tickets: what entitles D to ask P for a prompt's KV. Signed, opaque, expiring, bound to content and P's incarnation.
 
-Law: a ticket holds no address and no block ids. Without a signing key nothing of P's can be named.
-Expiry is judged on wall clocks, so it only ever *refuses* (liveness); nothing is believed because a ticket is young.
+Law: a ticket contains no address and no block ids. Without a signing key nothing of P's can be named. Expiry is judged
+on wall clocks, so it only ever *refuses* (liveness); nothing is trusted because a ticket is young.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _VERSION = 1
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """The signed content. `lease` 0: minted by the router, before P began; `incarnation` 0: P's life is unknown."""
+    """The signed content. `lease` 0: minted by the router, before P started; `incarnation` 0: P's is unknown."""
 
     handoff: HandoffId
     source: WorkerId
     expires_unix_s: UnixSeconds
     incarnation: Annotated[Incarnation, ID] = Incarnation(0)
     lease: Annotated[LeaseId, ID] = LeaseId(0)
-    target: WorkerId = WorkerId("")  # "" = any D that is let in
+    target: WorkerId = WorkerId("")  # "" = any authenticated D
     digest: bytes = b""  # b"" = router-minted without a tokenizer: P and D compare theirs in the claim
     max_readers: Readers = 1
 

@@ -1,7 +1,7 @@
-"""Version 1 of the protocol, where it differs: the shapes on the wire, and the way there and back.
+"""Version 1 of the protocol, where it differs: the shapes on the wire, and conversion in both directions.
 
-Law: what is said in version 1 has, byte for byte, the shape that nodes had who knew no other; what they say is read as
-they meant it. To be deleted when `versions.OLDEST` is 2.
+Law: a message sent in version 1 has, byte for byte, the shape that version-1 nodes use; theirs are read as they meant
+them. To be deleted when `versions.OLDEST` is 2.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Which versions of the protocol a node speaks, and in which one a pair talks.
+"""The protocol versions that a node supports, and the version that a pair uses.
 
-Law: a Hello goes out in the oldest version that its sender speaks and names the newer ones by bits of its card, which
-every version passes over; the Welcome's envelope settles the session: the newest version that both speak. A Hello and
-its refusal keep their shape for ever and are read in every version, so a peer with none in common is told so by name.
+Law: a Hello is sent in the oldest version that its sender supports and names the newer ones by bits of its card, which
+every version ignores; the Welcome's envelope settles the version: the newest that both support. A Hello and its refusal
+keep their shape forever and are read in every version, so a peer with none in common is told so by name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Versions(msgspec.Struct, frozen=True):
 
     @property
     def bits(self) -> int:
-        """The bits of a card that name them. Version 1 has no bit: those who spoke it alone did not know of any."""
+        """The bits of a card that name them. Version 1 has no bit: nodes with only that version did not know of any."""
         return sum(version_bit(number) for number in range(max(2, self.oldest), self.newest + 1))
 
 
@@ -49,7 +49,8 @@ def versions_in(bits: int) -> list[int]:
 
 
 def settle(ours: Versions, greeted_in: int, bits: int) -> int:
-    """The newest version that we speak and the greeter does, who greeted in `greeted_in` and names more by `bits`."""
+    """The newest version that both we and the peer support, which said hello in `greeted_in` and names more by
+    `bits`."""
     theirs = sorted({greeted_in, *versions_in(bits)})
     common = [number for number in theirs if number in ours]
     if not common:

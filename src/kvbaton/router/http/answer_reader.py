@@ -36,9 +36,6 @@ class AnswerBody:
 
     def __init__(self) -> None:
         self.tab: Tab | None = None  # counts what is held
-        self.begin()
-
-    def begin(self) -> None:
         self.pieces: list[bytes] = []
         self.unread = 0
         self.taken = 0  # bytes of what was read last, which is somewhere until more is read
@@ -69,13 +66,16 @@ class AnswerBody:
         return data
 
     def uncount(self) -> None:
-        if self.tab is not None:
-            self.tab.close()
-            self.tab = None
+        tab, self.tab = self.tab, None
+        if tab is not None:
+            tab.close()
 
 
 class AnswerReader:
-    """The answers of one connection, one after the other: `begin` makes it ready for the next."""
+    """The answers of one connection, one after the other: `begin` makes it ready for the next.
+
+    Only where the one before came whole and was read: a parser that has stopped in the middle cannot be used again.
+    """
 
     __slots__ = (
         "_frame_bytes", "_framed", "_parser", "body", "complete", "has_head", "headers", "heard", "keeps", "status",
@@ -83,18 +83,16 @@ class AnswerReader:
 
     def __init__(self) -> None:
         self.body = AnswerBody()
+        self._parser: Any = httptools.HttpResponseParser(self)  # it and this refer to each other, until `closed`
         self.begin()
 
     def begin(self) -> None:
         self.status = 0
         self.headers: list[Header] = []
-        self.heard = self.has_head = self.complete = self.keeps = False
-        self._framed = False
+        self.heard = self.has_head = self.complete = self.keeps = self._framed = False
         self._frame_bytes = 0  # of headers, chunk lines and trailers since the last piece of a body
-        # A new parser each time: httptools gives no way to reset one that has stopped in the middle. It and this object
-        # refer to each other, so the object is kept and the parser replaced; another object would leave a cycle behind.
-        self._parser: Any = httptools.HttpResponseParser(self)
-        self.body.begin()
+        self.body.taken = 0
+        self.body.limit = None
 
     def feed(self, data: bytes) -> WireError | None:
         """Parse; returns why it is no answer, or too much of one."""
@@ -134,15 +132,15 @@ class AnswerReader:
             raise _too_many_headers()
 
     def on_headers_complete(self) -> None:
-        self.status = self._parser.get_status_code()
+        self.status = status = self._parser.get_status_code()
         if self._frame_bytes > HEADERS_BYTES_MAX and _size(self.headers) > HEADERS_BYTES_MAX:  # the rest may be body
             raise _too_many_headers()
-        if self.status < 200:
-            if self.status < 100 or self.status == 101:
-                raise GarbageError(f"answered with status {self.status}, which nobody asked for")
+        if status < 200:
+            if status < 100 or status == 101:
+                raise GarbageError(f"answered with an unexpected status {status}")
             return
         self.has_head = True
-        if self.status in (204, 304):
+        if status in (204, 304):
             self._framed = True
 
     def on_body(self, data: bytes) -> None:

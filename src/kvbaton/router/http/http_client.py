@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import errno
 import functools
+import math
 import re
 import ssl
 from collections.abc import Sequence
@@ -87,7 +88,9 @@ class Exchange(asyncio.Protocol):
         self._wakes_on_data = False
         self._served = 0  # answers that came whole over this connection
         self._sent_at = 0.0
+        self._due = math.inf  # when the answer is late
         self._timer: asyncio.TimerHandle | None = None
+        self._looks_at = math.inf  # when the timer runs out; uvloop's may not say
 
     # --- the router's side
 
@@ -113,17 +116,24 @@ class Exchange(asyncio.Protocol):
         self._answer.body.tab = tab
 
     def expire_in(self, timeout_s: float) -> None:
-        """Fail with `LateError` unless closed, or told otherwise, before."""
-        self._timer = self._pool.loop.call_later(timeout_s, self._late)
+        """Fail with `LateError` unless closed, or told another time, before."""
+        # A timer is left running when its exchange has ended, and looks again: under load an exchange costs none.
+        self._due = self._pool.loop.time() + timeout_s
+        if self._looks_at > self._due:
+            self._look_when_due()
 
-    def take_your_time(self) -> None:
+    def _look_when_due(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._looks_at = self._due
+        self._timer = self._pool.loop.call_at(self._due, self._look)
 
-    def _late(self) -> None:
-        self._timer = None
-        self._fail(LateError("late"))
+    def _look(self) -> None:
+        self._timer, self._looks_at = None, math.inf
+        if self._due <= self._pool.loop.time():
+            self._fail(LateError("late"))
+        elif self._due < math.inf:
+            self._look_when_due()
 
     async def head(self) -> None:
         """Wait until status and headers are there."""
@@ -155,7 +165,7 @@ class Exchange(asyncio.Protocol):
 
     def close(self) -> None:
         """Let the connection go: to the pool if its answer was read whole, else for good. Once for each exchange."""
-        self.take_your_time()
+        self._due = math.inf
         answer = self._answer
         answer.body.uncount()
         whole = answer.complete and answer.keeps and not answer.body.pieces
@@ -169,7 +179,7 @@ class Exchange(asyncio.Protocol):
 
     def abort(self) -> None:
         if self._error is None and not self._answer.complete:  # else it would pass for the worker's own close
-            self._error = BrokenError("broken off by the router")
+            self._error = BrokenError("aborted by the router")
         if not self._transport.is_closing():
             self._transport.abort()
 
@@ -182,22 +192,19 @@ class Exchange(asyncio.Protocol):
             self._paused = False
             self._transport.resume_reading()
 
-    async def _news(self, on_data: bool) -> None:
+    def _news(self, on_data: bool) -> asyncio.Future[None]:
+        """To be awaited where nothing is left to be read; raises why no more will come."""
+        # Only then: what came before the connection broke is read first.
         if self._error is not None:
             raise self._error
         self._wakes_on_data = on_data
-        self._waiter = self._pool.loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-        # What came before the connection broke is read first: the error is raised when nothing is left.
-        if self._error is not None and not self._answer.complete and not self._answer.body.pieces:
-            raise self._error
+        self._waiter = waiter = self._pool.loop.create_future()
+        return waiter
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def _fail(self, error: WireError) -> None:
         if self._error is None and not self._answer.complete:
@@ -228,6 +235,9 @@ class Exchange(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.connections -= 1
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         answer = self._answer
         if not answer.complete and self._error is None:
             answer.closed(exc is None)
@@ -267,11 +277,12 @@ class Pool:
         return found
 
     def put_back(self, place: Origin, exchange: Exchange) -> None:
-        idle = self._idle.get(place, [])
-        if self._closed or len(idle) >= IDLE_MAX or not exchange.usable:
+        idle = self._idle.get(place)
+        if self._closed or (idle is not None and len(idle) >= IDLE_MAX) or not exchange.usable:
             exchange.abort()
             return
-        self._idle[place] = idle
+        if idle is None:
+            idle = self._idle[place] = []
         exchange.idle_since = self.loop.time()
         idle.append(exchange)
         if self._sweeping is None:
@@ -292,6 +303,8 @@ class Pool:
 
     def _reuse(self, place: Origin) -> Exchange | None:
         idle = self._idle.get(place)
+        if not idle:
+            return None
         oldest = self.loop.time() - IDLE_S
         while idle:
             found = idle.pop()
@@ -305,10 +318,9 @@ class Pool:
         """One idle connection goes for a new one, where there may be no more."""
         if self.connections + self._connecting < self._connections_max:
             return
-        for place, idle in self._idle.items():
+        idle = next((each for each in self._idle.values() if each), None)
+        if idle is not None:
             idle.pop(0).abort()
-            if not idle:
-                del self._idle[place]
             return
         raise NoRoomError(f"the router has {self.connections} connections to workers, and no descriptor for another")
 
@@ -334,7 +346,7 @@ class Pool:
                 raise NoRoomError("the router has no descriptor left") from None
             raise UnreachableError(error.strerror or str(error) or type(error).__name__) from None
         except UnicodeError:  # a name with an empty or a long label
-            raise UnreachableError(f"{place.host[:80]} is no host name") from None
+            raise UnreachableError(f"{place.host[:80]} is not a host name") from None
         return made
 
     def _context(self) -> ssl.SSLContext:
@@ -359,14 +371,19 @@ class Pool:
             self._sweeping = self.loop.call_later(IDLE_S, self._sweep)
 
 
-def request_bytes(method: str, place: Origin, path: str, headers: Sequence[Header], body: bytes | None) -> bytes:
+JSON = b"application/json"
+
+
+def request_bytes(
+    method: str, place: Origin, path: str, headers: Sequence[Header], body: bytes | None, content_type: bytes = JSON
+) -> bytes:
     """A request as it goes out. The caller vouches for the headers: they came through a parser."""
     lines = [f"{method} {place.prefix}{path} HTTP/1.1\r\nHost: {place.authority}\r\n".encode()]
     lines += [b"%b: %b\r\n" % header for header in headers]
     if body is None:
         lines.append(b"\r\n")
     else:
-        lines.append(b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body))
+        lines.append(b"Content-Type: %b\r\nContent-Length: %d\r\n\r\n" % (content_type, len(body)))
         lines.append(body)
     return b"".join(lines)
 

@@ -12,13 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-from collections.abc import AsyncIterator
-from typing import cast
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, cast
 
+from kvbaton.api import access_log
 from kvbaton.api.api_errors import ApiError, bare, internal
 from kvbaton.api.gather import cancel
-from kvbaton.api.http import BACKLOG, KEEPALIVE_S, SHUTDOWN_S, port_error
+from kvbaton.api.http import BACKLOG, KEEPALIVE_S, REQUEST_ID, SHUTDOWN_S, port_error
+from kvbaton.processes.process_logs import request_of_task
 from kvbaton.router.client_quotas import ClientCrowd, caller, connections_max
 from kvbaton.router.http.http_types import (
     Events,
@@ -26,10 +29,12 @@ from kvbaton.router.http.http_types import (
     Site,
     chunk,
     error_answer,
+    last_words,
     stream_head,
     whole_bytes,
 )
 from kvbaton.router.http.request_reader import Backlog, RequestReader
+from kvbaton.router.http.tls_server import TlsFiles, TlsLayer
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +128,7 @@ class _Connection(asyncio.Protocol):
         # ahead pays with its own socket buffer. A fault waits its turn too: what came before it gets its answers first.
         backlog, reader = self._backlog, self._reader
         if backlog.ready:
-            request, keeps, is_new = backlog.pop()
+            request, keeps, is_new, _ = backlog.pop()
             self._door.crowd.busy(self)
             self._task = self._loop.create_task(self._serve(request, keeps and not self._closing, is_new))
             return
@@ -138,6 +143,8 @@ class _Connection(asyncio.Protocol):
             self._continue()
 
     async def _serve(self, request: Request, keeps: bool, is_new: bool) -> None:
+        request_of_task.set(request.id)  # a task serves one request
+        begun = self._loop.time()
         try:
             keeps = await self._answer(request, keeps, is_new)
             if self._is_full:  # one who sends on without reading fills no memory
@@ -145,8 +152,10 @@ class _Connection(asyncio.Protocol):
                 await self._room(self._loop.time() + UNREAD_S)
         except (asyncio.CancelledError, _CutOffError):
             keeps = False
+            request.status = access_log.CLIENT_GONE
             self._transport.abort()
         except Exception:
+            request.status = 500
             log.exception("[answer-unsendable] %s %s: the answer cannot be sent", request.method, request.path[:200])
             keeps = False
             self._transport.abort()
@@ -155,6 +164,10 @@ class _Connection(asyncio.Protocol):
             self._backlog.answering_bytes = 0
             request.tab.close()
             self._door.crowd.idle(self)
+            access_log.answered(
+                request.method, request.path, request.status, self._loop.time() - begun,
+                request=request.id, client=request.peer, error=request.error,
+            )  # fmt: skip
         if keeps and not self._closing and not self._transport.is_closing():
             self._next()
         else:
@@ -167,11 +180,12 @@ class _Connection(asyncio.Protocol):
         """Whether the connection can be used again."""
         first = b""
         try:
+            self._site.admit(request)
             found = await self._site.handler(request.method, request.path)(request)
             if isinstance(found, Events):
                 first = await anext(found.source, b"")
         except ApiError as error:
-            found = error_answer(error)
+            found = error_answer(error.told_to(request.path, request.id))
             bare(error)
         except (Exception, asyncio.CancelledError) as error:
             # A handler may raise CancelledError because a task of its own was cancelled. Only if this
@@ -179,20 +193,26 @@ class _Connection(asyncio.Protocol):
             if isinstance(error, asyncio.CancelledError) and (self._task is None or self._task.cancelling()):
                 raise
             log.exception("[request-crashed] %s %s", request.method, request.path[:200])
-            found = error_answer(internal())
+            found = error_answer(internal().told_to(request.path, request.id))
         keeps = keeps and not self._closing
+        more = {REQUEST_ID: request.id, **self._site.answer_headers(request)}
         if isinstance(found, Events):
-            return await self._stream(found, first, keeps, is_new)
-        if len(found.body) > max(BYTES_FREE, request.tab.bytes) and not request.tab.hold(len(found.body)):
-            found = error_answer(self._site.room.full("answer"))
-        self._send(whole_bytes(found, keeps, is_new, request.method == "HEAD"))
+            return await self._stream(request, found, first, keeps, is_new, more)
+        size = len(found.body)
+        if size > BYTES_FREE and size > request.tab.bytes and not request.tab.hold(size):
+            found = error_answer(self._site.room.full("answer").told_to(request.path, request.id))
+        request.status = found.status
+        self._send(whole_bytes(found, keeps, is_new, request.method == "HEAD", more))
         return keeps
 
-    async def _stream(self, events: Events, first: bytes, keeps: bool, is_new: bool) -> bool:
+    async def _stream(
+        self, request: Request, events: Events, first: bytes, keeps: bool, is_new: bool, more: Mapping[str, str]
+    ) -> bool:
         """Send events as they come. From here on there is no other answer to this request."""
+        request.status = 200
         async with contextlib.aclosing(events.source) as source:
             keeps = keeps and is_new
-            head = stream_head(events.headers, keeps, is_new)
+            head = stream_head(events.headers, keeps, is_new, more)
             self._send(head + (chunk(first) if is_new else first))
             try:
                 if self._is_full:
@@ -203,13 +223,16 @@ class _Connection(asyncio.Protocol):
                         await self._room(events.deadline)
                 data = b""
             except ApiError as error:
+                error.request_id = request.id
+                request.error = error.code or str(error.status)
                 data = events.tell(error)
                 bare(error)
             except _CutOffError:
                 raise
             except Exception:
                 log.exception("[stream-crashed] in mid-stream")
-                data = events.tell(internal())
+                request.error = "internal"
+                data = events.tell(internal().told_to("", request.id))
             self._send((chunk(data) if data else b"") + b"0\r\n\r\n" if is_new else data)
         return keeps
 
@@ -234,7 +257,8 @@ class _Connection(asyncio.Protocol):
         self._reader.fault = fault
         if self._transport.is_closing():
             return
-        self._transport.write(whole_bytes(error_answer(fault), False, True, False))
+        self._transport.write(last_words(fault))
+        access_log.answered("-", "-", fault.status, 0.0, request=fault.request_id, client=self._backlog.peer)
         # Closing now, with bytes unread, would reset the connection and lose the answer on its way
         with contextlib.suppress(OSError):  # the client has reset it
             self._transport.write_eof()
@@ -278,9 +302,11 @@ class _Connection(asyncio.Protocol):
         reader, backlog = self._reader, self._backlog
         if reader.is_over:
             return True
-        unread = 0 if self._task is not None else self._transport.get_write_buffer_size()  # the request's tab has it
-        held = reader.held_bytes + backlog.bytes + backlog.answering_bytes + backlog.unparsed_bytes + unread
-        return backlog.tab.hold(max(0, held - BYTES_FREE))
+        held = reader.held_bytes + backlog.bytes + backlog.answering_bytes + backlog.unparsed_bytes
+        if self._task is None:  # else the request's tab has it
+            held += self._transport.get_write_buffer_size()
+        held = held - BYTES_FREE if held > BYTES_FREE else 0
+        return held == backlog.tab.bytes or backlog.tab.hold(held)
 
     def data_received(self, data: bytes) -> None:
         reader = self._reader
@@ -325,14 +351,15 @@ class _Connection(asyncio.Protocol):
 class HttpServer:
     """A listening port, while `serving` lasts."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, tls: TlsFiles | None = None) -> None:
         self.site = site
         self.loop = asyncio.get_running_loop()
-        self.crowd: ClientCrowd[_Connection] = ClientCrowd(connections_max())
+        self.crowd: ClientCrowd[_Connection | TlsLayer] = ClientCrowd(connections_max())
+        self._tls = tls
         self._ending: set[asyncio.Task[None]] = set()  # handlers of clients that are gone
         self._closing = False
 
-    def admit(self, connection: _Connection, who: str) -> bool:
+    def admit(self, connection: _Connection | TlsLayer, who: str) -> bool:
         """Let one more in, in the place of one that is idle if need be."""
         if not self._closing and len(self.crowd) + len(self._ending) >= self.crowd.bound:
             oldest = self.crowd.next_to_go(who)
@@ -345,7 +372,7 @@ class HttpServer:
             self.crowd.enter(connection, who)
         return not self._closing
 
-    def forget(self, connection: _Connection) -> None:
+    def forget(self, connection: _Connection | TlsLayer) -> None:
         self.crowd.leave(connection)
 
     def await_end(self, task: asyncio.Task[None]) -> None:
@@ -353,12 +380,17 @@ class HttpServer:
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    def connection(self) -> _Connection:
-        return _Connection(self)
+    def connection(self) -> _Connection | TlsLayer:
+        if self._tls is None:
+            return _Connection(self)
+        return TlsLayer(self._tls, self, functools.partial(_Connection, self), caller, self.loop.time())
 
     async def sweep(self) -> None:
         while True:
             await asyncio.sleep(min(SWEEP_S, self.site.body_s / 4))
+            self.site.refresh()
+            if self._tls is not None:
+                self._tls.refresh()
             now = self.loop.time()
             for connection in self.crowd:
                 if connection.overdue(now):
@@ -373,7 +405,7 @@ class HttpServer:
         for connection in self.crowd:
             connection.abort()
         if not await self._emptied():
-            log.warning("[handlers-stuck] %d handlers have not ended although they were cancelled", len(self._ending))
+            log.warning("[handlers-stuck] %d handlers have not finished although cancelled", len(self._ending))
 
     async def _emptied(self) -> bool:
         until = self.loop.time() + SHUTDOWN_S
@@ -383,18 +415,32 @@ class HttpServer:
 
 
 @contextlib.asynccontextmanager
-async def serving(site: Site, host: str, port: int) -> AsyncIterator[str]:
-    """Listen while the context lasts; gives the URL (port 0 takes a free one). `PortInUseError` if it is taken."""
-    door = HttpServer(site)
-    try:
-        server = await door.loop.create_server(door.connection, host, port, backlog=BACKLOG)
-    except OSError as error:
-        raise port_error(host, port, error) from None
+async def attended(site: Site, tls: TlsFiles | None = None) -> AsyncIterator[HttpServer]:
+    """Connections made by `HttpServer.connection` are answered while the context lasts."""
+    door = HttpServer(site, tls)
     sweeping = asyncio.create_task(door.sweep())
     try:
-        address = server.sockets[0].getsockname()
-        yield f"http://[{address[0]}]:{address[1]}" if ":" in address[0] else f"http://{address[0]}:{address[1]}"
+        yield door
     finally:
-        server.close()
         await cancel([sweeping])
         await door.close()
+
+
+@contextlib.asynccontextmanager
+async def serving(site: Site, host: str, port: int, tls: TlsFiles | None = None) -> AsyncIterator[str]:
+    """Listen while the context lasts; gives the URL (port 0 takes a free one). `PortInUseError` if it is taken."""
+    async with attended(site, tls) as door:
+        try:
+            server = await door.loop.create_server(door.connection, host, port, backlog=BACKLOG)
+        except OSError as error:
+            raise port_error(host, port, error) from None
+        try:
+            yield url_of(server.sockets[0].getsockname(), is_tls=tls is not None)
+        finally:
+            server.close()
+
+
+def url_of(address: Sequence[Any], *, is_tls: bool = False) -> str:
+    """Of a socket's own address."""
+    host, port = address[:2]
+    return f"{'https' if is_tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

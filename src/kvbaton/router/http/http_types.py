@@ -13,11 +13,14 @@ import msgspec
 
 from kvbaton.api import sse
 from kvbaton.api.api_errors import ApiError
+from kvbaton.api.request_ids import clients_request_id
 from kvbaton.router.client_quotas import ClientQuotas, Tab
 
 HEADERS_MAX = 128
 HEADERS_BYTES_MAX = 64 << 10
 """Of a request, and of a worker's answer."""
+
+REQUEST_ID = b"x-request-id"
 
 Header = tuple[bytes, bytes]
 
@@ -30,10 +33,11 @@ class Request:
     """One request, read to its end. Names of headers are in lower case.
 
     `query` is what followed the question mark, as it came; `peer` the address of whoever is connected, "" if unknown.
-    `tab` counts what is held for it, the answer included, until that has gone.
+    `tab` counts what is held for it, the answer included, until that has gone. `id` names it to clients and workers.
+    `status` is that of its answer, 0 until there is one; `error` the code that ended a stream.
     """
 
-    __slots__ = ("body", "headers", "method", "path", "peer", "query", "tab")
+    __slots__ = ("body", "error", "headers", "id", "method", "names", "path", "peer", "query", "status", "tab")
 
     def __init__(
         self,
@@ -48,12 +52,18 @@ class Request:
         self.method = method
         self.path = path
         self.headers = headers
+        self.names = {name for name, _ in headers}
         self.body = body
         self.query = query
         self.peer = peer
         self.tab = ClientQuotas().tab() if tab is None else tab
+        self.id = clients_request_id(self.header(REQUEST_ID) or "")
+        self.status = 0
+        self.error = ""
 
     def header(self, name: bytes) -> str | None:
+        if name not in self.names:
+            return None
         for known, value in self.headers:
             if known == name:
                 return value.decode("latin-1")
@@ -62,6 +72,8 @@ class Request:
     def values(self, name: str) -> list[str]:
         """All that came under this name."""
         wanted = name.encode()
+        if wanted not in self.names:
+            return []
         return [value.decode("latin-1") for known, value in self.headers if known == wanted]
 
 
@@ -98,8 +110,17 @@ class Site(Protocol):
     def body_s(self) -> float: ...
     @property
     def room(self) -> ClientQuotas: ...
+    def admit(self, request: Request) -> None:
+        """`ApiError` for whoever may not ask this."""
+
     def handler(self, method: str, path: str) -> Handler:
         """Who answers; `ApiError` if nobody does."""
+
+    def answer_headers(self, request: Request) -> Mapping[str, str]:
+        """What every answer to this has besides its own headers, errors too."""
+
+    def refresh(self) -> None:
+        """Look for files that have changed; about once a second. Never raises, never waits."""
 
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
@@ -110,12 +131,17 @@ def error_answer(error: ApiError) -> Answer:
     return json_answer(error.body, error.status, error.headers)
 
 
-def whole_bytes(answer: Answer, keeps: bool, is_new: bool, is_head: bool) -> bytes:
+NO_HEADERS: Mapping[str, str] = {}
+
+
+def whole_bytes(
+    answer: Answer, keeps: bool, is_new: bool, is_head: bool, more: Mapping[str, str] = NO_HEADERS
+) -> bytes:
     """A whole answer as it goes out."""
     status = _STATUS.get(answer.status) or f"HTTP/1.1 {answer.status} Unknown\r\n".encode()
     is_json = answer.content_type == "application/json"
     parts = [status, _JSON if is_json else f"Content-Type: {answer.content_type}\r\n".encode()]
-    parts.append(header_lines(answer.headers))
+    parts.append(header_lines({**answer.headers, **more} if more else answer.headers))
     if not keeps:
         parts.append(b"Connection: close\r\n")
     elif not is_new:
@@ -126,9 +152,16 @@ def whole_bytes(answer: Answer, keeps: bool, is_new: bool, is_head: bool) -> byt
     return b"".join(parts)
 
 
-def stream_head(headers: Mapping[str, str], keeps: bool, is_new: bool) -> bytes:
+def last_words(fault: ApiError) -> bytes:
+    """The answer to what could not be read as a request, after which nothing on its connection can be."""
+    fault.told_to("", clients_request_id(""))  # where what was read of it has no id
+    return whole_bytes(error_answer(fault), False, True, False, {"X-Request-Id": fault.request_id})
+
+
+def stream_head(headers: Mapping[str, str], keeps: bool, is_new: bool, more: Mapping[str, str] = NO_HEADERS) -> bytes:
     """All that stands before the first event."""
-    parts = [_STATUS[200], b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\n", header_lines(headers)]
+    parts = [_STATUS[200], b"Content-Type: text/event-stream\r\nCache-Control: no-cache\r\n"]
+    parts.append(header_lines({**headers, **more} if more else headers))
     if is_new:
         parts.append(b"Transfer-Encoding: chunked\r\n")
     parts.append(b"\r\n" if keeps else b"Connection: close\r\n\r\n")
@@ -144,7 +177,7 @@ def header_lines(headers: Mapping[str, str]) -> bytes:
 
 def path_of(url: bytes) -> str:
     """The path of a target, which may name its host first; without what follows a question mark."""
-    if not url.startswith(b"/") and b"://" in url:
+    if url[:1] != b"/" and b"://" in url:
         url = b"/" + url.partition(b"://")[2].partition(b"?")[0].partition(b"/")[2]
     return url.partition(b"?")[0].decode("latin-1")
 

@@ -11,10 +11,12 @@ from collections import deque
 import httptools
 
 from kvbaton.api.api_errors import ApiError, too_large
+from kvbaton.api.request_ids import clients_request_id
 from kvbaton.router.client_quotas import Tab
 from kvbaton.router.http.http_types import (
     HEADERS_BYTES_MAX,
     HEADERS_MAX,
+    REQUEST_ID,
     Header,
     Request,
     Site,
@@ -26,8 +28,8 @@ from kvbaton.router.http.http_types import (
 AHEAD_MAX = 16
 """Requests that a client may send before the answer to an earlier one."""
 
-Ready = tuple[Request, bool, bool]
-"""A request that was read to its end, whether it keeps the connection, and whether it is of HTTP/1.1."""
+Ready = tuple[Request, bool, bool, int]
+"""A request that was read to its end, whether it keeps the connection, whether it is of HTTP/1.1, and its bytes."""
 
 
 class Backlog:
@@ -44,14 +46,14 @@ class Backlog:
         self.unparsed: list[bytes] = []
         self.unparsed_bytes = 0
 
-    def put(self, request: Request, keeps: bool, is_new: bool) -> None:
-        self.ready.append((request, keeps, is_new))
-        self.bytes += _size(request)
+    def put(self, ready: Ready) -> None:
+        self.ready.append(ready)
+        self.bytes += ready[3]
 
     def pop(self) -> Ready:
         found = self.ready.popleft()
-        self.answering_bytes = _size(found[0])
-        self.bytes -= self.answering_bytes
+        self.answering_bytes = found[3]
+        self.bytes -= found[3]
         return found
 
     def keep(self, data: bytes) -> None:
@@ -76,15 +78,16 @@ class RequestReader:
 
     __slots__ = (
         "_backlog", "_body", "_head_bytes", "_headers", "_parser", "_site", "_url", "fault", "frame_bytes",
-        "has_head", "owes_continue", "reading_since",
+        "has_head", "is_over", "owes_continue", "reading_since",
     )  # fmt: skip
 
     def __init__(self, backlog: Backlog, site: Site) -> None:
         self.fault: ApiError | None = None  # what is wrong with the request that is being read
         self.reading_since: float | None = None
+        self.is_over = False
         self._backlog = backlog
         self._site = site
-        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)  # None: it is over
+        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)  # until it is over
         self.reset()
 
     def reset(self) -> None:
@@ -97,12 +100,9 @@ class RequestReader:
         self._head_bytes = 0
 
     def close(self) -> None:
+        self.is_over = True
         self._parser = None  # it and this refer to each other
         self.reset()
-
-    @property
-    def is_over(self) -> bool:
-        return self._parser is None
 
     @property
     def held_bytes(self) -> int:
@@ -131,7 +131,7 @@ class RequestReader:
             except httptools.HttpParserUpgrade as upgrade:
                 method, version = self._parser.get_method(), self._parser.get_http_version().encode()
                 if method == b"CONNECT":
-                    self.fault = ApiError(405, "CONNECT: this is no proxy", code="method_not_allowed")
+                    self._refuse(ApiError(405, "CONNECT: this is not a proxy", code="method_not_allowed"))
                     return
                 head = [b"%b %b HTTP/%b\r\n" % (method, self._url, version)]
                 head += [b"%b: %b\r\n" % header for header in self._headers if header[0] != b"upgrade"]
@@ -140,7 +140,9 @@ class RequestReader:
                 self.reset()
 
     def _refuse(self, fault: ApiError) -> None:
-        self.fault = self.fault or fault
+        if self.fault is None:
+            given = next((value.decode("latin-1") for name, value in self._headers if name == REQUEST_ID), "")
+            self.fault = fault.told_to(path_of(self._url), clients_request_id(given))
 
     # --- the parser's callbacks
 
@@ -193,10 +195,7 @@ class RequestReader:
             query = query_of(self._url) if b"?" in self._url else ""
             tab = backlog.tab.another()
             request = Request(method, path_of(self._url), self._headers, bytes(self._body), query, backlog.peer, tab)
-            backlog.put(request, parser.should_keep_alive(), parser.get_http_version() == "1.1")
+            size = self._head_bytes + len(self._body)
+            backlog.put((request, parser.should_keep_alive(), parser.get_http_version() == "1.1", size))
         self.reading_since = None
         self.reset()
-
-
-def _size(request: Request) -> int:
-    return len(request.body) + sum(len(name) + len(value) for name, value in request.headers)

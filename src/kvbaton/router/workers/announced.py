@@ -10,12 +10,18 @@ import hashlib
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
+import msgspec
+
+from kvbaton.api.params import Mode
 from kvbaton.api.request_ids import parse_address
 from kvbaton.control.plain import AnnouncedWorker, Announcement
+from kvbaton.control.rank_names import data_parallel_name
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, WorkerId
 from kvbaton.router.dialect_table import spoken_by
 from kvbaton.router.workers.directory import ListedEngine, WorkerDirectory, WorkerListState
 
+RANKS_LISTED_MAX = 256
+"""Of all workers together: anybody may announce, and pairs are as many as the ranks of P times those of D."""
 _ROLES: dict[str, Literal["prefill", "decode"]] = {"P": "prefill", "D": "decode"}
 
 
@@ -34,7 +40,8 @@ class AnnouncedDirectory:
     def snapshot(self) -> Sequence[ListedEngine]:
         listed = self._listener.workers()
         if listed is not self._listed:
-            self._listed, self._workers = listed, tuple(map(_worker, listed))
+            ranks_max = max(1, RANKS_LISTED_MAX // max(1, len(listed)))
+            self._listed, self._workers = listed, tuple(rank for each in listed for rank in _ranks(each, ranks_max))
         return self._workers
 
 
@@ -86,10 +93,24 @@ def _worker(listed: AnnouncedWorker) -> ListedEngine:
     )
 
 
+def _ranks(listed: AnnouncedWorker, ranks_max: int) -> list[ListedEngine]:
+    """A worker, or each of its data-parallel ranks where both legs of a request must name one.
+
+    That is where P writes. Where D reads, P's answer says which rank has the KV, and any rank of D may come for it.
+    """
+    worker, size = _worker(listed), listed.announcement.dp_size
+    if size == 1 or Mode.PULL in worker.modes:
+        return [worker]
+    return [
+        msgspec.structs.replace(worker, name=data_parallel_name(worker.name, rank), dp_rank=rank, dp_size=size)
+        for rank in range(min(size, ranks_max))
+    ]
+
+
 def _merged(parts: Sequence[Sequence[ListedEngine]]) -> tuple[ListedEngine, ...]:
     merged: list[ListedEngine] = []
     for part in parts:
         urls = {worker.url for worker in merged}
         names = {worker.name for worker in merged}
-        merged += [worker for worker in part if worker.name not in names and worker.url not in urls]
+        merged += [worker for worker in part if worker.name not in names and (not worker.url or worker.url not in urls)]
     return tuple(merged)

@@ -6,9 +6,12 @@ Law: a list is made anew only when the directory, a standing or a suspicion's en
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import msgspec
 
 from kvbaton.api.params import Mode
+from kvbaton.control.rank_names import engine_of
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router import policy
 from kvbaton.router.policy import Pair
@@ -25,6 +28,7 @@ class View:
     def __init__(self, workers: tuple[ListedEngine, ...]) -> None:
         self.workers = workers
         self.peers = frozenset(worker.peer for worker in workers)
+        self.staying = frozenset(worker.peer for worker in workers if worker.state is not WorkerListState.DRAINING)
         self._pairs: dict[Mode, list[Pair]] = {}
 
     def pairs(self, mode: Mode) -> list[Pair]:
@@ -57,7 +61,7 @@ class AvailableWorkers:
             # One that drained has said all it had to say, though a slow client may still be reading it
             before = {worker.peer for worker in self._view.workers if worker.state is not WorkerListState.DRAINING}
             self._gone += sorted(before - here)
-            self.health.keep(here)
+            self.health.keep(here, _stands_for(listed))
             self._listed = listed
         self._revision = self.health.revision
         self._until = now + VIEW_S
@@ -78,3 +82,17 @@ class AvailableWorkers:
             return worker
         state = WorkerListState.BROKEN if standing is WorkerStanding.BROKEN else WorkerListState.SUSPECT
         return msgspec.structs.replace(worker, state=state)
+
+
+def _stands_for(listed: Sequence[ListedEngine]) -> Mapping[PeerId, PeerId]:
+    """Of the data-parallel ranks of one engine behind one address, the first: one server answers for all of them.
+
+    By their names, which their keys prove: no other member can say that it is one of them.
+    """
+    firsts: dict[tuple[str, str], PeerId] = {}
+    found: dict[PeerId, PeerId] = {}
+    for worker in listed:
+        engine = engine_of(worker.name) if worker.dp_size > 1 else None
+        if engine is not None:
+            found[worker.peer] = firsts.setdefault((engine, worker.url), worker.peer)
+    return found

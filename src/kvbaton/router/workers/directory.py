@@ -6,6 +6,7 @@ Law: an address comes from here and from nowhere else; no request and no answer 
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
@@ -26,14 +27,15 @@ class WorkerListState(enum.StrEnum):
     SUSPECT = "suspect"  # missed pings or failed a request: asked only when nobody else is there
     BROKEN = "broken"  # failed several in a row: never asked, but probed
     DRAINING = "draining"  # never asked; it leaves when it has nothing left to do
+    NO_HTTP = "no_http"  # never asked: it is inside another server, and only its peers speak with it
 
 
-class ListedEngine(msgspec.Struct, frozen=True):
-    """One worker in one of its lives."""
+class ListedEngine(msgspec.Struct, frozen=True, dict=True):
+    """One worker in one of its lives. Its name as a peer is made once: every request asks for it a dozen times."""
 
     name: WorkerId
     role: Literal["prefill", "decode", "both"]
-    url: str  # http://host:port
+    url: str  # http://host:port; "" where it is never asked
     incarnation: Incarnation = Incarnation(0)
     modes: tuple[Mode, ...] = ALL_MODES
     transports: tuple[str, ...] = ()  # none named: unknown, so not compared
@@ -43,12 +45,14 @@ class ListedEngine(msgspec.Struct, frozen=True):
     dialect: str = OWN  # its name in `dialect_table.DIALECTS`
     address: str = ""  # as it stands in request ids of the other dialects
     tp_size: int = 1
+    dp_rank: int = 0  # which of the engines behind its URL it is
+    dp_size: int = 1  # how many those are, at least: with several a request names the one that it is for
 
-    @property
+    @functools.cached_property
     def peer(self) -> PeerId:
         return PeerId(self.name, self.incarnation)
 
-    @property
+    @functools.cached_property
     def is_own(self) -> bool:
         """Whether it has registered as one of this cluster: it may be shown tokens, and told of spans."""
         return self.dialect == OWN and bool(self.incarnation)

@@ -8,16 +8,18 @@
 Laws: only failures that a worker cannot have meant count (it is away, hangs, answers 5xx or nonsense): one that says it
 is full is alive, and a client's mistake is nobody's failure. A worker breaks after `breaker_failures` in a row. Probes
 to one that stays away come ever more rarely, up to `probe_max_s`. What is known is of one life of a worker: a restart
-begins anew, and forgets.
+begins anew, and forgets. The data-parallel ranks behind one address have one standing, and are probed once for all.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from kvbaton.protocol.ids import PeerId
+
+NOBODY_ELSE: Mapping[PeerId, PeerId] = {}
 
 
 class WorkerStanding(enum.Enum):
@@ -27,7 +29,7 @@ class WorkerStanding(enum.Enum):
 
 
 @dataclass(slots=True)
-class _Record:
+class HealthRecord:
     failures: int = 0  # in a row
     suspect_until: float = 0.0
     probe_at: float | None = None  # set: broken
@@ -44,14 +46,15 @@ class Health:
         self._breaker_failures = breaker_failures
         self._probe_min_s = probe_min_s
         self._probe_max_s = probe_max_s
-        self._records: dict[PeerId, _Record] = {}
+        self._records: dict[PeerId, HealthRecord] = {}
+        self._stands_for: Mapping[PeerId, PeerId] = {}
 
     def __bool__(self) -> bool:
         """Whether anybody is less than well."""
         return bool(self._records)
 
     def standing(self, peer: PeerId, now: float) -> WorkerStanding:
-        record = self._records.get(peer)
+        record = self._records.get(self._stands_for.get(peer, peer)) if self._records else None
         if record is None:
             return WorkerStanding.WELL
         if record.probe_at is not None:
@@ -61,7 +64,7 @@ class Health:
     def failed(self, peer: PeerId, now: float) -> WorkerStanding | None:
         """Note a failure; returns the standing if it is news."""
         before = self.standing(peer, now)
-        record = self._records.setdefault(peer, _Record())
+        record = self._records.setdefault(self._stands_for.get(peer, peer), HealthRecord())
         record.failures += 1
         record.suspect_until = max(record.suspect_until, now + self._suspect_s)
         # Requests that were under way when it broke fail one after the other. They neither open the breaker again nor
@@ -76,8 +79,17 @@ class Health:
 
     def ok(self, peer: PeerId) -> None:
         """A worker did its part: whatever was held against it is over."""
-        if self._records and self._records.pop(peer, None) is not None:
+        if self._records and self._records.pop(self._stands_for.get(peer, peer), None) is not None:
             self.revision += 1
+
+    @property
+    def records(self) -> Mapping[PeerId, HealthRecord]:
+        return self._records
+
+    def replace(self, records: Mapping[PeerId, HealthRecord]) -> None:
+        """Take another's word for every worker."""
+        self._records = dict(records)
+        self.revision += 1
 
     def due(self, now: float) -> list[PeerId]:
         """Whom to probe now; each is due again only after its answer, or the next interval."""
@@ -102,8 +114,9 @@ class Health:
         record.suspect_until = now + self._suspect_s  # not for ever: while others are well a suspect is never asked
         self.revision += 1
 
-    def keep(self, known: Collection[PeerId]) -> None:
-        """Forget all others: they are gone."""
+    def keep(self, known: Collection[PeerId], stands_for: Mapping[PeerId, PeerId] = NOBODY_ELSE) -> None:
+        """Forget all others: they are gone. `stands_for`: under whom the standing of a rank is kept."""
+        self._stands_for = stands_for
         if not self._records.keys() <= set(known):
             self._records = {peer: record for peer, record in self._records.items() if peer in known}
             self.revision += 1

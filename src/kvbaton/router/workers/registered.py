@@ -1,4 +1,7 @@
-"""Workers as the registry lists them, in the form that the router chooses from."""
+"""Workers as registries list them, in the form that the router chooses from.
+
+Law: one that has no HTTP address is listed and never asked.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ class _Registry(Protocol):
 
 
 class RegistryDirectory:
-    """A directory over `RegistryServer`, whose list is a new tuple whenever it changes. Never blocks."""
+    """A directory over `RegistryServer` or `RegistryReaders`: a new tuple whenever it changes. Never blocks."""
 
     def __init__(self, registry: _Registry) -> None:
         self._registry = registry
@@ -46,7 +49,7 @@ def _worker(entry: RosterEntry) -> ListedEngine:
     return ListedEngine(
         told.worker,
         told.role,
-        f"http://{told.http_address}",
+        f"http://{told.http_address}" if told.http_address else "",
         told.incarnation,
         modes if told.modes else ALL_MODES,
         told.transports,
@@ -54,10 +57,14 @@ def _worker(entry: RosterEntry) -> ListedEngine:
         _state(entry),
         told.host,
         tp_size=told.tp_size,
+        dp_rank=told.dp_rank,
+        dp_size=told.dp_size,
     )
 
 
 def _state(entry: RosterEntry) -> WorkerListState:
     if entry.draining:
         return WorkerListState.DRAINING  # also if it is silent: it will not come back
+    if not entry.registration.http_address:
+        return WorkerListState.NO_HTTP
     return WorkerListState.SERVING if entry.state is WorkerState.READY else WorkerListState.SUSPECT

@@ -15,6 +15,12 @@ ANSWER_TOKENS_GUESS = 256
 """Of a request that names no length."""
 ANSWER_TOKENS_MAX = 32_768
 """No request counts for more: else one could steer all others away from a worker."""
+SHAPING: Mapping[BodyKind, tuple[str, ...]] = {
+    BodyKind.CHAT: ("tools", "messages"),
+    BodyKind.RESPONSES: ("tools", "instructions", "input"),
+    BodyKind.MESSAGES: ("tools", "system", "messages"),
+}
+"""The fields that a conversation's prompt is made of, in their order there."""
 _HOLDING = (str, list, dict)
 _LENGTHS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 
@@ -25,12 +31,15 @@ class Loads:
     def __init__(self) -> None:
         self.tokens: dict[PeerId, int] = {}
 
+    def look(self, now: float) -> None:
+        """Learn what others have sent, where several share the workers; called before a choice."""
+
     def take(self, peer: PeerId, tokens: int) -> WorkerLoad:
-        self.tokens[peer] = self.tokens.get(peer, 0) + tokens
+        self._change(peer, tokens)
         return WorkerLoad(self, peer, tokens)
 
-    def _give(self, peer: PeerId, tokens: int) -> None:
-        left = self.tokens.get(peer, 0) - tokens
+    def _change(self, peer: PeerId, tokens: int) -> None:
+        left = self.tokens.get(peer, 0) + tokens
         if left > 0:
             self.tokens[peer] = left
         else:
@@ -50,7 +59,7 @@ class WorkerLoad:
     def give(self) -> None:
         tokens, self._tokens = self._tokens, 0
         if tokens:
-            self._loads._give(self._peer, tokens)
+            self._loads._change(self._peer, -tokens)
 
 
 def prompt_tokens(kind: BodyKind, fields: Mapping[str, Any], chars_per_token: float) -> int:
@@ -60,8 +69,7 @@ def prompt_tokens(kind: BodyKind, fields: Mapping[str, Any], chars_per_token: fl
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
             return len(prompt)
         return max(1, int(_chars(prompt) / chars_per_token))
-    shaping = ("messages", "tools") if kind is BodyKind.CHAT else ("input", "instructions", "tools")
-    return max(1, int(sum(_chars(fields.get(name)) for name in shaping) / chars_per_token))
+    return max(1, int(sum(_chars(fields.get(name)) for name in SHAPING[kind]) / chars_per_token))
 
 
 def answer_tokens(fields: Mapping[str, Any]) -> int:

@@ -1,1 +1,1 @@
-"""Any transport with the bytes of each copy compared end to end."""
+"""Any transport with end-to-end comparison of the bytes of each copy."""

@@ -1,7 +1,7 @@
-"""The asking side of checksums: one connection to a peer's sum service, dialled when there is something to ask.
+"""The client side of checksums: one connection to a peer's checksum service, opened when it is needed.
 
-Law: every question is told its answer or its failure, once, or its job has ended. A service that answers nothing for
-`answer_s` while it is being asked has failed, and all that was asked of it fails. All of it happens on one loop.
+Law: every query gets its answer or its failure, once, or its job has ended. A service that answers nothing for
+`answer_s` while queries are outstanding has failed, and all its queries fail. Everything happens on one loop.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Question:
 
 
 class SumLink:
-    """What is asked of one peer. Methods run on the loop."""
+    """The queries to one peer. Methods run on the loop."""
 
     def __init__(self, route: TcpRoute, loop: SocketLoop, answer_s: float) -> None:
         self.there = route
@@ -60,13 +60,13 @@ class SumLink:
             self._wire.flush()
 
     def sweep(self) -> None:
-        """Forget the questions of jobs that have ended. A connection that owes only those is given up."""
+        """Forget the queries of jobs that have ended. A connection that owes only those is closed."""
         self._queue = deque(question for question in self._queue if not question.job.ended)
         if self._asked and all(question.job.ended for question in self._asked.values()):
-            self._hang_up("nobody waits for the answers any more")
+            self._hang_up("the answers are no longer wanted")
 
     def shut(self, detail: str) -> None:
-        """End everything; what is asked later dials again."""
+        """End everything; a later query connects again."""
         self._give_up(Reason.TRANSFER_FAILED, f"{self._service}: {detail}")
         self._hang_up(detail)
 
@@ -75,7 +75,7 @@ class SumLink:
             self._wire.close(detail)
 
     def _pump(self) -> None:
-        """Dial if nothing is open; ask while the window has room."""
+        """Connect if nothing is open; send queries while the window has room."""
         if self._wire is None and self._queue:
             self._dial()
         while self._ready and self._queue and len(self._asked) < WINDOW and self._wire is not None:
@@ -101,7 +101,7 @@ class SumLink:
             return
         limit_s = self.there.dial_deadline_s
         wire = self._wire = Wire(self._loop, sock, self._closed)
-        self._timer = self._loop.later(limit_s, lambda: wire.close(f"no answer to our greeting within {limit_s} s"))
+        self._timer = self._loop.later(limit_s, lambda: wire.close(f"no answer to our handshake within {limit_s} s"))
         wire.open(self._talk(wire))
 
     def _talk(self, wire: Wire) -> Script:
@@ -117,7 +117,7 @@ class SumLink:
             question = self._asked.get(frame.tag)
             due = 0 if question is None else DIGEST_BYTES * (len(question.spans) // 3)
             if question is None or frame.payload_bytes != (due if frame.status is FrameStatus.OK else 0):
-                raise ProtocolError(Reason.BAD_MESSAGE, f"{frame.payload_bytes} bytes of digests, {due} were asked for")
+                raise ProtocolError(Reason.BAD_MESSAGE, f"{frame.payload_bytes} bytes of digests, expected {due}")
             found = yield from take(frame.payload_bytes)
             del self._asked[frame.tag]
             self._heard_at = time.monotonic()
@@ -130,7 +130,7 @@ class SumLink:
             self._pump()
 
     def _not_lent(self, question: Question) -> None:
-        """Asked again for a moment: the word that it is lent may be on its way."""
+        """Retried for a moment: the loan may not have arrived yet."""
         now = time.monotonic()
         question.refused_at = question.refused_at or now
         if now - question.refused_at >= LENT_WAIT_S:
@@ -139,7 +139,7 @@ class SumLink:
             self._loop.later(AGAIN_S_MAX / 50, lambda: None if question.job.ended else self.ask([question]))
 
     def _look(self) -> None:
-        """Whether the service still answers; again later, as long as it is being asked."""
+        """Check that the service still answers, repeatedly, as long as queries are outstanding."""
         self._timer = None
         if not self._asked:
             return
@@ -158,7 +158,7 @@ class SumLink:
         if not was_ready:
             self._give_up(Reason.UNREACHABLE, f"{self._service}: {detail}")
         elif self._queue:
-            self._loop.call(self._pump)  # each round asks, and so ends, at least one of them
+            self._loop.call(self._pump)  # each round sends, and so ends, at least one of them
 
     def _give_up(self, reason: Reason, detail: str) -> None:
         failed, self._queue = self._queue, deque()
@@ -172,4 +172,4 @@ class SumLink:
 
     @property
     def _service(self) -> str:
-        return f"the sum service of {self.there.peer}"
+        return f"the checksum service of {self.there.peer}"

@@ -1,7 +1,7 @@
-"""Digests of device memory, by the device: one launch reads the bytes of many questions where they are.
+"""Digests of device memory, computed by the device: one launch reads the bytes of many queries in place.
 
-Laws: nothing but digests leaves the device. A launch takes at most `BATCH_MAX` questions, and the digests of a batch
-lie in its slot until they were told. Kernels have the same bounded share of the device as copies (`cuda_driver`).
+Laws: only digests leave the device. A launch takes at most `BATCH_MAX` queries, and the digests of a batch stay in its
+slot until they are delivered. Kernels share the bounded part of the device that copies use (`cuda_driver`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DueDigest:
 
 
 class DeviceSums:
-    """See `sums_memory.Sums` and `cuda_runner.Worker`. Two threads, started by the first question."""
+    """See `checksum_memory.Sums` and `cuda_runner.Worker`. Two threads, started by the first query."""
 
     kind = "device"
     portioning = Portioning(PIECE_BYTES, PART_BYTES, PIECE_BYTES)
@@ -71,7 +71,7 @@ class DeviceSums:
     def digest(self, region: int, spans: Spans, width: int, halt: bytearray, tell: Tell) -> None:
         memory = self._memory.get(region)
         if memory is None or len(spans) > ROWS_MAX * width:
-            raise ValueError(f"{len(spans) // width} rows of region {region}: more than {ROWS_MAX}, or none of ours")
+            raise ValueError(f"{len(spans) // width} rows of region {region}: more than {ROWS_MAX}, or not registered")
         self._runner.add(DueDigest(memory, spans, width, halt, tell))
 
     def close(self, join_s: float) -> bool:
@@ -85,7 +85,7 @@ class DeviceSums:
             self._found[slot] = self._gpu.allocate_pinned(DIGEST_BYTES * ROWS_MAX * BATCH_MAX)
         groups, address = list[LaunchGroup](), self._found[slot]
         for due in batch:
-            if due.halt[0]:  # nobody waits for it any more
+            if due.halt[0]:  # no longer wanted
                 continue
             due.address = address
             groups.append(LaunchGroup(address, due.memory.address, _rows(due)))
@@ -96,7 +96,7 @@ class DeviceSums:
     def end(self, batch: list[DueDigest], problem: str) -> None:
         for due in batch:
             if problem or not due.address:
-                due.tell(b"", problem or "nobody waits for it any more")
+                due.tell(b"", problem or "no longer wanted")
             else:
                 due.tell(ctypes.string_at(due.address, DIGEST_BYTES * due.rows), "")
 

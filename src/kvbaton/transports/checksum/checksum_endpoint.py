@@ -1,7 +1,7 @@
-"""What a peer needs to reach a data plane and the sum service beside it.
+"""Endpoint of a transport with its checksum service.
 
-Law: an endpoint without a sum service is refused by name, never taken for one that needs no checking; and so is one
-whose digests are of another kind than ours (`sums_memory`), which would always differ.
+Law: an endpoint without a checksum service is refused by name, never treated as one that needs no checking; and so is
+one whose digests are of another kind than ours (`checksum_memory`), which would always differ.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ CANNOT, CAN, INSISTS = range(3)
 
 
 class SumEndpoint(msgspec.Struct, frozen=True, array_like=True):
-    """Where the sum service listens, and the endpoint of the data plane itself."""
+    """The address of the checksum service, and the endpoint of the transport itself."""
 
     host: str
     port: Port
     secret: bytes
     inner: bytes
-    seals: Number = CANNOT  # a version that could not encrypt said nothing
+    seals: Number = CANNOT  # versions that could not encrypt omit it
 
 
 def is_summed(endpoint: bytes) -> bool:
-    """Whether the sender of `endpoint` has a sum service beside its data plane."""
+    """Whether the sender of `endpoint` has a checksum service."""
     return endpoint.startswith(tuple(VERSIONS.values()))
 
 
@@ -43,16 +43,16 @@ def pack(endpoint: SumEndpoint, kind: str = "host") -> bytes:
     packed = VERSIONS[kind] + msgspec.msgpack.encode(endpoint)
     if len(packed) > BYTES_MAX:
         raise ValueError(
-            f"checksum: the endpoint is {len(packed)} bytes with its sum service, at most {BYTES_MAX} can be told"
+            f"checksum: the endpoint is {len(packed)} bytes with its checksum service, at most {BYTES_MAX} are allowed"
         )
     return packed
 
 
 def parse(peer: PeerId, data: bytes, kind: str = "host") -> SumEndpoint:
-    """ValueError for anything but an endpoint with a sum service of that kind."""
+    """ValueError for anything but an endpoint with a checksum service of that kind."""
     if not is_summed(data):
         raise ValueError(
-            f"checksum: {peer} offers no sums, so its bytes cannot be compared with ours; "
+            f"checksum: {peer} offers no checksums, so its bytes cannot be compared with ours; "
             "set checksum on both sides, or to off on both"
         )
     if not data.startswith(VERSIONS[kind]):
@@ -63,8 +63,8 @@ def parse(peer: PeerId, data: bytes, kind: str = "host") -> SumEndpoint:
     try:
         there = msgspec.msgpack.decode(data[len(VERSION) :], type=SumEndpoint)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(f"not an endpoint with a sum service: {error}") from None
+        raise ValueError(f"not an endpoint with a checksum service: {error}") from None
     ipaddress.ip_address(there.host)
     if not 0 < there.port < 1 << 16 or len(there.secret) != SECRET_BYTES:
-        raise ValueError("the endpoint's sum service has no usable port or secret")
+        raise ValueError("the endpoint's checksum service has no usable port or secret")
     return there

@@ -1,12 +1,12 @@
-"""xxh3 of spans of memory, by the library xxhash, without holding other threads up.
+"""xxh3 of spans of memory, by the library xxhash, without blocking other threads.
 
 Law: the caller has range-checked every span; no lock is held over more than one of them.
 
-The library keeps the GIL while it digests a small buffer (64 KiB; not at 256), so whoever digests 16 KiB segments in a
-row makes every other thread wait out a switch interval, 5 ms, each time it wants to go on. The library's C function,
-called past its Python wrapper, lets them in within 0.07 ms (docs/lab/2026-11-15-checksum.md). It is taken where the
-shared object exports it (seen in the wheels of 3.5.0 for x86_64 and 4.1.0 for x86_64 and aarch64) and agrees with the
-wrapper. Delete that way when the wrapper lets go of the GIL for small buffers too.
+The library holds the GIL while it digests a small buffer (64 KiB; not at 256), so digesting 16 KiB segments in a row
+makes every other thread wait out a switch interval, 5 ms, each time it wants to run. The library's C function, called
+past its Python wrapper, lets them run within 0.07 ms (docs/lab/2026-11-15-checksum.md). It is used where the shared
+object exports it (seen in the wheels of 3.5.0 for x86_64 and 4.1.0 for x86_64 and aarch64) and agrees with the wrapper.
+Delete this path when the wrapper releases the GIL for small buffers too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PROBE = bytes(range(256)) * 5
 
 
 def digests(memory: memoryview, spans: Spans, width: int, halt: bytearray) -> bytes:
-    """A little-endian digest for each row; ends early, and means nothing, once `halt[0]` is set."""
+    """A little-endian digest for each row; ends early, with undefined results, once `halt[0]` is set."""
     found: list[int] = []
     for low in range(0, len(spans), ROWS_A_LOOK * width):
         if halt[0]:
@@ -50,7 +50,7 @@ def _each(memory: memoryview, rows: Iterable[tuple[int, int]]) -> list[int]:
 
 
 def _load() -> Callable[[int, int], int] | None:
-    """The library's own function, if it can be had and agrees with its wrapper."""
+    """The library's own function, if it is available and agrees with its wrapper."""
     try:
         library = ctypes.CDLL(importlib.import_module("xxhash._xxhash").__file__)
         function = library.XXH3_64bits

@@ -1,8 +1,8 @@
-"""Memory that can be digested, whatever it is of: what checksums need to know of it, and the host's own.
+"""Memory that can be digested: the interface that checksums need, and its implementation for host memory.
 
 Laws: `digest` returns at once and never touches memory on the caller's thread; `tell` is called once, from another,
-with a digest for each row or with what went wrong, unless this was closed. Whoever asks has range-checked every row.
-Both sides of a pair have the same `kind`: digests of two kinds say nothing about each other.
+with a digest for each row or with an error, unless this was closed. The caller has range-checked every row. Both sides
+of a pair have the same `kind`: digests of two kinds cannot be compared.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ Tell: TypeAlias = Callable[[bytes, str], None]
 
 
 class Portioning(msgspec.Struct, frozen=True):
-    """How what is compared is cut up."""
+    """How the compared bytes are divided."""
 
     piece_bytes: int = PIECE_BYTES
     part_bytes: int = PART_BYTES
-    row_bytes_max: int = PART_BYTES + PIECE_BYTES  # in a peer's question
+    row_bytes_max: int = PART_BYTES + PIECE_BYTES  # in a peer's query
 
     @property
     def question_bytes_max(self) -> int:
-        """More than an honest peer ever asks about at once: others wait in the same line."""
+        """More than an honest peer ever asks about at once: others wait in the same queue."""
         return self.part_bytes + self.piece_bytes
 
 
 class Sums(Protocol):
-    """The registered memory of one transport, as far as it is digested."""
+    """The registered memory of one transport, as seen by digests."""
 
     kind: str
     portioning: Portioning
@@ -45,14 +45,15 @@ class Sums(Protocol):
     def add(self, region: int, memory: Any) -> None: ...
     def size_of(self, region: int) -> int | None: ...
     def digest(self, region: int, spans: Spans, width: int, halt: bytearray, tell: Tell) -> None:
-        """Rows of `width` numbers, offset first and bytes last. May end early, and mean nothing, once `halt[0]`."""
+        """Rows of `width` numbers, offset first and bytes last. May end early, with undefined results, once
+        `halt[0]`."""
 
     def close(self, join_s: float) -> bool:
-        """Begin nothing more; whether nothing touches memory any more within `join_s`."""
+        """Start nothing more; whether nothing touches memory any more within `join_s`."""
 
 
 class HostSums:
-    """Memory of the host, by xxh3 on threads of its own."""
+    """Host memory, by xxh3 on its own threads."""
 
     kind = "host"
     portioning = Portioning()

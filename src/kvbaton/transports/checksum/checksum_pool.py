@@ -1,7 +1,7 @@
-"""Threads that digest memory, so that neither a loop nor an engine ever does.
+"""Threads that digest memory, so that neither a loop nor an engine does.
 
-Law: a digester touches memory only while it runs a task, and `close` waits, bounded, for the task under way. Tasks wait
-in a queue that their owners bound: by accepted copies on one side, by the window of each connection on the other.
+Law: a digester touches memory only while it runs a task, and `close` waits, for a bounded time, for the current task.
+The task queue is bounded by its owners: by accepted copies on one side, by the window of each connection on the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class Digesters:
-    """A few threads, started by the first task; tasks begin in the order they were added."""
+    """A few threads, started by the first task; tasks start in the order they were added."""
 
     def __init__(self, name: str, threads: int) -> None:
         self._name = name
@@ -38,7 +38,7 @@ class Digesters:
             self._due.put(task)
 
     def close(self, join_s: float) -> bool:
-        """Begin nothing more; whether all threads have ended within `join_s`. Idempotent."""
+        """Start nothing more; whether all threads have ended within `join_s`. Idempotent."""
         with self._lock:
             self._closed = True
             threads = [thread for thread in self._threads if thread is not threading.current_thread()]

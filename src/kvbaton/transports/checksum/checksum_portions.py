@@ -1,8 +1,8 @@
 """Which bytes of a copy are compared with the other side's, and in what portions. Pure functions.
 
 Law: `full` covers every byte of a copy once; `sample` about one in sixteen, always with the first and the last piece.
-The choice follows from the copy and its job number alone, so whoever repeats it looks at the same bytes. Segments are
-compared one by one, in pieces of bounded size: what differs can then be named, and no question is large.
+The choice depends only on the copy and its job number, so a repetition selects the same bytes. Segments are compared
+one by one, in pieces of bounded size: a difference can then be located, and no query is large.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Checksum(enum.StrEnum):
 
 
 def portions(copy: Copy, mode: Checksum, piece_bytes: int = PIECE_BYTES, part_bytes: int = PART_BYTES) -> list[Spans]:
-    """What is to be compared: triples of at most `piece_bytes`, in portions of bounded rows and bytes."""
+    """The bytes to compare: triples of at most `piece_bytes`, in portions of bounded rows and bytes."""
     if mode is Checksum.OFF:
         return []
     rows = _pieces(rows_of(copy), piece_bytes)
@@ -50,7 +50,7 @@ def portions(copy: Copy, mode: Checksum, piece_bytes: int = PIECE_BYTES, part_by
 
 
 def rows_of(copy: Copy) -> Rows:
-    """All that a copy moves, span by span."""
+    """Everything that a copy moves, span by span."""
     flat: Rows = np.frombuffer(copy.spans, np.int64).reshape(-1, 3) if copy.spans else np.empty((0, 3), np.int64)
     if copy.weave is None or not copy.weave.rows:
         return flat
@@ -71,7 +71,7 @@ def difference(ours: bytes, theirs: bytes) -> int | None:
 
 
 def described(copy: Copy, portion: Spans, row: int) -> str:
-    """A piece that differs, in the words of the copy it belongs to."""
+    """A piece that differs, in the terms of its copy."""
     local, remote, size = portion[3 * row : 3 * row + 3]
     rows = rows_of(copy)
     into = local - rows[:, 0]
@@ -95,9 +95,9 @@ def _pieces(rows: Rows, piece_bytes: int) -> Rows:
 
 
 def _sampled(count: int, job: int) -> list[int]:
-    """One row of every sixteen, at a place in each that hardly ever repeats, and the first and the last.
+    """One row of every sixteen, at a position in each that hardly ever repeats, and the first and the last.
 
-    A fixed stride would meet the same layers of every block: segments come in powers of two.
+    A fixed stride would hit the same layers of every block: segments come in powers of two.
     """
     chosen = {0, count - 1}
     for low in range(0, count, SAMPLE_EVERY):

@@ -1,8 +1,8 @@
-"""The answering side of checksums: digests of registered memory, for admitted peers.
+"""The server side of checksums: digests of registered memory, for authenticated peers.
 
-Law: nothing is read before every span of a question was checked against the memory here and, where the plane enforces
-what is lent, against that (a digest tells whether a guess is right); and nothing is digested on the loop. A question
-costs its connection's window until it is answered, so a peer can make at most that much work wait.
+Law: nothing is read before every span of a query was checked against the memory here and, where the transport enforces
+loans, against those (a digest tells whether a guess is right); and nothing is digested on the loop. A query occupies
+its connection's window until it is answered, so a peer can make at most that much work wait.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ WRITTEN_BYTES_MIN = 16
 
 @dataclass(slots=True, eq=False)
 class ChecksumGuest:
-    """One connection of an admitted peer."""
+    """One connection of an authenticated peer."""
 
     peer: PeerId
     wire: Wire
-    waiting: int = 0  # questions that are being digested or wait for it
-    halt: bytearray = field(default_factory=lambda: bytearray(1))  # set when nobody waits for the answers any more
+    waiting: int = 0  # queries being digested or waiting
+    halt: bytearray = field(default_factory=lambda: bytearray(1))  # set when the answers are no longer wanted
 
 
 class SumService:
-    """Listens, admits and answers on one loop; one connection per peer, the newest."""
+    """Listens, authenticates and answers on one loop; one connection per peer, the newest."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class SumService:
         return int(self._reception.listen(create).getsockname()[1])
 
     def shut_out(self, peer: PeerId) -> None:
-        """Answer `peer` no more. From any thread."""
+        """Stop answering `peer`. From any thread."""
         self.keyring.revoke(peer)
         self._loop.call(partial(self._drop, peer, "shut out"))
 
@@ -86,7 +86,7 @@ class SumService:
             guest.wire.close(detail)
 
     def _adopt(self, admitted: Admitted, sock: socket.socket) -> None:
-        """The secret is looked at again: it may have been revoked between."""
+        """The secret is checked again: it may have been revoked in between."""
         if not self.keyring.still_admits(admitted):
             sock.close()
             return
@@ -109,7 +109,7 @@ class SumService:
             frame = parse((yield from take(FRAME_BYTES)), FrameKind.SUM)
             pairs = from_wire((yield from take(frame.table_bytes)))
             if guest.waiting + len(guest.wire.out) >= WINDOW_MAX:
-                raise ProtocolError(Reason.BAD_MESSAGE, f"more than {WINDOW_MAX} questions at once")
+                raise ProtocolError(Reason.BAD_MESSAGE, f"more than {WINDOW_MAX} concurrent queries")
             known = self._is_inside(frame, pairs)
             flight = self._begin(guest, frame.region, pairs) if known and self._loans and pairs else None
             if not known or (self._loans and pairs and flight is None):
@@ -122,8 +122,8 @@ class SumService:
                 self._sums.digest(frame.region, pairs, 2, guest.halt, tell)
 
     def _begin(self, guest: ChecksumGuest, region: int, pairs: Spans) -> BytesUnderWay | None:
-        """Who was lent blocks to read may ask for their digests; who may only write there, not for digests of so little
-        that they tell what was there before."""
+        """A peer that may read lent blocks may ask for their digests; a peer that may only write them must not ask for
+        digests of so little that they reveal the previous contents."""
         assert self._loans is not None
         for way in Direction:
             if way is Direction.WRITE and min(pairs[1::2]) < WRITTEN_BYTES_MIN:
@@ -134,7 +134,7 @@ class SumService:
         return None
 
     def _is_inside(self, frame: Frame, pairs: Spans) -> bool:
-        """Whether all that a question is about lies in memory here."""
+        """Whether everything that a query names lies in memory here."""
         size, bounds = self._sums.size_of(frame.region), self._sums.portioning
         if size is None:
             return False
@@ -143,15 +143,15 @@ class SumService:
         except ValueError:
             return False
         if frame.payload_bytes > bounds.question_bytes_max or max(pairs[1::2], default=0) > bounds.row_bytes_max:
-            raise ProtocolError(Reason.BAD_MESSAGE, f"a question about {frame.payload_bytes} bytes; ask in parts")
+            raise ProtocolError(Reason.BAD_MESSAGE, f"a query about {frame.payload_bytes} bytes; split it")
         if total != frame.payload_bytes:
-            raise ProtocolError(Reason.BAD_MESSAGE, f"spans of {total} bytes, said to be {frame.payload_bytes}")
+            raise ProtocolError(Reason.BAD_MESSAGE, f"spans of {total} bytes, announced as {frame.payload_bytes}")
         return True
 
     def _digested(
         self, guest: ChecksumGuest, tag: int, flight: BytesUnderWay | None, found: bytes, problem: str
     ) -> None:
-        """On the thread of whoever digests."""
+        """On the digesting thread."""
         if self._loans is not None and flight is not None:
             self._loans.end(flight)
         if problem:

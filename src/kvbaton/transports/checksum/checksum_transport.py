@@ -1,18 +1,18 @@
-"""Any data plane, with the bytes of each copy compared end to end: `checksum: sample` or `full`.
+"""Any transport with end-to-end comparison of the bytes of each copy: `checksum: sample` or `full`.
 
-When the plane beneath says that a copy has ended well, the side that drove it asks the other side for digests of the
-memory there, digests its own, and compares: what was sent with what landed, whoever moved it and through whatever. The
-other side answers from a small sum service beside its plane, which only admitted peers can reach. Memory of the host is
-digested by threads of the host, memory of a device by the device (`sums_memory`, `sums_device`).
+When the inner transport reports that a copy has succeeded, the side that drove it asks the other side for digests of
+the memory there, digests its own, and compares: what was sent with what landed, whichever way it moved. The other side
+answers from a small checksum service next to its transport, which only authenticated peers can reach. Host memory is
+digested by host threads, device memory by the device (`checksum_memory`, `checksum_device`).
 
-Law: no copy ends well unless every digest asked for it agreed. A copy whose bytes differ ends as CHECKSUM_MISMATCH; one
-whose sums could not be had as TRANSFER_FAILED, or as UNREACHABLE where there is nobody to ask. Comparing only reads, so
-what ends a copy meanwhile (cancel, disconnect, fence, close) ends it at once, and at rest. The side that drives a copy
-decides how much of it is compared; with `off` it compares nothing and still answers. A peer without a sum service is
-refused by `connect`.
+Law: no copy succeeds unless every digest requested for it agreed. A copy whose bytes differ ends as CHECKSUM_MISMATCH;
+one whose digests could not be obtained as TRANSFER_FAILED, or as UNREACHABLE if the service cannot be reached.
+Comparing only reads, so whatever ends a copy meanwhile (cancel, disconnect, fence, close) ends it at once, and at rest.
+The side that drives a copy decides how much of it is compared; with `off` it compares nothing and still answers. A peer
+without a checksum service is refused by `connect`.
 
-A mismatch is also what a reader sees whose source reused its blocks before they were compared (an expired lease); such
-a copy would have been refused as stale a moment later.
+A reader also sees a mismatch if its source reused the blocks before they were compared (an expired lease); such a copy
+would have been refused as stale a moment later.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class SumConfig(msgspec.Struct, frozen=True):
     mode: Checksum = Checksum.FULL
     host: str = "127.0.0.1"
     port: int = 0
-    advertise: str = ""  # what peers dial, when `host` is a wildcard
+    advertise: str = ""  # what peers connect to, when `host` is a wildcard
     threads: int = 1  # that digest; one does 6 GB/s of 16 KiB segments, and two hardly more
     copies_max: int = 1024
-    answer_s: float = 10.0  # a service that is asked and answers nothing for so long has failed
+    answer_s: float = 10.0  # a service that answers nothing for this long has failed
     dial_deadline_s: float = 5.0
     strangers_max: int = 64
     pure_python: bool = False
@@ -76,7 +76,7 @@ class SumConfig(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         host = ipaddress.ip_address(self.host)
         if (ipaddress.ip_address(self.advertise) if self.advertise else host).is_unspecified:
-            raise ValueError(f"peers cannot dial {self.advertise or host}: set advertise to this host's own address")
+            raise ValueError(f"peers cannot connect to {self.advertise or host}: set advertise to this host's address")
         if min(self.threads, self.copies_max, self.strangers_max) < 1 or min(self.answer_s, self.dial_deadline_s) <= 0:
             raise ValueError(
                 f"threads, copies_max, strangers_max, answer_s and dial_deadline_s must be positive: {self}"
@@ -85,17 +85,18 @@ class SumConfig(msgspec.Struct, frozen=True):
 
     @property
     def must_seal(self) -> bool:
-        """Whether this side insists on encryption, with whoever dials it."""
+        """Whether this side requires encryption, with any peer."""
         return sealing.is_required(self.encrypt, self.advertise or self.host)
 
 
 def summed(inner: Capabilities) -> Capabilities:
-    """The inner plane's; but the other process takes part now, with digests of its memory, and must know of it."""
+    """The inner transport's, except that the other process takes part now, with digests of its memory, and must
+    know."""
     return msgspec.structs.replace(inner, name=f"{inner.name}+sums", one_sided=False)
 
 
 class SummedTransport(PlaneShell[SumLink]):
-    """See `base.Transport`. Threads beside the inner plane's: one that asks and answers, and those of `sums`."""
+    """See `base.Transport`. Threads besides the inner transport's: one that asks and answers, and those of `sums`."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class SummedTransport(PlaneShell[SumLink]):
         config: SumConfig | None = None,
         sums: Sums | None = None,
     ) -> None:
-        """`sums` digests the kind of memory that `inner` moves; without it, memory of the host."""
+        """`sums` digests the kind of memory that `inner` moves; without it, host memory."""
         self._config = config = config or SumConfig()
         self.capabilities = summed(inner.capabilities)
         super().__init__(me, config.copies_max, config.pure_python)
@@ -114,7 +115,7 @@ class SummedTransport(PlaneShell[SumLink]):
         self._loop = SocketLoop(f"kvbaton-sums-{me}")
         limits = config.strangers_max, config.dial_deadline_s
         self._loans = Loans(self._mover, self._loan_ended, partial(self._loop.call_later, GRACE_S))
-        self._lent: dict[JobId, int] = {}  # how many of the two, the inner plane and the service, have not let go
+        self._lent: dict[JobId, int] = {}  # how many of the two, inner transport and service, still hold it
         asked = self._loans if inner.capabilities.enforces else None
         self._service = SumService(me, self._loop, self._sums, self._mover, asked, *limits, config.encrypt)
         if config.must_seal:
@@ -123,7 +124,7 @@ class SummedTransport(PlaneShell[SumLink]):
 
     @property
     def refusals(self) -> Mapping[str, int]:
-        """At the sum service and, where it counts them, at the inner plane's own port."""
+        """Of the checksum service and, if it counts them, of the inner transport's own port."""
         return refusals_of(self._service, self._inner)
 
     @property
@@ -131,7 +132,7 @@ class SummedTransport(PlaneShell[SumLink]):
         return mapped_bytes_of(self._inner)
 
     def register(self, region: int, memory: Any) -> None:
-        """Of the kind that the inner plane moves."""
+        """Of the kind that the inner transport moves."""
         self._inner.register(region, memory)
         self._sums.add(region, memory)
         self._loans.add_region(region, memory.nbytes)
@@ -147,7 +148,7 @@ class SummedTransport(PlaneShell[SumLink]):
         cast(LendingTransport, self._inner).lend(loan)
 
     def endpoint(self, peer: PeerId) -> bytes:
-        """The inner plane's, and the sum service's. Listens from the first call on."""
+        """The inner transport's, and the checksum service's. Listens from the first call on."""
         inner, config = self._inner.endpoint(peer), self._config
         port = self._service.listen(config.host, config.port)
         secret = self._service.keyring.mint(peer)
@@ -156,7 +157,7 @@ class SummedTransport(PlaneShell[SumLink]):
         return checksum_endpoint.pack(there, self._sums.kind)
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        """ValueError, naming `checksum`, for a peer that has no sum service; and as of any encrypted connection."""
+        """ValueError, naming `checksum`, for a peer without a checksum service; and as of any encrypted connection."""
         there = checksum_endpoint.parse(peer, endpoint, self._sums.kind)
         insists, able = there.seals == INSISTS, there.seals != CANNOT
         sealed = sealing.agree(str(peer), self._config.encrypt, there.host, insists, able)
@@ -183,7 +184,7 @@ class SummedTransport(PlaneShell[SumLink]):
     def submit(self, copy: Copy) -> bool:
         with self._jobs:
             if self._jobs.find(copy.job) is not None:
-                raise ValueError(f"job {copy.job} is already under way")
+                raise ValueError(f"job {copy.job} is already in flight")
             if not self._jobs.has_room or not self._inner.submit(copy):
                 return False
             self._jobs.accept(copy)
@@ -195,7 +196,7 @@ class SummedTransport(PlaneShell[SumLink]):
         self._inner.cancel(job)
 
     def fence(self, peer: PeerId) -> None:
-        """As the inner plane's; and `peer` gets no more sums until it has a new endpoint."""
+        """As the inner transport's; and `peer` gets no more digests until it has a new endpoint."""
         self._inner.fence(peer)
         self._service.shut_out(peer)
         with self._jobs:
@@ -215,15 +216,15 @@ class SummedTransport(PlaneShell[SumLink]):
         self._loans.close()
         self._collect()
         for job in self._jobs.of_peer():
-            job.lost = True  # the inner plane did not say how it ended
-        return False  # memory is the inner plane's
+            job.lost = True  # the inner transport did not report how it ended
+        return False  # memory is the inner transport's
 
     def _has_news(self) -> None:
-        """Called by the inner plane, on any of its threads."""
+        """Called by the inner transport, on any of its threads."""
         self._loop.call(self._collect)
 
     def _collect(self) -> None:
-        """Hear what became of the inner plane's copies. On the loop, and once more when that has ended."""
+        """Process the ends of the inner transport's copies. On the loop, and once more when it has ended."""
         with self._jobs:
             for event in self._inner.drain():
                 job = self._jobs.find(event.job) if isinstance(event, CopyEnded) else None
@@ -235,7 +236,7 @@ class SummedTransport(PlaneShell[SumLink]):
                     self._loan_ended(event)
 
     def _loan_ended(self, event: CopyEnded) -> None:
-        """The inner plane, or the service, has let go of a loan."""
+        """The inner transport, or the service, has released a loan."""
         with self._jobs:
             self._lent[event.job] -= 1
             if not self._lent[event.job]:
@@ -243,9 +244,9 @@ class SummedTransport(PlaneShell[SumLink]):
                 self._jobs.loan_ended(event)
 
     def _landed(self, job: CopyJob, event: CopyEnded) -> None:
-        """The inner plane is done with `job`. If that went well and nobody wants it stopped, its bytes are compared."""
-        # The inner plane's word comes first: bytes that did not land need no comparing. A reason noted by `_stop` while
-        # they moved counts only now, because until now the copy was not at rest.
+        """The inner transport is done with `job`. If it succeeded and was not cancelled, its bytes are compared."""
+        # The inner transport's result comes first: bytes that did not land need no comparison. A reason noted by
+        # `_stop` while they moved counts only now, because until now the copy was not at rest.
         if event.reason is not None:
             job.reason, job.detail = event.reason, event.detail
         job.lost = not event.at_rest
@@ -262,9 +263,10 @@ class SummedTransport(PlaneShell[SumLink]):
         copy, bounds = job.copy, self._sums.portioning
         link = self._links.get(copy.peer)
         if link is None or self._sums.size_of(copy.local_region) is None:
-            self._jobs.fail(job, Reason.PEER_GONE, "gone before its bytes could be compared")
+            self._jobs.fail(job, Reason.PEER_GONE, "disconnected before its bytes could be compared")
             return
-        # A copy of nothing asks as well, for nothing: it tells a pair that the plane can be opened, sums and all.
+        # An empty copy also sends a query, for nothing: it shows a pair that the transport can be opened, checksums
+        # included.
         found = portions(copy, self._config.mode, bounds.piece_bytes, bounds.part_bytes) or [array("q")]
         comparison = self._comparisons[copy.job] = Comparison(job, found)
         fail = partial(self._failed, comparison)
@@ -275,7 +277,7 @@ class SummedTransport(PlaneShell[SumLink]):
             self._sums.digest(copy.local_region, spans, 3, job.halt, partial(self._digested, comparison, index))
 
     def _digested(self, comparison: Comparison, index: int, found: bytes, problem: str) -> None:
-        """On the thread of whoever digests."""
+        """On the digesting thread."""
         if problem:
             self._failed(comparison, Reason.TRANSFER_FAILED, f"cannot be digested here: {problem}")
         else:
@@ -298,7 +300,8 @@ class SummedTransport(PlaneShell[SumLink]):
                 self._stop(comparison.job, self._links.get(comparison.job.copy.peer), reason, detail)
 
     def _stop(self, job: CopyJob, link: SumLink | None, reason: Reason, detail: str) -> None:
-        """End a copy that is being compared; one that is being moved ends so, if well, when it has moved."""
+        """End a copy that is being compared; one that is being moved ends with this reason, if it succeeds, when it
+        has."""
         if self._comparisons.pop(job.copy.job, None) is None:
             job.reason, job.detail = job.reason or reason, job.detail or detail
             return

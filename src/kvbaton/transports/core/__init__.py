@@ -1,1 +1,1 @@
-"""The parts every transport is made of: the interface, jobs, loans, memory, spans, and the mover."""
+"""The common parts of all transports: the interface, jobs, loans, memory, spans, and the mover."""

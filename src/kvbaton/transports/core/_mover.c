@@ -5,6 +5,7 @@
  * offset), the number of bytes last. mover.py holds the same contract in pure Python; the tests run both.
  */
 #define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000 /* one wheel for CPython 3.11 and later: no macro that knows what an object looks like */
 #include <Python.h>
 #include <errno.h>
 #include <poll.h>
@@ -120,13 +121,13 @@ static int touchable(struct pages *table, int64_t at, int64_t bytes)
 /* Fills `table` from a pair of buffers; sets an exception and returns -1 when it is not one of bands and counts. */
 static int get_pages(PyObject *pair, struct pages *table)
 {
-    if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
+    if (!PyTuple_Check(pair) || PyTuple_Size(pair) != 2) {
         PyErr_SetString(PyExc_TypeError, "tables are pairs of bands and counts");
         return -1;
     }
-    if ((table->rows = get_rows(PyTuple_GET_ITEM(pair, 0), &table->bands, 4)) < 0)
+    if ((table->rows = get_rows(PyTuple_GetItem(pair, 0), &table->bands, 4)) < 0)
         return -1;
-    if (PyObject_GetBuffer(PyTuple_GET_ITEM(pair, 1), &table->counts, PyBUF_SIMPLE) < 0) {
+    if (PyObject_GetBuffer(PyTuple_GetItem(pair, 1), &table->counts, PyBUF_SIMPLE) < 0) {
         PyBuffer_Release(&table->bands);
         return -1;
     }
@@ -157,12 +158,12 @@ static PyObject *check_pages(PyObject *self, PyObject *const *args, Py_ssize_t n
         return NULL;
     if (width != 2 && width != 3)
         return PyErr_Format(PyExc_ValueError, "rows have 2 or 3 columns, not %zd", width);
-    if (!PyList_Check(args[2]) || PyList_GET_SIZE(args[2]) > TABLES_MAX)
+    if (!PyList_Check(args[2]) || PyList_Size(args[2]) > TABLES_MAX)
         return PyErr_Format(PyExc_ValueError, "tables must be a list of at most %d", TABLES_MAX);
-    Py_ssize_t count = get_rows(args[0], &spans, width), wanted = PyList_GET_SIZE(args[2]);
+    Py_ssize_t count = get_rows(args[0], &spans, width), wanted = PyList_Size(args[2]);
     if (count < 0)
         return NULL;
-    while (used < wanted && get_pages(PyList_GET_ITEM(args[2], used), &tables[used]) == 0)
+    while (used < wanted && get_pages(PyList_GetItem(args[2], used), &tables[used]) == 0)
         used++;
     int good = used == wanted;
     if (good) {

@@ -1,20 +1,21 @@
-"""How private memory of this process becomes shared in place: the steps of `memory.adopt`.
+"""How private memory of this process becomes shared in place: the steps of `shared_memory.adopt`.
 
 Law: after `remap` every byte of the extent is what it was, at the same address, and a write through any old pointer is
-seen by whoever maps the memfd. Only whole pages can be shared, so the extent is the pages that the buffer touches: what
-else lies in the first and the last of them (malloc's header) is kept, works as before, and can be read by peers.
+visible in every mapping of the memfd. Only whole pages can be shared, so the extent is the pages that the buffer
+touches: other data in the first and the last of them (malloc's header) is kept, works as before, and can be read by
+peers.
 
-What can be adopted: ordinary anonymous memory that is private, readable and writable. A large malloc (from 32 MiB on
-always, glibc's greatest threshold) has its pages to itself, and `free` unmaps them, shared or not. Refused: files,
-stacks, the brk heap (it shrinks and grows over the same pages, which would then be beyond the memfd: SIGBUS), and what
-is shared already, so nothing is adopted twice and two buffers on one page are adopted together or not at all.
+Adoptable: ordinary anonymous memory that is private, readable and writable. A large malloc (from 32 MiB on always,
+glibc's greatest threshold) has its pages to itself, and `free` unmaps them, shared or not. Refused: files, stacks, the
+brk heap (it shrinks and grows over the same pages, which would then be beyond the memfd: SIGBUS), and memory that is
+shared already, so nothing is adopted twice and two buffers on one page are adopted together or not at all.
 
-Hazards, which nobody can check here and the caller must rule out:
- - *Other threads.* What is written to these pages between copy and remap is lost. Adopt before the buffer is in use.
+Hazards, which cannot be checked here and the caller must rule out:
+ - *Other threads.* Writes to these pages between copy and remap are lost. Adopt before the buffer is in use.
  - *Pins.* A device or NIC that had the pages registered keeps the old ones. Adopt before any such registration.
  - *fork.* A child shares the memory from then on, instead of getting a copy at its first write.
  - *realloc* moves the mapping and grows it beyond the memfd: SIGBUS. Never resize an adopted buffer.
- - *Allocators that keep freed pages* (jemalloc, tcmalloc, thread arenas) count on MADV_DONTNEED for zeros, and a shared
+ - *Allocators that keep freed pages* (jemalloc, tcmalloc, thread arenas) rely on MADV_DONTNEED for zeros, and a shared
    page keeps its bytes. Free an adopted buffer only with glibc's malloc, or never.
  - *Huge pages.* Those of private memory are lost; the memfd gets its own only where shmem_enabled allows it.
 """
@@ -61,18 +62,18 @@ class Mapping(msgspec.Struct, frozen=True):
     def objection(self) -> str:
         """Why its pages cannot be adopted, or nothing."""
         if self.access[3] != "p":
-            return f"it is shared already ({self.name or 'anonymous'})"
+            return f"it is already shared ({self.name or 'anonymous'})"
         if self.access[:2] != "rw":
-            return f"it is mapped {self.access}, not for reading and writing"
+            return f"it is mapped {self.access}, not read-write"
         if self.inode or (self.name and not self.name.startswith("[anon")):
-            return f"it belongs to {self.name}, not to anonymous memory of its own"
+            return f"it belongs to {self.name}, it is not anonymous memory"
         return ""
 
 
 def extent_of(address: int, size_bytes: int) -> range:
     """The whole pages that hold the buffer; ValueError when they cannot be adopted."""
     if size_bytes < mmap.PAGESIZE:
-        raise ValueError(f"{size_bytes} bytes cannot be adopted: a page, {mmap.PAGESIZE} bytes, is the least")
+        raise ValueError(f"{size_bytes} bytes cannot be adopted: at least a page, {mmap.PAGESIZE} bytes, is required")
     start = address // mmap.PAGESIZE * mmap.PAGESIZE
     stop = -(-(address + size_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     at = start
@@ -100,7 +101,7 @@ def mappings() -> Iterator[Mapping]:
 
 
 def fill(fd: int, extent: range) -> None:
-    """Copy into the memfd what the extent holds, but for pieces that are all zero: a memfd is zero as it is."""
+    """Copy the extent's contents into the memfd, except pieces that are all zero: a memfd starts as zeros."""
     zeros = ctypes.create_string_buffer(PIECE_BYTES)
     for run in touched(extent):
         for start in range(run.start, run.stop, PIECE_BYTES):
@@ -110,12 +111,12 @@ def fill(fd: int, extent: range) -> None:
 
 
 def touched(extent: range) -> Iterator[range]:
-    """Where the kernel holds a page for this memory. The rest reads as zeros, and is not even looked at."""
+    """Which pages the kernel holds for this memory. The rest reads as zeros, and is not even read."""
     first, count = extent.start // mmap.PAGESIZE, len(extent) // mmap.PAGESIZE
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
             entries = os.pread(pagemap.fileno(), count * _ENTRY_BYTES, first * _ENTRY_BYTES)
-    except OSError:  # hidden in this container: look at everything
+    except OSError:  # hidden in this container: read everything
         entries = b""
     if len(entries) != count * _ENTRY_BYTES:
         yield extent
@@ -136,7 +137,7 @@ def remap(fd: int, extent: range) -> None:
 
 
 def view_of(address: int, size_bytes: int) -> memoryview:
-    """A writable view of memory that somebody else keeps alive."""
+    """A writable view of memory that another object keeps alive."""
     return cast(memoryview, _view_from(address, size_bytes, _PYBUF_WRITE))
 
 

@@ -1,8 +1,8 @@
-"""A data plane that starts every copy late, or puts two blocks into each other's places: for tests on real engines of
-what expires meanwhile, and of whether a wrong KV is seen in an answer.
+"""A transport that delays every copy, or swaps two blocks: for tests on real engines of expiry during a copy, and of
+whether wrong KV shows in an answer.
 
-Laws: of a late one nothing but the time changes; a copy that is cancelled while it waits ends as cancelled, at rest. A
-misplacing one moves the bytes that were asked for and no others, so that it works wherever the inner one does.
+Laws: a delayed one changes nothing but the time; a copy that is cancelled while it waits ends as cancelled, at rest. A
+misplacing one moves exactly the requested bytes, so that it works wherever the inner one does.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class DelayedTransport(WrappedTransport):
 
 
 class MisplacingTransport(DelayedTransport):
-    """Another transport; while a file of that name is there, two blocks of every copy change places."""
+    """Another transport; while a file of that name exists, two blocks of every copy are swapped."""
 
     def __init__(self, inner: Transport, delay_s: float, while_there: Path) -> None:
         super().__init__(inner, delay_s)
@@ -110,14 +110,14 @@ class MisplacingTransport(DelayedTransport):
 
 
 def faulty(plane: Transport, delay_s: float, misplace_while: str) -> Transport:
-    """`plane` with the faults that a test has asked for, if any."""
+    """`plane` with the faults that a test has requested, if any."""
     if misplace_while:
         return MisplacingTransport(plane, delay_s, Path(misplace_while))
     return DelayedTransport(plane, delay_s) if delay_s else plane
 
 
 def misplaced(copy: Copy) -> Copy:
-    """The same bytes, of which the first two pieces of one length that lie apart have changed places; pure."""
+    """The same bytes, with the first two separate pieces of equal length swapped; pure."""
     weave = copy.weave
     if weave is not None:
         weave = Weave(_exchanged(weave.column), weave.shifts)
@@ -125,8 +125,8 @@ def misplaced(copy: Copy) -> Copy:
 
 
 def _exchanged(spans: array[int]) -> array[int]:
-    """(local offset, remote offset, bytes) triples; the remote offsets of the first and the last of one length change
-    places. Of a single one, the first half and the second do."""
+    """(local offset, remote offset, bytes) triples; the remote offsets of the first and the last of one length are
+    swapped. For a single one, its halves are."""
     found = array("q", spans)
     last = len(found) - 3
     while last > 0 and found[last + 2] != found[2]:

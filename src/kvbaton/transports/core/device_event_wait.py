@@ -1,6 +1,6 @@
-"""Where a copy waits until the device is done with the memory it is about.
+"""Waits for the device to finish with the memory of a copy.
 
-Law: nobody else ever waits for a device, neither a caller nor a thread that moves bytes.
+Law: only this thread ever waits for a device, neither a caller nor a thread that moves bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvbaton.transports.core.transport import DeviceEvent
 
 
 class DeviceEventWait:
-    """Waits for device events on a thread of its own, started by the first, so that no mover ever waits for one."""
+    """Waits for device events on its own thread, started by the first, so that no mover ever waits for one."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -21,7 +21,7 @@ class DeviceEventWait:
         self._thread: threading.Thread | None = None
 
     def wait(self, event: DeviceEvent, then: Callable[[str], None]) -> None:
-        """Call `then` with "" once the device is done, or with what went wrong."""
+        """Call `then` with "" once the device is done, or with the error."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()

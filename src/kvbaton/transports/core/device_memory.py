@@ -1,7 +1,6 @@
-"""Memory of a device, as far as a data plane must know it: where it is, and how much.
+"""Device memory as transports know it: its address and size.
 
-Law: whoever hands memory over keeps it allocated until the transports that were told of it are closed. Nothing here
-touches it.
+Law: the owner keeps memory allocated until the transports that use it are closed. Nothing here touches it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,8 @@ class DeviceMemory(msgspec.Struct, frozen=True):
 
 
 def mapped_bytes_of(transport: object) -> int:
-    """What a data plane keeps open of other processes' device memory. One that maps none (it is optional) has 0."""
+    """Device memory of other processes that a transport has mapped; 0 for one that maps none (the attribute is
+    optional)."""
     return max(int(getattr(transport, "mapped_bytes", 0)), 0)
 
 

@@ -1,7 +1,7 @@
-"""Which host this is, told by its kernel.
+"""The identity of this host, from its kernel.
 
 Law: the same for processes that can reach each other locally, and for no others: one boot, and one namespace of it
-where the way between them needs that. Without a boot id a process is on a host of its own.
+where the local path requires that. Without a boot id a process is on its own host.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @functools.cache
 def boot_id() -> str:
-    """Who may share memory with us: the same kernel."""
+    """Processes that may share memory with us: the same kernel."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else secrets.token_hex(16)
 
 

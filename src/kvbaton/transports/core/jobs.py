@@ -1,8 +1,8 @@
-"""Accepted copies: counts them, ends each exactly once, and keeps the news until it is drained.
+"""Accepted copies: counts them, ends each exactly once, and keeps the events until they are drained.
 
-Law: an accepted copy ends when none of its parts is left to begin and none is under way, by one `CopyEnded`. Only
+Law: an accepted copy ends when none of its parts is left to start and none is in flight, by one `CopyEnded`. Only
 `abandon` ends it earlier, with `at_rest=False`; then one `CopyRested` follows when its last part has come to rest, or
-none at all when that could not be proven. The waker is called without the lock, when the news was empty before.
+none at all if that could not be proven. The waker is called without the lock, when the event list was empty before.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class CopyJob:
     reason: Reason | None = None
     detail: str = ""
     ended: bool = False
-    lost: bool = False  # the rest of some part cannot be proven
+    lost: bool = False  # it cannot be proven that some part is at rest
     halt: bytearray = field(default_factory=lambda: bytearray(1))  # read by movers while they copy
-    refused_at: float = 0.0  # when the peer first said that it does not lend this memory
+    refused_at: float = 0.0  # when the peer first refused this memory as not lent
 
 
 class Jobs:
@@ -47,7 +47,7 @@ class Jobs:
         self._copies_max = copies_max
         self._lock = threading.RLock()
         self._depth = 0
-        self._open = 0  # accepted, and the end not yet drained: bounds the news as well
+        self._open = 0  # accepted, end not drained: bounds the events as well
         self._jobs: dict[JobId, CopyJob] = {}
         self._news: list[TransportEvent] = []
         self._ring = False
@@ -60,8 +60,8 @@ class Jobs:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Only the outermost exit rings, after the lock is free: a waker takes locks of its own, under which others call
-        # us, and one news while the list was empty is enough for all that follow until it is drained.
+        # Only the outermost exit calls the waker, after the lock is free: a waker takes other locks, under which others
+        # call us, and one call while the list was empty is enough for all events until it is drained.
         self._depth -= 1
         ring = self._ring and not self._depth
         if ring:
@@ -82,7 +82,7 @@ class Jobs:
         """A new job, or None at the bound."""
         with self:
             if copy.job in self._jobs:
-                raise ValueError(f"job {copy.job} is already under way")
+                raise ValueError(f"job {copy.job} is already in flight")
             if not self.has_room:
                 return None
             self._open += 1
@@ -98,7 +98,7 @@ class Jobs:
             return [job for job in self._jobs.values() if peer is None or job.copy.peer == peer]
 
     def begin(self, job: CopyJob) -> Spans | None:
-        """The next part, now under way; None when none is left."""
+        """The next part, now in flight; None when none is left."""
         with self:
             if not job.parts:
                 return None
@@ -106,7 +106,7 @@ class Jobs:
             return job.parts.popleft()
 
     def part_ended(self, job: CopyJob, reason: Reason | None = None, detail: str = "", rested: bool = True) -> None:
-        """One begun part is over; a reason fails the whole job. `rested` False: bytes may land for ever."""
+        """A started part is over; a reason fails the whole job. `rested` False: bytes may still land at any time."""
         with self:
             job.live -= 1
             job.lost |= not rested
@@ -115,26 +115,26 @@ class Jobs:
             self.settle(job)
 
     def forgive(self, job: CopyJob) -> None:
-        """Nobody relies any more on the rest that could not be proven: ends as at rest."""
+        """The unproven rest no longer matters to anything: ends as at rest."""
         with self:
             if job.lost:
                 job.lost = False
                 self.settle(job)
 
     def fail(self, job: CopyJob, reason: Reason, detail: str = "") -> None:
-        """The one way to fail: begin no further part; ends when none is under way."""
+        """The only way to fail: start no further part; ends when none is in flight."""
         with self:
             if not job.ended:
                 self._stop(job, reason, detail)
                 self.settle(job)
 
     def abandon(self, job: CopyJob, reason: Reason, detail: str = "") -> None:
-        """Fail, and end now even if parts are under way: `at_rest` is then False."""
+        """Fail, and end now even if parts are in flight: `at_rest` is then False."""
         with self:
             if job.ended:
                 return
-            # Whoever waits must not wait for the peer; but memory that a part may still touch stays out of use. So the
-            # end is told now and says `at_rest=False`, and the last part to come to rest tells `CopyRested` (`settle`).
+            # The caller must not wait for the peer; but memory that a part may still touch stays out of use. So the end
+            # is reported now with `at_rest=False`, and the last part to come to rest reports `CopyRested` (`settle`).
             self._stop(job, reason, detail)
             self._end(job, at_rest=not job.live and not job.lost)
 
@@ -143,9 +143,9 @@ class Jobs:
         with self:
             if job.parts or job.live:
                 return
-            # Nothing is under way. Either this is the end, or the end was told earlier (`abandon`) and this is the
+            # Nothing is in flight. Either this is the end, or the end was reported earlier (`abandon`) and this is the
             # rest. A lost part proves nothing: then no `CopyRested` follows, since a guess would free memory that is
-            # written to.
+            # still written to.
             if not job.ended:
                 self._end(job, at_rest=not job.lost)
             elif not job.lost:
@@ -157,15 +157,15 @@ class Jobs:
             self._news.append(event)
 
     def loan_ended(self, event: CopyEnded) -> None:
-        """A loan is no copy that was accepted here, but its end is drained as one."""
+        """A loan is not a copy accepted here, but its end is drained like one."""
         with self:
             self._open += 1
             self.post(event)
 
     def again_s(self, job: CopyJob, now: float) -> float | None:
-        """In how many seconds a part that the peer would not lend is to be asked for again; None: no more.
+        """In how many seconds to retry a part that the peer would not lend; None: no more.
 
-        The word that blocks are lent may be on its way to the process that serves them while we ask there already.
+        The loan may still be on its way to the process that serves it when our request is already there.
         """
         with self:
             job.refused_at = job.refused_at or now
@@ -173,7 +173,7 @@ class Jobs:
             return None if waited_s >= LENT_WAIT_S or job.ended else min(max(waited_s, AGAIN_S), AGAIN_S_MAX)
 
     def put_back(self, job: CopyJob, spans: Spans) -> None:
-        """A part that was begun is not under way any more, and is to be begun again."""
+        """A started part is no longer in flight, and is to be started again."""
         with self:
             job.live -= 1
             if not job.reason and not job.ended:

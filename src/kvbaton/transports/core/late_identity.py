@@ -1,6 +1,7 @@
-"""A data plane whose owner learns later who it is: a rank has its memory before its engine has an incarnation (rule 3).
+"""A transport whose owner learns its identity later: a rank has its memory before its engine has an incarnation (rule
+3).
 
-Law: before `open` nothing but `register` and `set_waker` has an effect that lasts; after it this is the real one.
+Law: before `open` only `register` and `set_waker` have a lasting effect; after it this is the real one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kvbaton.transports.core.wrapped import WrappedTransport
 
 
 class UnnamedTransport(WrappedTransport):
-    """Makes the real transport when told its name."""
+    """Makes the real transport when given its name."""
 
     def __init__(self, capabilities: Capabilities, make: Callable[[PeerId], Transport]) -> None:
         super().__init__(None)
@@ -24,9 +25,9 @@ class UnnamedTransport(WrappedTransport):
         self._waker: Callable[[], None] | None = None
 
     def open(self, me: PeerId) -> None:
-        """From now on it can be reached as `me`. A second name is refused: a new life has new data planes."""
+        """From now on it can be reached as `me`. A second name is refused: a new incarnation has new transports."""
         if self._inner is not None:
-            raise RuntimeError(f"this transport has a name already; {me} needs one of its own")
+            raise RuntimeError(f"this transport has a name already; {me} needs its own")
         self._inner = self._make(me)
         if self.capabilities.enforces:
             self.lay_out(())  # nothing can be lent before the engine has said where blocks are
@@ -36,7 +37,7 @@ class UnnamedTransport(WrappedTransport):
     @property
     def inner(self) -> Transport:
         if self._inner is None:
-            raise RuntimeError("this transport was not told yet whose it is")
+            raise RuntimeError("this transport has no owner yet")
         return self._inner
 
     @property
@@ -44,7 +45,7 @@ class UnnamedTransport(WrappedTransport):
         return self._capabilities
 
     def register(self, region: int, memory: Any) -> None:
-        raise NotImplementedError("memory is registered by the maker of the real transport")
+        raise NotImplementedError("memory is registered when the real transport is made")
 
     def drain(self) -> Sequence[TransportEvent]:
         return self._inner.drain() if self._inner is not None else ()

@@ -1,9 +1,9 @@
-"""What is lent to whom: the one place where a data plane asks whether a peer may touch some memory.
+"""Loans: the one place where a transport asks whether a peer may touch some memory.
 
-Laws: nothing is served that is not lent to that peer, in that direction, at the moment at which its request is looked
-at; whoever was told yes is *under way* until it says `end`. A loan that was taken back lets nobody begin any more, and
-ends when the last that was under way by it has ended; who takes longer than `GRACE_S` is cut off. Blocks are counted:
-what was lent twice is lent until both are taken back. From any thread; nothing here blocks.
+Laws: nothing is served that is not lent to that peer, in that direction, at the moment its request is checked; an
+accepted request is *in flight* until it calls `end`. A revoked loan accepts no new request, and ends when the last
+request in flight under it has ended; one that takes longer than `GRACE_S` is cut off. Blocks are counted: blocks that
+were lent twice stay lent until both loans are revoked. From any thread; nothing here blocks.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ Key = tuple[PeerId, Direction]
 
 @dataclass(slots=True, eq=False)
 class BytesUnderWay:
-    """One request that is being served."""
+    """One request being served."""
 
     key: Key
     region: int
     pairs: Spans
-    cut: Callable[[], None]  # ends it, and the connection that it is on; from any thread
+    cut: Callable[[], None]  # ends it, and its connection; from any thread
     awaited: list[JobId] = field(default_factory=list)  # loans that wait for its end
 
 
@@ -53,7 +53,7 @@ class Loans:
     """The loans of one rank's data plane."""
 
     def __init__(self, mover: Mover, ended: Callable[[CopyEnded], None], later: Callable[[Callable[[], None]], None]):
-        """`ended` is told of each loan once; `later` calls back after `GRACE_S`."""
+        """`ended` is called once per loan; `later` calls back after `GRACE_S`."""
         self._mover = mover
         self._ended = ended
         self._later = later
@@ -87,7 +87,9 @@ class Loans:
                 self._loans[loan.job] = loan
                 self._count(key, loan, 1)
         if refused:
-            self._ended(CopyEnded(loan.job, Reason.CANCELLED, detail="the transport was closed, or has lent this"))
+            self._ended(
+                CopyEnded(loan.job, Reason.CANCELLED, detail="the transport is closed, or has lent this already")
+            )
 
     def take_back(self, job: JobId) -> bool:
         """Whether there is such a loan."""
@@ -96,8 +98,8 @@ class Loans:
             if loan is None:
                 return job in self._closing
             key = loan.peer, loan.direction
-            # Counts first: from here on no new request is served by this loan. Blocks may be lent twice (a prefix
-            # shared by two handoffs), so only what no other loan covers has to be waited for.
+            # Counts first: from here on no new request is served under this loan. Blocks may be lent twice (a prefix
+            # shared by two handoffs), so only blocks that no other loan covers have to be waited for.
             self._count(key, loan, -1)
             waits_for = {each for each in self._flights if each.key == key and not self._covers(each)}
             for flight in waits_for:
@@ -142,7 +144,7 @@ class Loans:
             self._ended(CopyEnded(job, Reason.CANCELLED))
 
     def forget(self, peer: PeerId) -> None:
-        """That peer is disconnected: keep no counts of an engine to which nothing is lent."""
+        """The peer is disconnected: keep no counts of an engine to which nothing is lent."""
         engine = engine_of(peer)
         with self._lock:
             if not any(loan.peer == engine for loan in self._loans.values()):
@@ -150,7 +152,7 @@ class Loans:
                     self._counts.pop((engine, way), None)
 
     def close(self) -> None:
-        """Nothing is under way any more, and nothing will be."""
+        """Nothing is in flight any more, and nothing will be."""
         with self._lock:
             self._closed = True
             over = [*self._loans, *self._closing]
@@ -182,8 +184,8 @@ class Loans:
         return self._mover.check_pages(flight.pairs, 2, tables)
 
     def _cut(self, job: JobId) -> None:
-        # A peer that takes its time must not keep blocks from their owner for ever. Its connection is closed, which
-        # brings the flight to rest and so to `end`; the loan still ends by a fact, not by this timer.
+        # A slow peer must not withhold blocks from their owner forever. Its connection is closed, which brings the
+        # request to rest and so to `end`; the loan still ends by a fact, not by this timer.
         with self._lock:
             slow = list(self._closing.get(job, ()))
         for flight in slow:
@@ -191,7 +193,7 @@ class Loans:
 
 
 def engine_of(peer: PeerId) -> PeerId:
-    """The engine that a rank belongs to (`ids.rank_peer`); of anyone else, itself."""
+    """The engine that a rank belongs to (`ids.rank_peer`); for any other peer, itself."""
     return PeerId(WorkerId(peer.worker.partition("#")[0]), peer.incarnation)
 
 

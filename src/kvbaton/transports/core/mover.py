@@ -1,11 +1,11 @@
 """Moves byte spans: memory to memory, memory to socket, socket to memory. The C extension, or pure Python.
 
-Law: every span is range-checked against the memory that was handed in before anything is touched, so no caller and
-no peer can name a byte outside. Spans are rows of int64 with an offset first and the number of bytes last: triples
-(local offset, remote offset, bytes), or pairs (offset, bytes) as they cross a wire.
+Law: every span is range-checked against the given memory before anything is touched, so no caller and no peer can name
+a byte outside. Spans are rows of int64 with an offset first and the number of bytes last: triples (local offset, remote
+offset, bytes), or pairs (offset, bytes) as they cross a wire.
 
-Both movers keep one contract and the tests run both. The extension also releases the GIL while it copies, which is
-what lets two threads copy at once (16.8 against 6.7 GB/s at 16 KiB, reference/transports.md 1.3).
+Both movers have the same contract and the tests run both. The extension also releases the GIL while it copies, which
+lets two threads copy at once (16.8 against 6.7 GB/s at 16 KiB, reference/transports.md 1.3).
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Mover(Protocol):
         sending: bool,
         wait: Wait,
     ) -> tuple[int, int, int]:
-        """Send or receive from row `index`, byte `skip` on, at most `room` bytes: the new place and the bytes moved.
-        BlockingIOError when nothing could move; 0 bytes from a live place means end of stream. It may `wait` for the
+        """Send or receive from row `index`, byte `skip` on, at most `room` bytes: the new position and the bytes moved.
+        BlockingIOError when nothing could move; 0 bytes from a live position means end of stream. It may `wait` for the
         socket, as long as nothing else on the loop is due, but need not."""
 
 
@@ -165,7 +165,7 @@ class NativeMover:
     def __init__(self) -> None:
         _mover = importlib.import_module("kvbaton.transports.core._mover")
         if getattr(_mover, "CONTRACT", None) != CONTRACT:
-            raise ImportError("the block mover was built from another version: install the package again")
+            raise ImportError("the block mover was built from another version: reinstall the package")
         self.check_spans = _mover.check_spans
         self.check_pages = _mover.check_pages
         self.copy_spans = _mover.copy_spans
@@ -190,7 +190,7 @@ class NativeMover:
 
 
 def choose_mover(pure_python: bool = False) -> Mover:
-    """The extension where it was built, else (or when asked for) the fallback."""
+    """The extension if it was built, otherwise (or on request) the fallback."""
     if not pure_python:
         try:
             return NativeMover()

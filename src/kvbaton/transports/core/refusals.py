@@ -1,7 +1,8 @@
-"""Who was turned away at a data port, and what admitted peers asked for and did not get: counts by cause.
+"""Refusals at a data port: unauthenticated connections and bad requests of authenticated peers, counted by cause.
 
-Laws: a closed list of causes, so that nobody makes this grow. Each connection of a stranger, and each bad request, is
-counted once. Counted on the loops' threads, read from any. A count is no log line: strangers can fill no disk.
+Laws: a closed list of causes, so that no peer can make this grow. Each unauthenticated connection, and each bad
+request, is counted once. Counted on the loops' threads, read from any. A count is not a log line: unauthenticated peers
+cannot fill a disk.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 
 
 class Cause(enum.StrEnum):
-    """Strangers first, then peers that have proven themselves. What each means to an operator: docs/metrics.md."""
+    """Unauthenticated peers first, then authenticated ones. Their meaning for operators: docs/metrics.md."""
 
-    LEFT = "left"  # went without a word: a probe, a scanner, a peer that died. Nothing to alarm about
-    NO_PROOF = "no_proof"  # proved nothing: silent until the deadline, or went in the middle, as old secrets have it
+    LEFT = "left"  # closed without sending anything: a probe, a scanner, a peer that died. Harmless
+    NO_PROOF = "no_proof"  # no proof by the deadline, or closed midway, as with old secrets
     BAD_GREETING = "bad_greeting"
-    BAD_PROOF = "bad_proof"  # never by mistake: our own side sends none to a server that cannot prove itself
-    CROWDED_OUT = "crowded_out"  # by newer strangers
+    BAD_PROOF = "bad_proof"  # never by mistake: our side sends none to a server without proof
+    CROWDED_OUT = "crowded_out"  # by newer unauthenticated peers
     OTHER_USER = "other_user"  # of this host, at a UNIX socket
-    PLAIN = "plain"  # would not encrypt where that is wanted
-    FULL = "full"  # as many are served as can be
-    BAD_SPAN = "bad_span"  # asked for memory outside of what is registered
-    NOT_LENT = "not_lent"  # asked for blocks that are not lent to it: a reader that came late, or one that lies
-    BAD_MESSAGE = "bad_message"  # a request that cannot be read, or a record that was altered
-    OTHER = "other"  # of a data plane that counts what is not on this list
+    PLAIN = "plain"  # did not encrypt where that is required
+    FULL = "full"  # the limit of connections is reached
+    BAD_SPAN = "bad_span"  # named memory that is not registered
+    NOT_LENT = "not_lent"  # named blocks not lent to it: a late reader, or a malicious one
+    BAD_MESSAGE = "bad_message"  # an undecodable request, or an altered record
+    OTHER = "other"  # a transport's cause that is not on this list
 
 
 class Refused(ProtocolError):
@@ -39,7 +40,7 @@ class Refused(ProtocolError):
 
 
 class Refusals(Mapping[str, int]):
-    """The counts of one data plane: every cause, from zero on."""
+    """The counts of one transport: every cause, from zero on."""
 
     def __init__(self) -> None:
         self._counts = {cause.value: 0 for cause in Cause if cause is not Cause.OTHER}
@@ -60,14 +61,14 @@ class Refusals(Mapping[str, int]):
 
 
 def cause_of(error: Exception) -> Cause:
-    """Of what ended a connection."""
+    """By the exception that ended a connection."""
     if isinstance(error, Refused):
         return error.cause
     return Cause.BAD_MESSAGE if isinstance(error, ProtocolError) else Cause.LEFT
 
 
 def refusals_of(*transports: object) -> dict[str, int]:
-    """What these data planes have counted together. One that counts nothing (it is optional) adds nothing."""
+    """The counts of these transports together. One that counts nothing (it is optional) adds nothing."""
     found: dict[str, int] = {}
     for transport in transports:
         told = getattr(transport, "refusals", None)

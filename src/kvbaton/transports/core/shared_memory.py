@@ -2,8 +2,8 @@
 
 Law: nothing is left behind, however the process dies; the pages live as long as some process maps them. A region can
 neither grow nor shrink (sealed), so a peer that maps it can never be killed by SIGBUS, and once `seal_writes` was
-called no process can gain a new writable mapping: readers can only read. Memory that somebody else allocated becomes
-such a region by `adopt`, in place.
+called no process can gain a new writable mapping: readers can only read. Memory allocated by other code becomes such a
+region by `adopt`, in place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REGIONS_MAX = 256  # one per layer and tensor, of a large model
 _SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 F_SEAL_FUTURE_WRITE = 0x10  # not named by Python 3.11; Linux 5.1
 
-_live: list[Region] = []  # strongly: a view alone would not keep its region findable
+_live: list[Region] = []  # strong references: a view alone would not keep its region findable
 
 
 class Region:
@@ -38,24 +38,24 @@ class Region:
         _live.append(self)
 
     def offset_of(self, memory: memoryview) -> int | None:
-        """Where `memory` begins in what `fd` holds, or None when it is not wholly inside."""
+        """The offset of `memory` in `fd`, or None when it is not wholly inside."""
         if self.fd < 0 or not memory.nbytes:
             return None
         offset = _address(memory) - self._address
         return offset if 0 <= offset <= self._extent_bytes - memory.nbytes else None
 
     def seal_writes(self) -> None:
-        """From now on only mappings that exist already can write. Cannot be undone."""
+        """From now on only existing mappings can write. Cannot be undone."""
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, F_SEAL_FUTURE_WRITE)
 
     def close(self) -> None:
-        """Give the memory back once nobody holds a view of it. Idempotent."""
+        """Release the memory once no view of it is left. Idempotent."""
         if self.fd < 0:
             return
         _live.remove(self)
         os.close(self.fd)
         self.fd = -1
-        with contextlib.suppress(BufferError):  # someone still holds a slice: the last one to go unmaps
+        with contextlib.suppress(BufferError):  # a slice is still referenced: the last one unmaps
             self.view.release()
             self._map.close()
 
@@ -75,7 +75,7 @@ class AdoptedRegion(Region):
         return self._address < extent.stop and extent.start < self._address + self._extent_bytes
 
     def close(self) -> None:
-        """Share it with nobody new; the owner goes on as before. Idempotent."""
+        """Stop sharing it with new peers; the owner continues as before. Idempotent."""
         if self.fd >= 0:
             _live.remove(self)
             os.close(self.fd)
@@ -85,8 +85,8 @@ class AdoptedRegion(Region):
 def allocate(size_bytes: int, *, hugetlb: bool = False) -> Region:
     """A zeroed region of `size_bytes` (the memory behind it is rounded up to whole pages).
 
-    `hugetlb` asks for the pool of 2 MiB pages that an operator set aside (about +20 % at 4 and 16 KiB blocks,
-    reference/transports.md 1.1) and quietly takes ordinary pages when it is too small; `page_bytes` says which.
+    `hugetlb` uses the pool of 2 MiB pages that an operator set aside (about +20 % at 4 and 16 KiB blocks,
+    reference/transports.md 1.1) and falls back to ordinary pages when it is too small; `page_bytes` says which.
     """
     if size_bytes < 1:
         raise ValueError(f"a region needs at least one byte, got {size_bytes}")
@@ -102,9 +102,9 @@ def allocate(size_bytes: int, *, hugetlb: bool = False) -> Region:
 def adopt(address: int, size_bytes: int) -> Region:
     """Make the memory at `address` shareable where it is: same address, same contents, pages now of a memfd.
 
-    For buffers that another library allocated (a tensor's storage). Contents are copied once, but for pages that were
-    never touched or hold only zeros, which stay uncommitted. ValueError says why memory cannot be adopted.
-    The law and the hazards are in `adoption`: in short, before anyone else uses the memory, and once.
+    For buffers that another library allocated (a tensor's storage). Contents are copied once, except pages that were
+    never touched or contain only zeros, which stay uncommitted. ValueError says why memory cannot be adopted. The law
+    and the hazards are in `adoption`: in short, before anything else uses the memory, and once.
     """
     extent = adoption.extent_of(address, size_bytes)
     fd = _sealed(len(extent), 0)
@@ -119,7 +119,8 @@ def adopt(address: int, size_bytes: int) -> Region:
 
 
 def _forget_adopted(extent: range) -> None:
-    """What was adopted here before was freed by its owner, who does not tell: nobody may be given its memfd now."""
+    """Memory adopted here before was freed by its owner, who does not report it: its memfd must not be given out
+    now."""
     for region in tuple(_live):
         if isinstance(region, AdoptedRegion) and region.overlaps(extent):
             region.close()

@@ -1,15 +1,15 @@
-"""The shell that every data plane shares: from `submit` to `close`, with the laws of `base` kept in one place.
+"""The shell that all transports share: from `submit` to `close`, with the laws of `transport` kept in one place.
 
-A plane says how it moves bytes, by the hooks at the end of `PlaneShell`; when a copy may begin, who is told that it
-ended, and in which order things close is decided here.
+A transport says how it moves bytes, by the hooks at the end of `PlaneShell`; when a copy may start, how its end is
+reported, and in which order things close is decided here.
 
 Laws:
- - `submit` checks a copy in one order: room, peer, direction, spans. What is refused after it was accepted still ends
-   by `CopyEnded`. A copy that waits for a device waits at the gate, where its peer may be lost meanwhile.
- - A peer has one link. The same endpoint again changes nothing; another one ends what was under way on the old link.
+ - `submit` checks a copy in one order: room, peer, direction, spans. A copy refused after it was accepted still ends
+   by `CopyEnded`. A copy that waits for a device waits at the gate; its peer may be lost meanwhile.
+ - A peer has one link. The same endpoint again changes nothing; another one ends what was in flight on the old link.
    So a copy that has not ended belongs to the link it was accepted for.
- - Access is taken from a peer before its copies end, so that nothing new can begin in between.
- - `close` accepts nothing more, ends copies, stops threads, and only then lets go of memory: what `_halt` could not
+ - Access is revoked from a peer before its copies end, so that nothing new can start in between.
+ - `close` accepts nothing more, ends copies, stops threads, and only then releases memory: what `_halt` could not
    stop may still touch it.
 """
 
@@ -52,7 +52,7 @@ class PeerLink(Protocol):
 
     @property
     def there(self) -> Any:
-        """What its endpoint said; two that are equal lead to the same place."""
+        """The contents of its endpoint; two that are equal lead to the same place."""
 
 
 class Memory(Protocol):
@@ -138,7 +138,7 @@ class PlaneShell(Generic[LinkT]):
     # --- for subclasses
 
     def _link(self, peer: PeerId, there: object, make: Callable[[], LinkT]) -> None:
-        """`peer` is reached by what `make` returns, unless it is already, by the same endpoint."""
+        """`peer` is reached by the result of `make`, unless it already is, by the same endpoint."""
         with self._jobs:
             old = self._links.get(peer)
             if old is None or old.there != there:
@@ -146,9 +146,9 @@ class PlaneShell(Generic[LinkT]):
                 self._links[peer] = make()
 
     def _forget(self, peer: PeerId, reason: Reason, detail: str) -> None:
-        """End the copies with `peer`, and the way to it. The lock is held."""
-        # Copies end before the link goes: `_stop` needs it, to reach what is under way. Those that are not at rest
-        # outlive it, and end by the thread that still carries them.
+        """End the copies with `peer`, and its link. The lock is held."""
+        # Copies end before the link: `_stop` needs it to reach what is in flight. Copies that are not at rest outlive
+        # it, and end by the thread that still carries them.
         link = self._end_copies(peer, reason, detail)
         if link is not None:
             del self._links[peer]
@@ -168,14 +168,14 @@ class PlaneShell(Generic[LinkT]):
         return self._mover.check_spans(copy.spans, 3, local_bytes, remote_bytes)
 
     def _released(self, job: CopyJob, link: LinkT, problem: str) -> None:
-        """The device is done with what `job` waited for, or has failed."""
+        """The device event that `job` waited for has happened, or has failed."""
         with self._jobs:
             if problem:
                 self._jobs.fail(job, Reason.TRANSFER_FAILED, problem)
             elif not job.ended:
                 self._start(job, link)
 
-    # --- hooks; but for `_halt` the lock is held
+    # --- hooks; except in `_halt` the lock is held
 
     def _local_bytes(self, region: int) -> int | None:
         memory = self._memory.get(region)
@@ -186,13 +186,13 @@ class PlaneShell(Generic[LinkT]):
         return True
 
     def _refusal(self, copy: Copy, link: LinkT) -> tuple[Reason, str] | None:
-        """Why a copy cannot even begin."""
+        """Why a copy cannot even start."""
         if copy.direction is Direction.WRITE and not self.capabilities.can_write:
-            return Reason.NO_TRANSPORT, f"{self.capabilities.name} offers no WRITE: the receiver reads"
+            return Reason.NO_TRANSPORT, f"{self.capabilities.name} does not support WRITE: the receiver reads"
         return None
 
     def _cut(self, copy: Copy, link: LinkT) -> deque[Spans]:
-        """The parts of a copy, or none yet where `_start` cuts it; ValueError for one outside the memory of either."""
+        """The parts of a copy, or none yet if `_start` divides it; ValueError for one outside either memory."""
         if self._local_bytes(copy.local_region) is None:
             raise ValueError(f"region {copy.local_region} is not registered")
         return deque()
@@ -202,7 +202,7 @@ class PlaneShell(Generic[LinkT]):
         return event
 
     def _start(self, job: CopyJob, link: LinkT) -> None:
-        """Let a copy go: it was checked, and its device is done."""
+        """Start a copy: it was checked, and its device is done."""
         raise NotImplementedError
 
     def _stop(self, job: CopyJob, link: LinkT | None, reason: Reason, detail: str) -> None:
@@ -210,7 +210,7 @@ class PlaneShell(Generic[LinkT]):
         self._jobs.fail(job, reason, detail)
 
     def _turn_away(self, peer: PeerId) -> None:
-        """Let `peer` begin nothing more here."""
+        """Let `peer` start nothing more here."""
 
     def _retire(self, link: LinkT, detail: str) -> None:
         """Its copies were stopped, and no more follow."""
@@ -226,7 +226,7 @@ class PlaneShell(Generic[LinkT]):
 
 
 def at_least_one(parts: deque[Spans]) -> deque[Spans]:
-    """A copy of nothing has one part as well, which ends when the peer was reached: the protocol probes with it."""
+    """An empty copy has one part as well, which ends when the peer was reached: the protocol probes with it."""
     return parts or deque([array("q")])
 
 
@@ -246,13 +246,13 @@ class Driver(Protocol[LinkT_contra]):
 
 
 class DrivenShell(PlaneShell[LinkT]):
-    """A plane of a library that cannot cancel: a copy that is given up ends now, and rests when the library says so."""
+    """A transport over a library that cannot cancel: an abandoned copy ends now, and rests when the library says so."""
 
     _driver: Driver[LinkT]
     _close_s: float
 
     def cancel(self, job: JobId) -> None:
-        """It ends now. What was under way lands; `CopyRested` says when it has."""
+        """It ends now. Bytes in flight still land; `CopyRested` says when they have."""
         with self._jobs:
             found = self._jobs.find(job)
             super().cancel(job)
@@ -273,17 +273,17 @@ class DrivenShell(PlaneShell[LinkT]):
         self._driver.retire(link)
 
     def _wind_up(self) -> None:
-        # Not abandoned: the driver gives what is under way a moment, after which it ends at rest.
+        # Not abandoned: the driver gives what is in flight a moment, after which it ends at rest.
         for job in self._jobs.of_peer():
             self._jobs.fail(job, *CLOSED)
 
     def _halt(self) -> bool:
-        """A library that is stuck keeps its memory registered, and referenced."""
+        """A stuck library keeps its memory registered, and referenced."""
         return self._driver.stop(self._close_s)
 
 
 class Server(Protocol):
-    """The listening side of a plane, on some loops."""
+    """The listening side of a transport, on some loops."""
 
     @property
     def keyring(self) -> SecretRing: ...
@@ -295,7 +295,7 @@ class Server(Protocol):
 
 
 class ServingShell(PlaneShell[LinkT]):
-    """A plane that serves its memory itself: it lends blocks, and can shut a peer out."""
+    """A transport that serves its memory itself: it lends blocks, and can shut a peer out."""
 
     _loops: list[SocketLoop]
     _loans: Loans
@@ -303,7 +303,7 @@ class ServingShell(PlaneShell[LinkT]):
 
     @property
     def refusals(self) -> Mapping[str, int]:
-        """Connections that were turned away here; see `refusals.Cause`."""
+        """Refused connections; see `refusals.Cause`."""
         return self._server.refusals
 
     def register(self, region: int, memory: Any) -> None:
@@ -318,8 +318,8 @@ class ServingShell(PlaneShell[LinkT]):
         self._loans.lend(loan)
 
     def cancel(self, job: JobId) -> None:
-        """A READ rests within one turn of a loop. A WRITE ends now; `CopyRested` follows if it was under way. A loan is
-        taken back."""
+        """A READ rests within one turn of a loop. A WRITE ends now; `CopyRested` follows if it was in flight. A loan is
+        revoked."""
         if not self._loans.take_back(job):
             super().cancel(job)
 
@@ -339,7 +339,7 @@ class ServingShell(PlaneShell[LinkT]):
     def _shut_out(self, peer: PeerId, then: Callable[[], None]) -> None:
         """Close what is served to `peer`, whose secret was revoked, then call `then`, on a loop.
 
-        Each loop closes its own connections, so once all have, no byte of that peer can be on its way into memory.
+        Each loop closes its own connections, so once all have, no byte of that peer can be in flight into memory.
         """
         waiting = set(range(len(self._loops)))
 

@@ -1,4 +1,4 @@
-"""Arithmetic on span tables: how a copy is cut into parts, and what of it crosses a wire. Pure functions.
+"""Arithmetic on span tables: dividing a copy into parts, and its wire form. Pure functions.
 
 Law: the parts of a copy cover exactly its bytes, once, in order. Tables are `array('q')`: triples
 (local offset, remote offset, bytes) at home, pairs (remote offset, bytes) on the wire.
@@ -70,7 +70,7 @@ def to_wire(spans: Spans) -> bytes:
 
 
 def from_wire(table: bytes | bytearray | memoryview) -> Spans:
-    """Pairs as they came; range-checked by whoever knows the memory."""
+    """Pairs as received; range-checked by the code that knows the memory."""
     pairs = array("q")
     pairs.frombytes(table)
     return _little(pairs)

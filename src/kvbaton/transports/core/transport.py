@@ -1,14 +1,14 @@
-"""The one interface of a data plane: moves byte spans between registered memory of two processes.
+"""The interface of a transport: moves byte spans between registered memory of two processes.
 
 Laws, checked on every implementation by `kvbaton.testing.check_transport`:
- 1. `submit`, `cancel`, `fence`, `drain` never block and never raise for anything a peer did.
+ 1. `submit`, `cancel`, `fence`, `drain` never block and never raise because of a peer.
  2. Every accepted copy ends exactly once (`CopyEnded`). If that says `at_rest=False`, bytes may still land, and
     at most one `CopyRested` follows when they no longer can. Rest is a fact, never a guess by a timer.
  3. A peer can name only memory registered here; every access is range-checked where the memory lives.
  4. After `FenceEnded(peer)` no byte of that peer lands in local memory, whatever the peer does.
- 5. Nothing spins: an idle transport costs no CPU; `waker` is called (from any thread) when `drain` has news.
- 6. Where `enforces`: an admitted peer reaches only blocks that are lent to it, in the direction in which they are lent.
-    A loan that was taken back (`cancel`) serves no new request at once, and ends when what was under way by it has
+ 5. Nothing busy-waits: an idle transport costs no CPU; `waker` is called (from any thread) when `drain` has news.
+ 6. Where `enforces`: an authenticated peer reaches only blocks that are lent to it, in the direction in which they are
+    lent. A revoked loan (`cancel`) serves no new request at once, and ends when the requests in flight under it have
     come to rest, within a bounded time.
 """
 
@@ -55,7 +55,7 @@ class FenceEnded(msgspec.Struct, frozen=True):
 
 
 class OpenFailed(msgspec.Struct, frozen=True):
-    """A `connect` that could only be judged after it returned; until it is connected anew, no copy reaches `peer`."""
+    """A `connect` that failed only after it returned; until it is connected again, no copy reaches `peer`."""
 
     peer: PeerId
     detail: str = ""
@@ -65,11 +65,11 @@ TransportEvent = CopyEnded | CopyRested | FenceEnded | OpenFailed
 
 
 class Transport(Protocol):
-    """A data plane of one rank. Construct, register memory, then exchange endpoints with peers.
+    """A transport of one rank. Construct, register memory, then exchange endpoints with peers.
 
-    What memory is differs: `HostTransport` and `DeviceTransport` say how it is registered. One that listens may have
-    `refusals: Mapping[str, int]` too, which any thread may read: who was turned away (`refusals.Cause`). One that keeps
-    memory of other processes open may have `mapped_bytes: int` (`device.mapped_bytes_of`).
+    Memory differs: `HostTransport` and `DeviceTransport` say how it is registered. One that listens may also have
+    `refusals: Mapping[str, int]`, which any thread may read: refused peers (`refusals.Cause`). One that maps memory of
+    other processes may have `mapped_bytes: int` (`device_memory.mapped_bytes_of`).
     """
 
     @property
@@ -79,10 +79,10 @@ class Transport(Protocol):
         """What `peer` needs to reach this rank (opaque, small, may carry a secret minted for that peer)."""
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        """Remember how to reach `peer`; dials lazily, on the mover's thread. Raises ValueError on nonsense."""
+        """Remember how to reach `peer`; connects lazily, on the mover's thread. Raises ValueError if invalid."""
 
     def disconnect(self, peer: PeerId) -> None:
-        """Forget `peer`: its outstanding copies end as failed, its access to local memory is closed."""
+        """Forget `peer`: its outstanding copies fail, its access to local memory is closed."""
 
     def submit(self, copy: Copy) -> bool:
         """Start a copy; False when the bounded queue is full (try again after the next event)."""
@@ -91,7 +91,7 @@ class Transport(Protocol):
         """Ask a copy to stop; it still ends by one `CopyEnded`. Unknown jobs are ignored."""
 
     def fence(self, peer: PeerId) -> None:
-        """Shut `peer`'s writes out; `FenceEnded` follows, unless this raised. Only where `can_fence`."""
+        """Shut out `peer`'s writes; `FenceEnded` follows, unless this raised. Only where `can_fence`."""
 
     def drain(self) -> Sequence[TransportEvent]:
         """Everything that happened since the last call."""
@@ -103,24 +103,24 @@ class Transport(Protocol):
 
 
 class LendingTransport(Transport, Protocol):
-    """One that enforces what a peer may touch."""
+    """A transport that enforces which memory a peer may touch."""
 
     def lay_out(self, tables: Sequence[PageTable]) -> None:
-        """Which bytes make which block. Without it each region is one block, number 0 of group 0."""
+        """The memory layout of blocks. Without it each region is one block, number 0 of group 0."""
 
     def lend(self, loan: Loan) -> None:
-        """Let a peer at some blocks until `cancel`; ends by one `CopyEnded`. Never blocks, never refuses."""
+        """Give a peer access to some blocks until `cancel`; ends by one `CopyEnded`. Never blocks, never refuses."""
 
 
 class HostTransport(Transport, Protocol):
-    """One that moves memory of the host."""
+    """A transport for host memory."""
 
     def register(self, region: int, memory: memoryview) -> None:
         """Make `memory` reachable for peers as `region`. Called before any peer is connected."""
 
 
 class DeviceTransport(Transport, Protocol):
-    """One that moves memory of a device."""
+    """A transport for device memory."""
 
     def register(self, region: int, memory: DeviceMemory) -> None:
         """Make `memory` reachable for peers as `region`. Called before any peer is connected."""

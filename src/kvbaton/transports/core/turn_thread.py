@@ -1,7 +1,7 @@
-"""A thread that does what it is called for, and in between looks after things that report nothing by themselves.
+"""A thread that runs on calls, and in between polls things that do not report by themselves.
 
-Law: what it does in a turn is done by this thread alone. It sleeps for as long as `patience` says, for ever on None,
-and any call wakes it. The first call starts it, so that a data plane that is only listed costs no thread.
+Law: the work of a turn is done by this thread only. It sleeps for as long as `patience` says, forever on None, and any
+call wakes it. The first call starts it, so that a transport that is merely listed costs no thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A data plane around another one: everything passes through, but for what a subclass changes."""
+"""A transport around another one: everything passes through, except what a subclass changes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WrappedTransport:
     """See `base.Transport`."""
 
     def __init__(self, inner: Transport | None) -> None:
-        """None: a subclass has it later."""
+        """None: a subclass sets it later."""
         self._inner = inner
 
     @property

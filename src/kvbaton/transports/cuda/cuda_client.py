@@ -1,10 +1,10 @@
-"""D's side of cuda: how a peer's handles come here, who waits for them, and the memory that they open.
+"""D's side of cuda: receives a peer's handles, queues the copies that wait for them, and opens the memory.
 
-Laws: memory is opened and closed by the mover only, opened by the first copy that needs it and closed when the last
-copy out of it has ended. A region lies wholly inside an allocation that was passed, which is as large as the driver
-says, not as the peer does. What is open here stays allocated after its owner's death, so it is closed as soon as the
-owner's life line ends (`cuda_door`), and when nobody has read from it for a while; the next copy opens it again. An
-owner that stands still keeps its line: reading goes on.
+Laws: memory is opened and closed only by the mover, opened by the first copy that needs it and closed when the last
+copy out of it has ended. A region lies wholly inside an allocation that was passed, whose size comes from the driver,
+not from the peer. Memory opened here stays allocated after its owner's death, so it is closed as soon as the owner's
+lifeline ends (`cuda_listener`), and when nothing has been read from it for a while; the next copy opens it again. A
+stopped owner keeps its line: reading continues.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class CudaLimits(msgspec.Struct, frozen=True):
     """On the connection to one peer."""
 
     dial_deadline_s: float
-    idle_s: float  # that memory stays open although nobody reads from it
+    idle_s: float  # how long unused memory stays open
 
 
 class Mapped:
-    """How many bytes of other processes are open here: their memory is not free before we let go of it."""
+    """Bytes of other processes that are open here: their memory cannot be freed before we close it."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -52,7 +52,7 @@ class Mapped:
 
 
 class CudaRemote:
-    """The memory of one peer, as far as it was told and opened. Once shut it stays shut; see `anew`."""
+    """The memory of one peer, as far as it is known and opened. Once shut it stays shut; see `anew`."""
 
     def __init__(self, shared: Shared, mapped: Mapped | None = None) -> None:
         """ValueError for places that lie outside their allocations."""
@@ -69,7 +69,7 @@ class CudaRemote:
         self._bases: dict[int, int] = {}
         self._foreign: set[int] = set()  # which of them are mapped: not those of this process
         self._shut = False
-        self._lock = threading.Lock()  # or what is being opened while it is shut would stay open
+        self._lock = threading.Lock()  # otherwise memory opened during a shut would stay open
 
     @property
     def is_open(self) -> bool:
@@ -89,7 +89,7 @@ class CudaRemote:
         return place is not None and place.allocation in self._bases
 
     def address_of(self, region: int, gpu: Gpu) -> int:
-        """Where a known region begins in this process; opens its allocation. CudaError. By the mover."""
+        """The address of a known region in this process; opens its allocation. CudaError. By the mover."""
         place = self._places[region]
         base = self._bases.get(place.allocation)
         if base is None:
@@ -103,7 +103,7 @@ class CudaRemote:
             return bool(self._bases)
 
     def close(self, gpu: Gpu) -> None:
-        """By the mover, after `shut`, when no copy out of it is under way. CudaError, after all was tried."""
+        """By the mover, after `shut`, when no copy out of it is in flight. CudaError, after all was tried."""
         problem: CudaError | None = None
         for index in self._foreign:
             try:
@@ -121,7 +121,7 @@ class CudaRemote:
         allocation = self._shared.allocations[index]
         own = EXPORTED.find(allocation.handle)
         base, size = own or self._map(allocation, gpu)
-        # Opened without the lock, so the peer may have been forgotten meanwhile: then nobody would close it any more.
+        # Opened without the lock, so the peer may have been forgotten meanwhile: then nothing else would close it.
         with self._lock:
             if not self._shut and size >= allocation.size:
                 self._bases[index] = base
@@ -130,15 +130,15 @@ class CudaRemote:
                 return base
         if own is None:
             self._unmap(index, base, gpu)
-        told = "the peer has gone" if self._shut else f"it has {size} bytes, and the peer said {allocation.size}"
+        told = "the peer is gone" if self._shut else f"it has {size} bytes, and the peer announced {allocation.size}"
         raise CudaError(OPEN, INVALID_VALUE, told)
 
     def _map(self, allocation: Allocation, gpu: Gpu) -> tuple[int, int]:
-        """Where it begins here, and its bytes by the driver's word: reading beyond them would cost us the device."""
+        """Its address here, and its size according to the driver: reading beyond it would cost us the device."""
         try:
             base = gpu.open(allocation.handle)
         except CudaError as error:
-            error.sticky = False  # how a dead or foreign handle is answered varies; a lost device says so again
+            error.sticky = False  # errors for dead or foreign handles vary; a lost device reports again
             raise
         try:
             start, size = gpu.allocation_of(base)
@@ -157,14 +157,14 @@ class Owner(Protocol):
     """The transport that has the copies and the mover. It holds the lock of the jobs when it is called."""
 
     def on_lost(self, peer: PeerId, attachment: CudaAttachment, detail: str) -> None:
-        """The peer's life line has ended."""
+        """The peer's lifeline has ended."""
 
     def retire(self, remote: CudaRemote) -> None:
-        """Nobody will use `remote` any more: close it when no copy reads from it."""
+        """`remote` is no longer used: close it when no copy reads from it."""
 
 
 class CudaAttachment:
-    """How one peer is reached, and the copies that wait for its handles. Dialled at once, and again when needed."""
+    """The link to one peer, and the copies that wait for its handles. Connected at once, and again when needed."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class CudaAttachment:
         wire.open(self._talk(wire))
 
     def _talk(self, wire: Wire) -> Script:
-        """Prove ourselves, receive the handles; then the line is only there to end."""
+        """Prove ourselves, receive the handles; then the line only serves to detect the end."""
         yield from greet(wire, self.there.secret, self._me, self.there.owner, 0)
         head = yield from take(LENGTH.size)
         table = yield from take(min(LENGTH.unpack(head)[0], TABLE_BYTES_MAX))
@@ -247,10 +247,10 @@ class CudaAttachment:
         self._done(remote, "")
         self._look()
         yield from take(1)
-        raise ProtocolError(Reason.BAD_MESSAGE, "it spoke on its life line")
+        raise ProtocolError(Reason.BAD_MESSAGE, "it sent data on its lifeline")
 
     def _done(self, remote: CudaRemote | None, detail: str) -> None:
-        """The first word on a dial counts."""
+        """The first result of a dial counts."""
         with self._jobs:
             if not self._dialling:
                 return
@@ -269,7 +269,7 @@ class CudaAttachment:
                 self._owner.on_lost(self.there.owner, self, detail)
 
     def _look(self) -> None:
-        """Let go of what nobody has read from for a while, and look again later."""
+        """Close what has not been read from for a while, and check again later."""
         self._cancel_timer()
         with self._jobs:
             remote, idle_s = self.remote, time.monotonic() - self._used_at

@@ -1,14 +1,14 @@
-"""The one module that calls CUDA: by the driver's own interface, which comes with every NVIDIA driver.
+"""The one module that calls CUDA: through the driver API, which comes with every NVIDIA driver.
 
-Law: nothing but `CudaError` leaves. Calls act on the device's primary context, the one that PyTorch uses too; a thread
-makes it current by `enter` (threads of our own) or for a while by `with gpu:` (threads of others). No call here spins:
-events are created to be waited for by sleeping. ctypes lets go of the GIL during every call but those that only put
-something on a stream (`_tell`): they take microseconds, and getting it back from a busy thread takes up to 5 ms.
+Law: only `CudaError` leaves. Calls act on the device's primary context, the one that PyTorch uses too; a thread makes
+it current by `enter` (our own threads) or temporarily by `with gpu:` (others' threads). No call here busy-waits: events
+are created for blocking waits. ctypes releases the GIL during every call except those that only enqueue work on a
+stream (`_tell`): they take microseconds, and getting the GIL back from a busy thread takes up to 5 ms.
 
 All kernels of this process on one device run one after the other, whichever transport launched them on whichever
-stream, and none has more than its `share` of the multiprocessors: what an engine computes meanwhile has all the others.
-There is no stream of a lower priority than the default, which engines use: priorities have nothing to give here.
-Whatever a thread calls here is allowed while another captures a CUDA graph, and does no harm to that.
+stream, and none has more than its `share` of the multiprocessors: an engine's own kernels have all the others. There is
+no stream with a lower priority than the default, which engines use, so priorities do not help here. Every call here is
+allowed while another thread captures a CUDA graph, and does not disturb it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ SHARE = 1.0
 `bench.device_share` measures what a copy loses by less, and what others lose by more: on an H200 a decode step beside
 copies takes 1.011 of its time with all of them, and 1.043 with a quarter, whose copies last longer."""
 
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: of this thread's calls, not of anybody's capture
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: for this thread's calls, not for others' captures
 _MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 _BLOCKING, _NO_TIMING = 1, 2
 _NON_BLOCKING = 1
 _TABLE_BYTES = 64 << 10  # that a copy takes without waiting, whatever memory it is from
 _PORTABLE, _MAPPED = 1, 2
 _LAZY_PEER_ACCESS = 1
-_IPC_SUPPORTED = 125  # CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED, by which a device says whether it has IPC at all
+_IPC_SUPPORTED = 125  # CU_DEVICE_ATTRIBUTE_IPC_EVENT_SUPPORTED, which tells whether a device has IPC at all
 _PASSING = frozenset({1, 2, 201, 205, 206, 208, 217, 600, 712, 801, 803})
 """Refusals of one call: invalid value, out of memory, handle or mapping refused, not supported. All others stay."""
 
 
 class CudaError(Exception):
-    """A call that CUDA refused. `sticky`: this process can use the device no more."""
+    """A call that CUDA refused. `sticky`: this process can no longer use the device."""
 
     def __init__(self, call: str, status: int, name: str) -> None:
         super().__init__(f"CUDA: {call}: {name}")
@@ -52,7 +52,7 @@ class CudaError(Exception):
 
 
 class Gpu(Protocol):
-    """What the data planes need of a device. Addresses, streams and events are plain integers."""
+    """What the transports need from a device. Addresses, streams and events are plain integers."""
 
     device: int
     blocks: int
@@ -61,23 +61,24 @@ class Gpu(Protocol):
     """The same in every process of the host, whatever is visible there and in which order."""
 
     def reaches(self, uuid: str) -> bool | None:
-        """Whether this device can read that one's memory; None where it is not visible here, so nobody can tell."""
+        """Whether this device can read that one's memory; None where it is not visible here, so it cannot be
+        determined."""
 
     def __enter__(self) -> Gpu: ...
     def __exit__(self, *_: object) -> None: ...
     def enter(self) -> None:
-        """Make the device current in the calling thread, for good."""
+        """Make the device current in the calling thread, permanently."""
 
     def allocate(self, nbytes: int) -> int: ...
     def free(self, address: int) -> None: ...
     def allocate_pinned(self, nbytes: int) -> int: ...
     def free_pinned(self, address: int) -> None: ...
     def pin(self, address: int, nbytes: int) -> None:
-        """Let the device reach host memory that somebody else has mapped."""
+        """Give the device access to host memory that other code has mapped."""
 
     def unpin(self, address: int) -> None: ...
     def allocation_of(self, address: int) -> tuple[int, int]:
-        """Where the allocation around `address` begins, and its bytes."""
+        """The address and size of the allocation around `address`."""
 
     def export(self, base: int) -> bytes:
         """A handle by which another process of this host can open an allocation."""
@@ -92,7 +93,7 @@ class Gpu(Protocol):
     def drop_event(self, event: int) -> None: ...
     def record(self, event: int, stream: int) -> None: ...
     def wait(self, event: int) -> None:
-        """Sleep until what was recorded is over."""
+        """Sleep until the recorded work is done."""
 
     def stream_wait(self, stream: int, event: int) -> None: ...
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
@@ -111,7 +112,7 @@ class _CopyLane:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.last = 0  # the event of the latest; re-recording it does not move those that wait already
-        self.stream = 0  # that the latest is on: what follows there waits anyway
+        self.stream = 0  # of the latest: later work on it waits anyway
 
 
 _lanes: dict[int, _CopyLane] = {}
@@ -137,7 +138,7 @@ class CudaGpu:
         self._context = context
         self._number = number
         self.uuid = self._uuid(number.value)
-        self._modes = threading.local()  # of threads of others, while they are here
+        self._modes = threading.local()  # of others' threads, while they are here
         count = ctypes.c_int()
         self._ask("cuDeviceGetAttribute", ctypes.byref(count), _MULTIPROCESSORS, number)
         self.multiprocessors = count.value
@@ -180,7 +181,7 @@ class CudaGpu:
         self._exchange_mode(_RELAXED)
 
     def _exchange_mode(self, mode: int) -> int:
-        """How this thread's calls get on with captures of others; what it was before."""
+        """Sets how this thread's calls interact with captures of others; returns the previous mode."""
         value = ctypes.c_int(mode)
         self._tell("cuThreadExchangeStreamCaptureMode", ctypes.byref(value))
         return value.value
@@ -225,7 +226,7 @@ class CudaGpu:
     def drop_stream(self, stream: int) -> None:
         with self._lane.lock:
             if stream == self._lane.stream:
-                self._lane.stream = 0  # another may get its name
+                self._lane.stream = 0  # its handle may be reused
         self._ask("cuStreamDestroy_v2", ctypes.c_void_p(stream))
 
     def event(self) -> int:
@@ -239,7 +240,7 @@ class CudaGpu:
 
     @cached_property
     def _brief(self) -> ctypes.CDLL:
-        """The same library, called without letting go of the GIL."""
+        """The same library, called without releasing the GIL."""
         real = isinstance(self._cuda, ctypes.CDLL)
         return ctypes.PyDLL(LIBRARY, handle=self._cuda._handle) if real else self._cuda
 
@@ -269,7 +270,7 @@ class CudaGpu:
                 self._lane.last = self.event()
             if stream != self._lane.stream:
                 self.stream_wait(stream, self._lane.last)
-            self._lane.stream = 0  # should the launch fail, nobody knows
+            self._lane.stream = 0  # unknown if the launch fails
             self._tell("cuLaunchKernel", self._functions[entry], *shape, ctypes.c_void_p(stream), arguments, None)
             self.record(self._lane.last, stream)
             self._lane.stream = stream
@@ -295,12 +296,12 @@ class CudaGpu:
         _ask(self._cuda, call, *arguments)
 
     def _tell(self, call: str, *arguments: Any) -> None:
-        """One that waits for nothing: with the GIL."""
+        """A call that waits for nothing: with the GIL held."""
         _check(self._cuda, call, getattr(self._brief, call)(*arguments))
 
 
 class CudaHost:
-    """The devices that are visible, looked at without using any of them."""
+    """The visible devices, queried without using any of them."""
 
     def __init__(self) -> None:
         """ImportError without a driver, CudaError without a device."""
@@ -340,7 +341,7 @@ def _check(cuda: ctypes.CDLL, call: str, status: int) -> None:
 
 
 def check_share(share: float) -> None:
-    """ValueError for what is no part of a device."""
+    """ValueError unless it is a share of a device."""
     if not 0 < share <= 1:
         raise ValueError(f"share: got {share}, expected above 0 and at most 1: a part of the device's multiprocessors")
 
@@ -351,5 +352,5 @@ def load() -> ctypes.CDLL:
         return ctypes.CDLL(LIBRARY)
     except OSError as error:
         raise ImportError(
-            f"the data planes 'cuda' and 'staged' need an NVIDIA driver with {LIBRARY} on this host: {error}"
+            f"the transports 'cuda' and 'staged' require an NVIDIA driver with {LIBRARY} on this host: {error}"
         ) from None

@@ -1,7 +1,7 @@
-"""Device events as the gate can wait for them: asleep.
+"""Device events in a form that the gate can wait for asleep.
 
-Law: an event of CUDA is never waited for by its own `synchronize`, which spins for a whole core unless whoever made it
-asked for the other kind. A stream waits for it, and we sleep until an event of ours behind that is over.
+Law: a CUDA event is never waited for by its own `synchronize`, which busy-waits on a whole core unless it was created
+for blocking waits. A stream waits for it, and we sleep until our own event after it is done.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def quiet_event(event: DeviceEvent, gpu: Gpu) -> DeviceEvent:
 class _Quiet:
     def __init__(self, handle: int, event: DeviceEvent, gpu: Gpu) -> None:
         self._handle = handle
-        self._kept = event  # its owner may forget it, and with it the handle
+        self._kept = event  # its owner may drop it, and with it the handle
         self._gpu = gpu
 
     def synchronize(self) -> None:
-        if not self._handle:  # made, and never recorded: there is nothing to wait for
+        if not self._handle:  # created but never recorded: nothing to wait for
             return
         with self._gpu as gpu:
             stream, ours = gpu.stream(), gpu.event()

@@ -1,9 +1,9 @@
-"""Puts a table of spans on a stream: written to pinned memory, and moved or digested by launches that read it.
+"""Enqueues a table of spans on a stream: written to pinned memory, and moved or digested by launches that read it.
 
-Law: a table belongs to one slot, and a slot to one batch until it is over. A launch moves `LAUNCH_BYTES` or so: between
-two of them a kernel that waits for the whole device gets it. A large table is read where it is, over the
-bus, which costs no more than uploading it (1.10 against 1.11 ms for 64,000 rows on an H200); a small one is uploaded,
-since every block of the grid reads from it.
+Law: a table belongs to one slot, and a slot to one batch until it is done. A launch moves about `LAUNCH_BYTES`: between
+two launches a kernel that waits for the whole device gets it. A large table is read in place, over the bus, which costs
+no more than uploading it (1.10 against 1.11 ms for 64,000 rows on an H200); a small one is uploaded, since every block
+of the grid reads from it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Tables:
     """Room for the table of one launch in each slot. Grows to what was needed so far, and to a named bound."""
 
     def __init__(self, gpu: Gpu, slots: int) -> None:
-        """Afterwards only the runner calls, one thread at a time and with the device current."""
+        """From then on only the runner calls, one thread at a time and with the device current."""
         self._gpu = gpu
         self._slots: list[_Table | None] = [None] * slots
 
@@ -47,7 +47,7 @@ class Tables:
             self._gpu.digest_rows(at, len(groups), range(rows), stream)
 
     def _write(self, groups: Sequence[LaunchGroup], slot: int, stream: int) -> int:
-        """Where the device finds the table."""
+        """The table's address for the device."""
         numbers = sum(group.numbers for group in groups)
         if numbers > TABLE_NUMBERS_MAX or len(groups) > GROUPS_MAX:
             raise ValueError(f"{numbers} numbers in {len(groups)} groups are more than one launch takes")
@@ -66,7 +66,7 @@ class Tables:
         return table is not None and len(table.numbers) >= numbers
 
     def clear(self) -> None:
-        """Nothing is under way."""
+        """Nothing is in flight."""
         for slot in range(len(self._slots)):
             self._drop(slot)
 

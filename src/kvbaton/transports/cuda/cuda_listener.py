@@ -1,13 +1,14 @@
-"""P's side of cuda: a UNIX socket that tells proven peers the IPC handles of the registered memory.
+"""P's side of cuda: a UNIX socket that sends the IPC handles of the registered memory to authenticated peers.
 
-Law: a handle goes only to a process of the same user that has proven the secret minted for it. CUDA knows no read-only
-handle and takes none back: who holds one can read and write that whole allocation for as long as it likes. Endpoints
-therefore go to authenticated peers only, and those are trusted with the allocations that the registered memory lies in.
+Law: a handle goes only to a process of the same user that has proven the secret minted for it. CUDA has no read-only
+handles and cannot revoke them: the holder of one can read and write that whole allocation for as long as it likes.
+Endpoints therefore go to authenticated peers only, and those are trusted with the allocations that contain the
+registered memory.
 
-The connection over which the handles went stays open, as a life line: nobody says a word on it, and the kernel ends it
-when either process dies, so the reader lets go of a dead owner's memory at once. One line for each peer, a bounded
-number in all, on the one loop; a peer that speaks on its line, or whose secret is revoked, loses it. (A child that the
-owner forks holds its line too, and its memory.)
+The connection that carried the handles stays open as a lifeline: nothing is sent on it, and the kernel ends it when
+either process dies, so the reader closes a dead owner's memory at once. One line for each peer, a bounded number in
+all, on the one loop; a peer that sends on its line, or whose secret is revoked, loses it. (A child that the owner forks
+holds its line too, and its memory.)
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ LIFE = secrets.token_bytes(16)
 class Exported:
     """The allocations whose handles this process has made: CUDA opens none of them here, and there is no need to.
 
-    Law: what is one's own is known by one's own books. A peer that sends us our handle, with an address and a size to
-    its liking, gets that allocation and not a byte around it.
+    Law: our own allocations are known from our own records. A peer that sends us our own handle, with an arbitrary
+    address and size, gets that allocation and not a byte around it.
     """
 
     def __init__(self) -> None:
-        self._known: dict[bytes, list[tuple[int, int]]] = {}  # once for each door that told it
+        self._known: dict[bytes, list[tuple[int, int]]] = {}  # once for each listener that sent it
         self._lock = threading.Lock()
 
     def add(self, handle: bytes, base: int, size: int) -> None:
@@ -73,7 +74,7 @@ EXPORTED = Exported()
 
 
 class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="cuda1"):
-    """What a peer needs to reach a door."""
+    """A peer's way to a listener."""
 
     owner: PeerId
     host: str
@@ -100,7 +101,7 @@ class Allocation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Shared(msgspec.Struct, frozen=True, array_like=True):
-    """What a proven peer is told."""
+    """The data sent to an authenticated peer."""
 
     life: bytes
     allocations: list[Allocation]
@@ -108,7 +109,7 @@ class Shared(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CudaDoor:
-    """One listening socket, and the handles that go with a welcome."""
+    """One listening socket, and the handles that it sends."""
 
     def __init__(self, me: PeerId, gpu: Gpu, loop: SocketLoop, handshake_s: float) -> None:
         self._name = NAME_PREFIX + secrets.token_hex(16)
@@ -128,7 +129,7 @@ class CudaDoor:
         return self._reception.refusals
 
     def add(self, region: int, memory: DeviceMemory) -> None:
-        """Tell of `region` from now on. ValueError for memory that has no handle."""
+        """Offer `region` from now on. ValueError for memory that has no handle."""
         try:
             with self._gpu as gpu:
                 base, size = gpu.allocation_of(memory.address)
@@ -155,7 +156,7 @@ class CudaDoor:
         self._allocations = []
 
     def revoke(self, peer: PeerId) -> None:
-        """Tell `peer` nothing new, and end its line: it is to let go of what it has opened."""
+        """Send `peer` nothing new, and end its line: it is to close what it has opened."""
         self.keyring.revoke(peer)
         self._loop.call(lambda: self._hang_up(peer))
 
@@ -179,7 +180,7 @@ class CudaDoor:
         if not self.keyring.still_admits(admitted):
             sock.close()
             return
-        self._hang_up(peer)  # it has dialled again
+        self._hang_up(peer)  # it has connected again
         if len(self._lines) >= LINES_MAX:
             self.refusals.add(Cause.FULL)
             sock.close()
@@ -204,7 +205,7 @@ class CudaDoor:
 
 def _silence(peer: PeerId) -> Script:
     yield from take(1)
-    raise Refused(Cause.BAD_MESSAGE, f"{peer} spoke on its life line")
+    raise Refused(Cause.BAD_MESSAGE, f"{peer} sent data on its lifeline")
 
 
 def parse_endpoint(peer: PeerId, endpoint: bytes) -> CudaEndpoint:

@@ -1,4 +1,4 @@
-"""Launches the copies of one transport: one that is due alone at once, whatever waits by one launch together.
+"""Launches the copies of one transport: a single one at once, several waiting ones together in one launch.
 
 Law: a mover holds a part of a copy from `begin` until the device is done with it. Nothing is launched that was not
 checked, and a copy that was cancelled before its turn is not launched at all.
@@ -34,7 +34,7 @@ QUICK_BYTES = 32 * LAUNCH_BYTES
 
 @dataclass(slots=True, eq=False)
 class Due:
-    """A copy whose turn is coming. `check` gives the local address once all spans are known to be inside."""
+    """A waiting copy. `check` gives the local address once all spans are known to be inside."""
 
     job: CopyJob
     remote: CudaRemote
@@ -90,7 +90,7 @@ class CudaMover:
 
     def _is_quick(self, due: Due, slot: int) -> bool:
         """Whether its memory is open and its table has room, both of which the driver may take milliseconds to change,
-        and few numbers are checked and few launches made."""
+        and whether it is small: few checks and few launches."""
         copy = due.job.copy
         rows = copy.spans if copy.weave is None else copy.weave
         if copy.weave is not None and copy.spans:

@@ -1,14 +1,14 @@
-"""Two threads that give work to a device and wait for it: what was begun ends once, in the order of its beginning.
+"""Two threads that give work to a device and wait for it: started work ends once, in the order of its start.
 
 Law: work is over when the device says so, and not before. Both threads sleep while they wait, for work in a queue and
-for the device in the driver; the one that begins never waits for the device, so it is not idle while there is work.
-What is due together is begun together, which lets many copies share one launch; each batch has a stream of its own, so
-the copying of one runs beside the gathering of the next. An error of the device fails what it is about; one that stays
-fails everything from then on, and is never raised out of here.
+for the device in the driver; the starting thread never waits for the device, so it is not idle while there is work.
+Work that is due together is started together, which lets many copies share one launch; each batch has its own stream,
+so the copy of one overlaps the gather of the next. A device error fails the work concerned; a sticky one fails
+everything from then on, and is never raised out of here.
 
-Work that finds the device idle, and takes no time to begin, is begun by the thread that adds it: to wake another one
-takes longer than a launch. What is added behind it is queued, and so begun together. One thread begins at a time, and
-whoever adds waits for none.
+Work that finds the device idle, and is quick to start, is started by the thread that adds it: waking another one takes
+longer than a launch. Work added meanwhile is queued, and so started together. One thread starts work at a time, and
+adding never waits.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ Item = TypeVar("Item")
 
 
 class CudaWorker(Protocol[Item]):
-    """Who knows what the work is."""
+    """Knows how to start and end the work."""
 
     def begin(self, batch: list[Item], slot: int, stream: int) -> list[Item]:
-        """Put `batch` on the stream; those that are on it. Nobody else uses `slot` until they have ended."""
+        """Enqueue `batch` on the stream; returns the enqueued ones. `slot` is exclusively theirs until they have
+        ended."""
 
     def end(self, batch: list[Item], problem: str) -> None:
         """The device is done with it, or will never begin it. On either thread."""
 
     def closed(self) -> None:
-        """Nothing is under way and nothing follows."""
+        """Nothing is in flight and nothing follows."""
 
 
 class _First(msgspec.Struct):
@@ -63,19 +64,19 @@ class CudaRunner(Generic[Item]):
         self._batch_max = batch_max
         self._due: queue.SimpleQueue[Item | _First | _After | None] = queue.SimpleQueue()
         self._begun: queue.SimpleQueue[tuple[list[Item], int, str] | _After | None] = queue.SimpleQueue()
-        self._slots: queue.LifoQueue[int] = queue.LifoQueue()  # free ones; the last used is the readiest
+        self._slots: queue.LifoQueue[int] = queue.LifoQueue()  # free ones; the last used first
         self._streams: list[int] = []
         self._events: list[int] = []
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._beginning = threading.Lock()  # whose turn it is to begin, or to pass something on behind what was begun
+        self._beginning = threading.Lock()  # serialises starting work and queueing after it
         self._closed = False
         self.broken = ""
         """What made the device unusable for this process; empty while it works."""
 
     def add(self, item: Item, is_quick: Callable[[int], bool] | None = None) -> None:
-        """Begun here and now if nothing is before it and `is_quick`, which is asked with a slot, says that beginning it
-        alone there waits for nothing: no allocation, no opening, few calls. Queued otherwise."""
+        """Started here and now if nothing is queued and `is_quick`, which is called with a slot, says that starting it
+        there waits for nothing: no allocation, no opening, few calls. Queued otherwise."""
         if is_quick is None or not self._begin_here(item, is_quick):
             self._put(item)
 
@@ -88,7 +89,7 @@ class CudaRunner(Generic[Item]):
         self._put(_After(action))
 
     def close(self, join_s: float) -> bool:
-        """End after what was added; False if the device was still at it after `join_s`."""
+        """End after the added work; False if the device was still busy after `join_s`."""
         with self._lock:
             threads = list(self._threads)
         with self._beginning:
@@ -137,7 +138,7 @@ class CudaRunner(Generic[Item]):
         if isinstance(item, _First):
             self._guard(item.run)
         elif item is not None:
-            with self._beginning:  # behind what somebody else is about to have begun
+            with self._beginning:  # after what another thread is starting
                 self._begun.put(item)
         return item is not None
 
@@ -145,14 +146,14 @@ class CudaRunner(Generic[Item]):
         if self.broken:
             self._worker.end(batch, self.broken)
             return
-        slot = self._slots.get()  # comes back: whoever is on the device ends, or breaks it
+        slot = self._slots.get()  # returns: work on the device ends, or breaks it
         with self._beginning:
             self._begin_in(slot, batch, nullcontext())
 
     def _begin_here(self, item: Item, is_quick: Callable[[int], bool]) -> bool:
-        """By any thread, which waits for nobody; False if it is to be queued."""
+        """By any thread, without waiting; False if it must be queued."""
         # Handing a copy to another thread costs more than launching a small one. But order must hold for `after`, and a
-        # caller must not wait: so only if nobody begins anything, nothing is queued and every slot is free.
+        # caller must not wait: so only if no thread is starting work, nothing is queued and every slot is free.
         if not self._beginning.acquire(blocking=False):
             return False
         try:
@@ -169,7 +170,7 @@ class CudaRunner(Generic[Item]):
             self._beginning.release()
 
     def _begin_in(self, slot: int, batch: list[Item], current: AbstractContextManager[object]) -> None:
-        """`current` makes the device so, in a thread of others."""
+        """`current` makes the device current, in others' threads."""
         problem = ""
         try:
             with current:

@@ -1,4 +1,4 @@
-"""From span tables to what one launch takes: groups, then columns and shifts. Pure arithmetic, and a launch's limits.
+"""From span tables to the input of one launch: groups, then columns and shifts. Pure arithmetic, and a launch's limits.
 
 Law: the rows of a launch name exactly the bytes of the spans that were checked, once. A few threads of the grid copy a
 row, so none is longer than `ROW_BYTES_MAX`; a launch has at most `GROUPS_MAX` groups and a table of bounded size.
@@ -67,7 +67,7 @@ def check_weave(weave: Weave, local_bytes: int, remote_bytes: int) -> int:
         raise ValueError(f"{len(weave.column)} and {len(weave.shifts)} numbers are not triples and pairs")
     if not weave.rows:
         return 0
-    rows = np.frombuffer(weave.column, np.int64).reshape(-1, 3).T.copy()  # each kind of number by itself
+    rows = np.frombuffer(weave.column, np.int64).reshape(-1, 3).T.copy()  # each column by itself
     shifts = np.frombuffer(weave.shifts, np.int64).reshape(-1, 2).T.copy()
     least, most = rows.min(axis=1).tolist(), rows.max(axis=1).tolist()
     nearest, farthest = shifts.min(axis=1).tolist(), shifts.max(axis=1).tolist()
@@ -83,7 +83,7 @@ def check_weave(weave: Weave, local_bytes: int, remote_bytes: int) -> int:
 
 
 def parts_of(spans: Spans | Weave, total_bytes: int) -> deque[Spans | Weave]:
-    """What each launch takes: nearly always one part, the table as it came."""
+    """The parts for each launch: nearly always one, the table as it is."""
     if not total_bytes:
         return deque()
     rows = spans.column if isinstance(spans, Weave) else spans

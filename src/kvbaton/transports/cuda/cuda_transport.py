@@ -1,24 +1,24 @@
 """cuda: READ from the device memory of another process of this host, all spans of a copy by one kernel launch.
 
-P tells D the IPC handles of its allocations (`cuda_door`), D opens them (`cuda_attach`), and D's mover launches
-one kernel over a table of spans (`cuda_move.cu`) on a stream of its own. P takes no part, not even by running. Nothing
-here needs PyTorch; only the driver is called (`cuda_driver`). A copy that finds the device idle is launched by whoever
-submits it, where that takes no more than a check, a small table and a few launches.
+P sends D the IPC handles of its allocations (`cuda_listener`), D opens them (`cuda_client`), and D's mover launches one
+kernel over a table of spans (`cuda_move.cu`) on its own stream. P takes no part; it need not even be running. Nothing
+here needs PyTorch; only the driver is called (`cuda_driver`). A copy that finds the device idle is launched by the
+submitting thread, if that takes no more than a check, a small table and a few launches.
 
-Law: only the mover touches memory. Every span is checked here, against what this side has registered and what
-the peer told, before the device hears of it. A copy ends when the device has said that its launch is over: a launch
-cannot be stopped, but it rests within milliseconds, so a cancelled copy ends as soon as that.
+Law: only the mover touches memory. Every span is checked here, against the memory that this side has registered and
+that the peer announced, before the device gets it. A copy ends when the device has said that its launch is over: a
+launch cannot be stopped, but it rests within milliseconds, so a cancelled copy ends as soon as that.
 
-Death: what D has opened stays allocated when P dies, and P's successor could not start in it. So the end of P's life
-line ends the copies out of P and forgets it: its memory is closed after the last launch, and the next copy is told that
-the peer is unknown, on which the ledger pairs anew, with a successor if there is one.
+Death: memory that D has opened stays allocated when P dies, and P's successor could not use it. So the end of P's
+lifeline ends the copies out of P and forgets it: its memory is closed after the last launch, and the next copy fails
+because the peer is unknown, on which the ledger pairs again, with a successor if there is one.
 
 Several GPUs: an endpoint names its device. Where D's device cannot read P's (no NVLink, no peer access over PCIe) this
-plane is given up for the pair at its first copy of nothing, and memory goes through pinned memory of the host.
+transport is given up for the pair at its first empty copy, and memory is staged through pinned host memory.
 
-Streams: copies wait for nothing but their own `after`. A CUDA event there (anything with a `cuda_event`) is waited for
-by sleeping, on a stream of the gate's. Whoever reads what was delivered does so after `CopyEnded`, when the bytes are
-visible to every stream of the device.
+Streams: copies wait only for their own `after`. A CUDA event there (anything with a `cuda_event`) is waited for asleep,
+on a stream of the gate's. Delivered data may be read after `CopyEnded`, when the bytes are visible to every stream of
+the device.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CudaConfig(msgspec.Struct, frozen=True):
     device: int = 0
     copies_max: int = 1024
     dial_deadline_s: float = 5.0
-    idle_s: float = 60.0  # memory of a peer that nobody read from for so long is closed until it is needed again
+    idle_s: float = 60.0  # unused memory of a peer is closed after this, until it is needed again
     share: float = SHARE  # of the device's multiprocessors
 
     def __post_init__(self) -> None:
@@ -93,21 +93,21 @@ class CudaTransport(PlaneShell[CudaAttachment]):
 
     @property
     def broken(self) -> str:
-        """Why the device can be used no more; empty while it works."""
+        """Why the device is unusable; empty while it works."""
         return self._launcher.broken
 
     @property
     def refusals(self) -> Mapping[str, int]:
-        """Who was turned away here; see `refusals.Cause`."""
+        """Refused connections; see `refusals.Cause`."""
         return self._door.refusals
 
     @property
     def mapped_bytes(self) -> int:
-        """Of other processes' device memory that is open here, and cannot be free before it is closed."""
+        """Device memory of other processes that is open here, and cannot be freed before it is closed."""
         return self._mapped.nbytes
 
     def register(self, region: int, memory: DeviceMemory) -> None:
-        """It must stay allocated until `close`; whoever gets an endpoint is trusted with all of its allocation."""
+        """It must stay allocated until `close`; the holder of an endpoint is trusted with all of its allocation."""
         self._memory.add(region, memory)
         self._door.add(region, memory)
 
@@ -117,9 +117,10 @@ class CudaTransport(PlaneShell[CudaAttachment]):
         return msgspec.msgpack.encode(CudaEndpoint(self._me, host_identity(), name, secret, self._gpu.uuid))
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        """Asks for the peer's handles right away, in the background; the first copy opens them.
+        """Requests the peer's handles right away, in the background; the first copy opens them.
 
-        A device that ours cannot read fails the copies, with the reason: so the pair takes the next plane and says why.
+        A device that ours cannot read fails the copies, with the reason: so the pair takes the next transport and logs
+        why.
         """
         there = parse_endpoint(peer, endpoint)
         problem = self._no_way_to(there)
@@ -136,8 +137,8 @@ class CudaTransport(PlaneShell[CudaAttachment]):
     def on_lost(self, peer: PeerId, attachment: CudaAttachment, detail: str) -> None:
         """See `cuda_attach.Owner`."""
         if self._links.get(peer) is attachment:
-            log.info("%s has ended, or has disconnected us (%s): its device memory is let go of", peer, detail)
-            self._forget(peer, Reason.TRANSFER_FAILED, f"{peer} has ended, or has disconnected us: {detail}")
+            log.info("%s has exited or disconnected us (%s): its device memory is closed", peer, detail)
+            self._forget(peer, Reason.TRANSFER_FAILED, f"{peer} has exited or disconnected us: {detail}")
 
     def retire(self, remote: CudaRemote) -> None:
         """See `cuda_attach.Owner`."""
@@ -145,7 +146,7 @@ class CudaTransport(PlaneShell[CudaAttachment]):
             self._launcher.after(partial(remote.close, self._gpu))
 
     def _turn_away(self, peer: PeerId) -> None:
-        """`peer` is told nothing new, and to let go of what it has opened; nothing here can make it."""
+        """`peer` gets nothing new, and is asked to close what it has opened; it cannot be forced to."""
         self._door.revoke(peer)
 
     def _refusal(self, copy: Copy, link: CudaAttachment) -> tuple[Reason, str] | None:
@@ -162,7 +163,7 @@ class CudaTransport(PlaneShell[CudaAttachment]):
         try:
             can = self._gpu.reaches(there.device) if there.device else None
         except CudaError as error:
-            return f"cannot ask for peer access: {error}"
+            return f"cannot query peer access: {error}"
         if can is not False:
             return ""
         gpus = f"from GPU {self._gpu.uuid} to GPU {there.device} of {there.owner}"
@@ -175,7 +176,8 @@ class CudaTransport(PlaneShell[CudaAttachment]):
         self._launcher.add(Due(job, remote, self._check))
 
     def _check(self, job: CopyJob, remote: CudaRemote) -> int | None:
-        """By whoever launches: the whole copy against both memories. The local address, or None: it has failed."""
+        """By the launching thread: checks the whole copy against both memories. The local address, or None: it has
+        failed."""
         copy = job.copy
         target, remote_bytes = self._memory.get(copy.local_region), remote.size_of(copy.remote_region)
         try:

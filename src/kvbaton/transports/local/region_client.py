@@ -1,7 +1,7 @@
-"""D's side of shm: how a peer's memory gets mapped here, and who waits for it.
+"""D's side of shm: maps a peer's memory, and queues the copies that wait for it.
 
 Law: a mapping is read-only, of a descriptor that can neither shrink nor be written through, and lies wholly inside it.
-Once there it stays, whatever becomes of the peer, until it is forgotten and the last copy out of it has ended.
+Once mapped it stays, whatever happens to the peer, until it is forgotten and the last copy out of it has ended.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Mapped: TypeAlias = dict[int, memoryview]
 
 
 class Attachment:
-    """One peer's memory as mapped here, and the copies that wait for it. Dialled at once, and again when needed."""
+    """One peer's memory as mapped here, and the copies that wait for it. Connected at once, and again when needed."""
 
     def __init__(self, me: PeerId, there: ShmEndpoint, loop: SocketLoop, jobs: Jobs, deadline_s: float) -> None:
         self.there = there
@@ -96,7 +96,7 @@ class Attachment:
         self._done(mapped, "")
 
     def _done(self, mapped: Mapped | None, detail: str) -> None:
-        """The first word on a dial counts; the connection that closes after a success says nothing new."""
+        """The first result of a dial counts; the close after a success means nothing."""
         with self._jobs:
             if not self._dialling:
                 return
@@ -124,7 +124,7 @@ def dial(name: str) -> socket.socket:
 
 
 class TakeDescriptors:
-    """The first bytes of an answer and the descriptors that came with them."""
+    """The first bytes of a response and the descriptors that came with them."""
 
     __slots__ = ("data", "descriptors", "left")
 

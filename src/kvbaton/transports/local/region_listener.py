@@ -1,4 +1,4 @@
-"""P's side of shm: a UNIX socket that passes the descriptors of regions to proven peers.
+"""P's side of shm: a UNIX socket that passes the descriptors of regions to authenticated peers.
 
 Law: a descriptor goes only to a process of the same user that has proven the secret minted for it, and only sealed: it
 cannot be written through (P is safe from D) and cannot shrink (D is safe from P: truncation would be SIGBUS there).
@@ -31,7 +31,7 @@ _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 
 class ShmEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="shm1"):
-    """What a peer needs to reach a door."""
+    """A peer's way to a listener."""
 
     owner: PeerId
     host: str
@@ -49,7 +49,7 @@ class SocketPlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RegionListener:
-    """One listening socket, and the regions that go with a welcome."""
+    """One listening socket, and the regions that it passes."""
 
     def __init__(self, me: PeerId, loop: SocketLoop, handshake_s: float) -> None:
         self._name = NAME_PREFIX + secrets.token_hex(16)
@@ -66,7 +66,7 @@ class RegionListener:
         return self._reception.refusals
 
     def add(self, region: int, offset: int, size: int, backing: Region) -> None:
-        """Pass `region` out from now on, and let nobody map it for writing any more."""
+        """Pass `region` out from now on, and allow no new writable mapping of it."""
         if backing not in self._backings:
             if len(self._backings) >= DESCRIPTORS_MAX:
                 raise ValueError(f"region {region}: more than {DESCRIPTORS_MAX} allocations; let regions share one")
@@ -75,7 +75,7 @@ class RegionListener:
         self._places.append(SocketPlace(region, self._backings.index(backing), offset, size))
 
     def listen(self) -> str:
-        """Accept from now on; the name to dial."""
+        """Accept from now on; the name to connect to."""
         self._reception.listen(self._create)
         return self._name[1:]
 
@@ -87,7 +87,7 @@ class RegionListener:
 
     def _welcome(self, admitted: Admitted, sock: socket.socket) -> None:
         table = msgspec.msgpack.encode(self._places)
-        with sock, contextlib.suppress(OSError):  # who left meanwhile, left
+        with sock, contextlib.suppress(OSError):  # the peer may have disconnected
             if self.keyring.still_admits(admitted):
                 with contextlib.ExitStack() as passed:
                     fds = [_read_only(backing.fd, passed) for backing in self._backings]
@@ -95,7 +95,7 @@ class RegionListener:
 
 
 def _read_only(fd: int, passed: contextlib.ExitStack) -> int:
-    """The same memory behind a descriptor that was not opened for writing; the seal alone would do."""
+    """The same memory behind a descriptor that was not opened for writing; the seal alone would suffice."""
     reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
     passed.callback(os.close, reader)
     return reader

@@ -1,6 +1,6 @@
-"""How a peer is reached: an engine of its own that has found the peer's mark where the peer said it would be.
+"""Reaches a peer: with its own engine, which has found the peer's mark where the peer said it would be.
 
-Law: an engine is handed out only after it has read the right mark; otherwise it is closed, and nothing is left behind.
+Law: an engine is returned only after it has read the right mark; otherwise it is closed, and nothing is left behind.
 """
 
 from __future__ import annotations
@@ -54,4 +54,4 @@ def _check_mark(engine: MooncakeEngine, there: MooncakeEndpoint, dial_s: float, 
     if state is SliceState.FAILED:
         raise DialFailed(f"cannot reach {there.owner} at {there.session}")
     if mark != there.mark:
-        raise DialFailed(f"at {there.session} there is another process than {there.owner}")
+        raise DialFailed(f"the process at {there.session} is not {there.owner}")

@@ -1,8 +1,8 @@
-"""Where a rank's memory is, as its peers are told: an address of the engine and the place of each region.
+"""The location of a rank's memory, as its peers get it: an engine's address and the place of each region.
 
-Law: what does not parse, or names what cannot be, is refused by ValueError before anything is dialled. Mooncake knows
-neither names nor secrets, so an endpoint also says where this engine keeps its mark, 16 random bytes: whoever dials
-reads them first, and does not take for its peer another process that has got the same port.
+Law: an endpoint that does not parse, or is impossible, is refused by ValueError before any connection. Mooncake has
+neither names nor secrets, so an endpoint also says where this engine keeps its mark, 16 random bytes: a client reads
+them first, and does not mistake another process with the same port for its peer.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def parse(peer: PeerId, endpoint: bytes) -> MooncakeEndpoint:
     if not 0 < there.port < 1 << 16 or len(there.mark) != MARK_BYTES:
         raise ValueError("the endpoint has no usable port or mark")
     if len(there.regions) > REGIONS_MAX:
-        raise ValueError(f"the endpoint has {len(there.regions)} regions, at most {REGIONS_MAX} are known")
+        raise ValueError(f"the endpoint has {len(there.regions)} regions, at most {REGIONS_MAX} are allowed")
     for region, place in [(-1, MooncakePlace(there.mark_address, MARK_BYTES)), *there.regions.items()]:
         if place.address < 1 or place.size_bytes < 1 or place.address + place.size_bytes > ADDRESS_MAX:
             raise ValueError(f"region {region} of the endpoint is not memory: {place}")

@@ -1,16 +1,16 @@
 """One Mooncake transfer engine, driven over TCP: the only module that imports the library.
 
-Law: no call here waits for a peer, but for `start_read`, which may while it opens the peer's segment (up to 60 s with a
-stopped peer, GIL released), and so belongs on a thread of its own. The library's codes are translated here, once.
+Law: no call here waits for a peer, except `start_read`, which may while it opens the peer's segment (up to 60 s with a
+stopped peer, GIL released), and so belongs on its own thread. The library's codes are translated here, once.
 
-Only two of the library's calls are used to move bytes, because only they can tell what became of a read: a batch of one
-slice is started, and asked for its state without waiting. The library's other calls wait inside, spinning, for up to
-30 s, and return -1 for a read that failed and for one that will land later alike. A slice that failed is reported
-after its socket was closed, so a terminal state means that nothing more of it can land.
+Only two of the library's calls are used to move bytes, because only they can tell the outcome of a read: a batch of one
+slice is started, and its state is polled. The library's other calls wait inside, spinning, for up to 30 s, and return
+-1 both for a read that failed and for one that will land later. A failed slice is reported after its socket was closed,
+so a terminal state means that nothing more of it can land.
 
-`close` is the one way to stop reads that are under way: it closes every connection and joins the thread that reads
-from them. Python destroys the engine with the GIL held, and the engine's handshake thread looks up only when its
-`accept` times out, after 1 s. `_hasten` shortens that; to be deleted when the engine can be closed without the GIL.
+`close` is the only way to stop reads in flight: it closes every connection and joins the thread that reads from them.
+Python destroys the engine with the GIL held, and the engine's handshake thread notices only when its `accept` times
+out, after 1 s. `_hasten` shortens that; delete it when the engine can be closed without the GIL.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class MooncakeMissing(RuntimeError):
 
 
 class SliceState(enum.Enum):
-    """What has become of a slice."""
+    """The state of a slice."""
 
     MOVING = "moving"
     ARRIVED = "arrived"
@@ -74,7 +74,7 @@ def address_of(memory: memoryview) -> int:
 
 
 class MooncakeEngine:
-    """Listens on a free port from the beginning on; `host` is what peers dial."""
+    """Listens on a free port from the start; `host` is what peers connect to."""
 
     def __init__(self, host: str) -> None:
         self._engine: Any = load().TransferEngine()
@@ -83,21 +83,21 @@ class MooncakeEngine:
         self.port: int = self._engine.get_rpc_port()
 
     def register(self, memory: memoryview) -> None:
-        """Let anyone who can reach the engine's port read and write `memory`. The caller keeps it alive."""
+        """Lets any peer that can reach the engine's port read and write `memory`. The caller keeps it alive."""
         code = self._engine.register_memory(address_of(memory), memory.nbytes)
         if code:
             raise ValueError(f"mooncake refused to register {memory.nbytes} bytes (code {code}); registered twice?")
 
     def start_read(self, session: str, target: int, source: int, size: int) -> int:
-        """Begin to read `size` bytes from the peer's address `source`; the slice's number, 0 when it could not begin.
+        """Start to read `size` bytes from the peer's address `source`; the slice's number, 0 when it could not start.
 
-        Must be asked for by `state` until it is over: only that frees it.
+        Must be polled with `state` until it is over: only that frees it.
         """
         number: int = self._engine.batch_transfer_async_read(session, [target], [source], [size])
         return number
 
     def state(self, number: int) -> SliceState:
-        """Of a slice that was not over when last asked; once it is over, its number means nothing any more."""
+        """Of a slice that was not over when last polled; once it is over, its number is invalid."""
         return _STATES.get(self._engine.transfer_check_status(number), SliceState.MOVING)
 
     def close(self) -> None:
@@ -108,13 +108,13 @@ class MooncakeEngine:
 
 
 def _hasten(port: int) -> None:
-    """Let the engine's handshake thread notice soon that it is to end; where this fails, closing takes up to 1 s."""
+    """Let the engine's handshake thread notice soon that it is to end; if this fails, closing takes up to 1 s."""
     for fd in map(int, os.listdir("/proc/self/fd")):
         with contextlib.suppress(OSError):  # gone in the meantime
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
                 _hasten_one(socket.socket(fileno=os.dup(fd)), port)
     with contextlib.suppress(OSError):
-        socket.create_connection(("127.0.0.1", port), 1.0).close()  # ends the `accept` that waits already
+        socket.create_connection(("127.0.0.1", port), 1.0).close()  # ends the pending `accept`
 
 
 def _hasten_one(found: socket.socket, port: int) -> None:
@@ -124,6 +124,6 @@ def _hasten_one(found: socket.socket, port: int) -> None:
         if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             limit = struct.pack("ll", 0, ACCEPT_MS * 1000)
             found.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            found.shutdown(socket.SHUT_RDWR)  # whoever waits in the backlog would be heard out, for 5 s
+            found.shutdown(socket.SHUT_RDWR)  # otherwise a pending connection would be served, for 5 s
         else:
-            found.shutdown(socket.SHUT_RDWR)  # someone who connected and says nothing: it would be waited for
+            found.shutdown(socket.SHUT_RDWR)  # a silent connection would be waited for

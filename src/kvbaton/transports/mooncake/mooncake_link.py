@@ -1,12 +1,12 @@
-"""The copies from one peer: a thread, an engine of its own, and the reads that are under way on it.
+"""The copies from one peer: a thread, its own engine, and the reads in flight on it.
 
 Law: a read is at rest when the engine says that it is over, or when its engine has been closed; never because time has
 passed. Time only decides when the engine is closed: after `stall_s` without any progress, or after `cancel_s` when a
-copy that was cancelled waits for it. That is why each peer has its own engine: closing it harms nobody else, and
-brings a peer's reads to rest whatever that peer does.
+cancelled copy waits for it. That is why each peer has its own engine: closing it affects no other peer, and brings a
+peer's reads to rest whatever that peer does.
 
-One failed read closes the engine too. The next copy dials anew and reads the peer's mark again, so nothing is read
-from another process that has taken the port of a peer that died (the engine itself would reconnect and not notice).
+One failed read closes the engine too. The next copy connects again and reads the peer's mark again, so nothing is read
+from another process that has taken the port of a dead peer (the engine itself would reconnect and not notice).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class MooncakeLink:
         self._news.set()
 
     def stop(self, job: CopyJob, reason: Reason, detail: str) -> None:
-        """End a copy as soon as nothing of it is under way."""
+        """End a copy as soon as nothing of it is in flight."""
         with self._jobs:
             if job in self._queue:
                 self._queue.remove(job)
@@ -94,7 +94,7 @@ class MooncakeLink:
         self._news.set()
 
     def shut(self) -> None:
-        """Carry nothing more; close the engine when what was stopped has come to rest, or after `cancel_s`."""
+        """Carry nothing more; close the engine when stopped copies have come to rest, or after `cancel_s`."""
         self._shut = True
         self._news.set()
 
@@ -129,7 +129,7 @@ class MooncakeLink:
         return self._reads is not None and bool(self._reads.parts)
 
     def _turn(self) -> bool:
-        """One look at everything; whether anything has moved."""
+        """One poll of everything; whether anything has moved."""
         if self._queue and self._reads is None and not self._shut:
             self._dial()
         reads, patience = self._reads, self._patience
@@ -150,7 +150,7 @@ class MooncakeLink:
         return idle_s < POLL_S_MAX
 
     def _begin_parts(self, reads: Reads) -> None:
-        """Start as much as there is room for."""
+        """Start as many reads as there is room for."""
         while reads.has_room:
             with self._jobs:
                 spans = self._jobs.begin(self._queue[0]) if self._queue else None
@@ -163,12 +163,12 @@ class MooncakeLink:
             reads.start(job, spans)
 
     def _break(self, trouble: Trouble) -> None:
-        """A read failed: all that are under way do. What waits is tried on a new connection."""
+        """A read failed: all in flight fail. Waiting copies are tried on a new connection."""
         for part in self._dropped():
             self._jobs.part_ended(part.job, *trouble)
 
     def _give_up(self, trouble: Trouble) -> None:
-        """The peer is there and does nothing: everything ends now, and rests once the engine is closed."""
+        """The peer is connected and does nothing: everything ends now, and rests once the engine is closed."""
         parts = self._reads.parts if self._reads is not None else ()
         for job in {id(part.job): part.job for part in parts}.values():
             self._jobs.abandon(job, *trouble)
@@ -176,9 +176,9 @@ class MooncakeLink:
         self._break(trouble)
 
     def _rest_cancelled(self) -> None:
-        """Close the engine for the sake of what was cancelled; the other reads begin again on a new one."""
-        # The library has no cancel, so one copy's cancel costs the whole connection. The others lose nothing but time:
-        # their parts go back to the front of the line, in order, and are read again from the start.
+        """Close the engine for the sake of cancelled copies; the other reads start again on a new one."""
+        # The library has no cancel, so one copy's cancel costs the whole connection. The others lose only time: their
+        # parts go back to the front of the queue, in order, and are read again from the start.
         parts = self._dropped()
         with self._jobs:
             for part in reversed(parts):
@@ -192,7 +192,7 @@ class MooncakeLink:
         self._news.set()
 
     def _dropped(self) -> deque[MooncakePart]:
-        """What was under way, now at rest: its engine is closed."""
+        """Reads that were in flight, now at rest: their engine is closed."""
         reads, self._reads = self._reads, None
         return reads.close() if reads is not None else deque()
 
@@ -205,7 +205,7 @@ class MooncakeLink:
     # --- dialling
 
     def _dial(self) -> None:
-        """Reach the peer, or fail all that waits for it."""
+        """Reach the peer, or fail all copies that wait for it."""
         with self._jobs:
             self._dialling = next(self._dials)
         self._timers.call(partial(self._watch, self._dialling))
@@ -222,7 +222,7 @@ class MooncakeLink:
                     self._fail_queue(trouble)
 
     def _watch(self, dial: int) -> None:
-        """On the timers' loop: the engine may wait far longer for a stopped peer than copies may wait in line."""
+        """On the timers' loop: the engine may wait far longer for a stopped peer than copies may wait in the queue."""
         self._timers.later(self._patience.dial_s, partial(self._overdue, dial))
 
     def _overdue(self, dial: int) -> None:

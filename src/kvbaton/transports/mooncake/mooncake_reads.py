@@ -1,6 +1,6 @@
-"""The reads that are under way on one engine of Mooncake, from their start to their end.
+"""The reads in flight on one Mooncake engine, from their start to their end.
 
-Laws: used by the thread of its link alone. A part is over when the engine says so of all its slices. `close` closes the
+Laws: used only by the thread of its link. A part is over when the engine says so of all its slices. `close` closes the
 engine first, so that what it returns is at rest: the library cannot cancel a read, and closing is the only way.
 """
 
@@ -27,12 +27,12 @@ LOOK_AHEAD = 16
 
 
 class ReadFailed(Exception):
-    """The engine would not begin a read, or one has failed: the connection is of no more use."""
+    """The engine could not start a read, or one has failed: the connection is unusable."""
 
 
 @dataclass(slots=True, eq=False)
 class MooncakePart:
-    """Some slices of a copy, under way together."""
+    """Some slices of a copy, in flight together."""
 
     job: CopyJob
     spans: Spans
@@ -82,7 +82,7 @@ class Reads:
         return found
 
     def close(self) -> deque[MooncakePart]:
-        """What was under way, now at rest."""
+        """Reads that were in flight, now at rest."""
         self._engine.close()
         parts, self.parts = self.parts, deque()
         return parts

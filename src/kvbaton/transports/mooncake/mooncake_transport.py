@@ -4,9 +4,9 @@ One engine serves this rank's memory; one more per peer reads from that peer, so
 nothing else. The library cannot cancel: a read that it has reported as timed out overwrote reused blocks when the peer
 went on (reference/transports.md 3.1). Closing the engine that reads is a cancel, and the only one.
 
-Law: nothing is written, and so nobody needs to be fenced by us. But Mooncake has no notion of who may connect: whoever
-can reach its ports can read and write all registered memory, before and after `disconnect`. Use it on a network of
-peers that you trust, and nowhere else. What a peer's bytes are worth is decided by its commit, as everywhere.
+Law: nothing is written, so nothing needs to be fenced by us. But Mooncake has no access control: any peer that can
+reach its ports can read and write all registered memory, before and after `disconnect`. Use it only on a network of
+trusted peers. Whether a peer's bytes are valid is decided by its commit, as everywhere.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ CAPABILITIES = Capabilities(
 
 
 class MooncakeConfig(msgspec.Struct, frozen=True):
-    """`host` is what peers dial: numeric, so that nothing waits for a resolver. The engine listens on every address."""
+    """`host` is what peers connect to: numeric, so that nothing waits for a resolver. The engine listens on every
+    address."""
 
     host: str = "127.0.0.1"
     copies_max: int = 1024
     dial_deadline_s: float = 5.0
-    stall_s: float = 10.0  # a peer from which nothing came for so long has failed
+    stall_s: float = 10.0  # a peer that sent nothing for this long has failed
     cancel_s: float = 0.25  # likewise, when a cancelled copy waits for it
     pure_python: bool = False
 
     def __post_init__(self) -> None:
         if ipaddress.IPv4Address(self.host).is_unspecified:
-            raise ValueError(f"peers cannot dial {self.host}: set host to this host's own address")
+            raise ValueError(f"peers cannot connect to {self.host}: set host to this host's own address")
         if self.copies_max < 1 or min(self.dial_deadline_s, self.stall_s, self.cancel_s) <= 0:
             raise ValueError(f"copies_max, dial_deadline_s, stall_s and cancel_s must be positive: {self}")
 
@@ -68,7 +69,7 @@ class MooncakeTransport(PlaneShell[MooncakeLink]):
     _memory: RegisteredMemory
 
     def __init__(self, me: PeerId, config: MooncakeConfig | None = None) -> None:
-        """MooncakeMissing when the library is not there."""
+        """MooncakeMissing when the library is not installed."""
         load()
         self._config = config = config or MooncakeConfig()
         super().__init__(me, config.copies_max, config.pure_python)
@@ -80,7 +81,7 @@ class MooncakeTransport(PlaneShell[MooncakeLink]):
         self._timers = SocketLoop(f"kvbaton-mooncake-timers-{me}")
 
     def register(self, region: int, memory: memoryview) -> None:
-        """From now on anyone who can reach the engine can read and write it."""
+        """From now on any peer that can reach the engine can read and write it."""
         if not memory.nbytes:
             raise ValueError(f"region {region} is empty")
         self._memory.add(region, memory)
@@ -88,14 +89,14 @@ class MooncakeTransport(PlaneShell[MooncakeLink]):
         self._places[region] = MooncakePlace(address_of(memory), memory.nbytes)
 
     def endpoint(self, peer: PeerId) -> bytes:
-        """The same for every peer: the engine does not know one from another."""
+        """The same for every peer: the engine cannot tell them apart."""
         there = MooncakeEndpoint(
             self._me, self._config.host, self._serving().port, address_of(self._mark), bytes(self._mark), self._places
         )
         return msgspec.msgpack.encode(there)
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        """A new endpoint of a known peer replaces the old one, and ends what was under way on it."""
+        """A new endpoint of a known peer replaces the old one, and ends what was in flight on it."""
         there = parse(peer, endpoint)
         config = self._config
         patience = Patience(config.dial_deadline_s, config.stall_s, config.cancel_s)
@@ -122,7 +123,7 @@ class MooncakeTransport(PlaneShell[MooncakeLink]):
         link.add(job)
 
     def _stop(self, job: CopyJob, link: MooncakeLink | None, reason: Reason, detail: str) -> None:
-        """It ends when what is under way of it has arrived or, with a peer that does nothing, after `cancel_s`."""
+        """It ends when its reads in flight have arrived or, with an unresponsive peer, after `cancel_s`."""
         if link is None:
             super()._stop(job, link, reason, detail)
         else:

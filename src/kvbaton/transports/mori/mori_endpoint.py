@@ -1,12 +1,12 @@
-"""What a peer is told to reach an engine of mori: mori's own descriptions of the engine and of each region.
+"""The endpoint of a mori engine: mori's own descriptions of the engine and of each region.
 
-Law: nothing of it reaches mori before it was parsed here, every size bounded. An engine's key holds its owner's name
-and incarnation: mori knows engines by key alone, so a description under another peer's key would replace that peer's,
-and a restarted worker under its old key would be taken for the one whose connections are gone.
+Law: nothing of it reaches mori before it was parsed here, every size bounded. An engine's key contains its owner's name
+and incarnation: mori identifies engines by key alone, so a description under another peer's key would replace that
+peer's, and a restarted worker under its old key would be mistaken for the one whose connections are gone.
 
 A control message carries 1,024 bytes of endpoint, and one description of a region alone has 250. Most of it is the same
-for all, so it travels field by field, what is common once, and compressed: 118 regions of one size fit wherever they
-lie, and 69 if each has a size of its own. More than fit are refused when they are registered.
+for all, so it travels field by field, common fields once, and compressed: 118 regions of one size fit wherever they
+are, and 69 if each has its own size. More are refused when they are registered.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Described(msgspec.Struct, frozen=True, array_like=True):
 
 
 def name_engine(owner: PeerId) -> str:
-    """A new key, by which the owner can be told."""
+    """A new key, which identifies the owner."""
     return f"{owner.incarnation}.{secrets.token_hex(NONCE_BYTES)}.{owner.worker}"
 
 
@@ -64,7 +64,7 @@ def is_named_after(key: str, owner: PeerId) -> bool:
 
 
 def pack(endpoint: MoriEndpoint) -> bytes:
-    """ValueError when it has become too large to be told."""
+    """ValueError when it has become too large to be sent."""
     numbers = list(endpoint.regions)
     told = _Described(endpoint.owner, endpoint.engine, numbers, _by_field(list(endpoint.regions.values())))
     data = VERSION + zlib.compress(msgspec.msgpack.encode(told), 9)
@@ -77,7 +77,7 @@ def pack(endpoint: MoriEndpoint) -> bytes:
 
 
 def parse(data: bytes) -> MoriEndpoint:
-    """ValueError for anything but an endpoint. Whose it is only mori's descriptions tell: `Engine.understand`."""
+    """ValueError for anything but an endpoint. Only mori's descriptions tell whose it is: `Engine.understand`."""
     if data[: len(VERSION)] != VERSION or len(data) > ENDPOINT_BYTES_MAX:
         raise ValueError(
             f"not an endpoint of mori: at most {ENDPOINT_BYTES_MAX} bytes that begin with {VERSION!r} were expected; "

@@ -1,16 +1,16 @@
-"""The one module that calls mori (`mori.io`, ROCm only): an engine, its sessions, and what its statuses mean.
+"""The one module that calls mori (`mori.io`, ROCm only): an engine, its sessions, and the meaning of its statuses.
 
 Laws:
- - Nothing but `MoriError` and `MoriMissing` leaves, and ValueError for what a peer described wrongly.
- - A status lives for as long as mori may write to it: mori's threads hold its bare address. So whoever began a batch
+ - Only `MoriError` and `MoriMissing` leave, and ValueError for an invalid description from a peer.
+ - A status lives for as long as mori may write to it: mori's threads hold its bare address. So the starter of a batch
    keeps its status until it is over, then hands it to `bury`, which keeps the last `BURIED_MAX`: mori wakes waiters
-   *after* it has stored the code by which one learns that it is over.
+   *after* it has stored the code that says that it is over.
  - A read that arrived is at rest. One that failed is at rest only where `in_order` holds: one queue pair carries a
    batch, posted as one chain with one signalled tail, so that its error comes after all of it. With several, mori
    reports the first error while the others go on.
 
-Read in mori's sources (August 2026), and run on no hardware: see docs/planes-mori.md for what to check first.
-Threads: `open` (which holds the GIL while it talks to the peer) and `read` belong on the mover's; the rest is quick.
+Based on mori's sources (August 2026), and run on no hardware: see docs/planes-mori.md for what to check first. Threads:
+`open` (which holds the GIL while it talks to the peer) and `read` belong on the mover's; the rest is quick.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvbaton.transports.mori.mori_endpoint import MoriEndpoint, is_named_after
 
 log = logging.getLogger(__name__)
 
-ADVICE = "install amd_mori (it needs ROCm and an RDMA device), or leave 'mori' out of the data planes"
+ADVICE = "install amd_mori (it needs ROCm and an RDMA device), or remove 'mori' from transport"
 BURIED_MAX = 1024
 ADDRESS_MAX = 1 << 64
 CPU_DEVICE = -1
@@ -67,12 +67,12 @@ class MoriError(Exception):
 
 
 class MoriOutcome(enum.Enum):
-    """What has become of a batch."""
+    """The state of a batch."""
 
     MOVING = "moving"
     ARRIVED = "arrived"
-    FULL = "full"  # the send queue is: to be tried again
-    REFUSED = "refused"  # nothing was begun
+    FULL = "full"  # send queue full: to be retried
+    REFUSED = "refused"  # nothing was started
     FAILED = "failed"
 
 
@@ -102,11 +102,11 @@ class Far:
 
 
 def load() -> Any:
-    """`mori.io`; MoriMissing where it cannot be had."""
+    """`mori.io`; MoriMissing where it is unavailable."""
     try:
         return importlib.import_module("mori.io")
     except (ImportError, OSError) as error:  # OSError: the ROCm libraries that it links
-        raise MoriMissing(f"the data plane 'mori' cannot load mori.io ({error}): {ADVICE}") from error
+        raise MoriMissing(f"the transport 'mori' cannot load mori.io ({error}): {ADVICE}") from error
 
 
 class MoriEngine:
@@ -120,7 +120,7 @@ class MoriEngine:
         self.key = key
         disorder = [name for name in DISORDER if name in os.environ]
         if disorder:
-            log.warning("[mori-unordered] reads that fail stay in quarantine to the end: %s", ", ".join(disorder))
+            log.warning("[mori-unordered] failed reads stay in quarantine for good: %s", ", ".join(disorder))
         self.in_order = queues == 1 and not disorder
         mori = self._mori
         self._rdma = mori.BackendType.RDMA
@@ -162,7 +162,7 @@ class MoriEngine:
         return Far(engine.key, engine, {region: Plot(desc.size, desc) for region, desc in regions.items()})
 
     def meet(self, far: Far) -> None:
-        """Let mori know how to dial the peer; dials nobody."""
+        """Tell mori how to connect to the peer; connects to nothing."""
         _ask("meet", self._engine, "register_remote_engine", far.engine)
 
     def part(self, far: Far) -> None:
@@ -170,25 +170,26 @@ class MoriEngine:
         _ask("part", self._engine, "deregister_remote_engine", far.engine)
 
     def open(self, here: Any, there: Any) -> Any:
-        """A session between two regions. Dials the peer at the first, with the GIL held, for up to the dial time."""
+        """A session between two regions. The first one connects to the peer, with the GIL held, for up to the dial
+        time."""
         session = _ask("session", self._engine, "create_session", here, there)
         if session is None:
-            raise MoriError("session", "no back end reaches the peer's memory; is its engine still there?")
+            raise MoriError("session", "no backend reaches the peer's memory; is its engine still running?")
         return session
 
     def is_alive(self, session: Any) -> bool:
         return bool(_ask("session", session, "alive"))
 
     def ticket(self, session: Any) -> int:
-        """A number for a batch. One that is tried again keeps it, for mori picks its queue pairs by it."""
+        """A number for a batch. A retried one keeps it, since mori picks its queue pairs by it."""
         return int(_ask("number", session, "allocate_transfer_uid"))
 
     def read(self, session: Any, here: list[int], there: list[int], sizes: list[int], uid: int) -> Any:
-        """Begin; the status of the batch, which the caller keeps. Waits for up to 5 s in mori if its queue is full."""
+        """Start; the status of the batch, which the caller keeps. Waits for up to 5 s in mori if its queue is full."""
         return _ask("read", session, "batch_read", here, there, sizes, uid)
 
     def look(self, status: Any, posting: bool = False) -> tuple[MoriOutcome, str]:
-        """What became of a batch, and mori's words for it. `posting`: `read` has only just returned."""
+        """The outcome of a batch, and mori's message for it. `posting`: `read` has only just returned."""
         found = _ask("status", status, "Code")
         code = int(found)
         if code == SUCCESS:
@@ -216,7 +217,7 @@ class MoriEngine:
 
 
 def _ask(call: str, target: Any, name: str, *arguments: Any) -> Any:
-    """Every call goes through here, and its errors are translated here: also that mori has no such call any more."""
+    """Every call goes through here, and its errors are translated here: also that mori no longer has such a call."""
     try:
         return getattr(target, name)(*arguments)
     except Exception as error:  # noqa: BLE001 - what C++ throws comes as RuntimeError, TypeError, ValueError and more

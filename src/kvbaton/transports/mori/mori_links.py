@@ -1,6 +1,6 @@
-"""What the mover of mori keeps in mind: peers, the copies that wait for them, and the parts under way.
+"""State of mori's mover: peers, the copies that wait for them, and the parts in flight.
 
-Law: touched by the mover's thread alone. A part keeps every status that mori was given for it, and its session.
+Law: touched only by the mover's thread. A part keeps every status that mori was given for it, and its session.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class MoriLink:
     far: Far
     there: MoriEndpoint
     waiting: deque[CopyJob] = field(default_factory=deque)
-    held: MoriPart | None = None  # the part that goes next: no room for it yet, or mori had none
+    held: MoriPart | None = None  # the next part: no room for it yet, here or in mori
     sessions: dict[tuple[int, int], Any] = field(default_factory=dict)  # by region here and there; last used, last
     parts: int = 0  # under way
     rows: int = 0  # of these
     met: bool = False
     problem: str = ""  # why it could not be reached
-    shut_until: float = 0.0  # before which it is not dialled again
+    shut_until: float = 0.0  # no reconnect before this
 
     def keep(self, regions: tuple[int, int], session: Any) -> None:
         self.sessions.pop(regions, None)
@@ -43,7 +43,7 @@ class MoriLink:
 
 @dataclass(slots=True, eq=False)
 class MoriPart:
-    """One batch, or none for a copy of nothing: begun for its job, and not known to be over."""
+    """One batch, or none for an empty copy: started for its job, and not known to be over."""
 
     job: CopyJob
     link: MoriLink

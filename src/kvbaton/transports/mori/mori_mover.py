@@ -1,14 +1,14 @@
-"""The thread that drives mori: hands parts over, looks after those under way, and knows when each has come to rest.
+"""The thread that drives mori: starts parts, polls those in flight, and knows when each has come to rest.
 
 Laws:
- - Only this thread opens sessions and begins reads: opening waits for the peer, and beginning for room in mori's queue.
- - A part rests when its status says that it arrived, never because somebody stopped waiting: mori cannot cancel. One
-   that failed rests as well where errors come in order (`MoriEngine.in_order`); else it stays unproven, counted and
-   bounded, until the engine is closed.
- - A full send queue is no failure: the part is held and handed over again, with pauses, until `full_s` has passed. It
-   hardly ever comes to that, since no more than `rows_max` rows are under way with one peer.
- - Nothing spins: with nothing under way it sleeps until called; else it looks again after an eighth of the time waited.
-   A status could be waited for (`WaitFor`), but this thread would then be deaf to calls.
+ - Only this thread opens sessions and starts reads: opening waits for the peer, and starting for room in mori's queue.
+ - A part rests when its status says that it arrived, never because a caller stopped waiting: mori cannot cancel. One
+   that failed rests as well where errors come in order (`MoriEngine.in_order`); otherwise it stays unproven, counted
+   and bounded, until the engine is closed.
+ - A full send queue is not a failure: the part is held and tried again, with pauses, until `full_s` has passed. That
+   is rare, since no more than `rows_max` rows are in flight with one peer.
+ - Nothing busy-waits: with nothing in flight it sleeps until called; otherwise it polls after an eighth of the time
+   waited. A status could be waited for (`WaitFor`), but then this thread would not respond to calls.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ GRACE_S = 1.0
 class MoriLimits(msgspec.Struct, frozen=True):
     window: int  # parts under way with one peer
     rows_max: int  # rows of these
-    full_s: float  # how long a full send queue is put up with
-    redial_s: float  # how long a peer that could not be reached is left alone
+    full_s: float  # how long a full send queue is tolerated
+    redial_s: float  # pause before an unreachable peer is tried again
 
 
 class MoriMover:
@@ -64,7 +64,7 @@ class MoriMover:
 
     @property
     def is_full(self) -> bool:
-        """Too much waits for a proof that may never come."""
+        """Too many parts wait for a proof that may never come."""
         return len(self._unproven) >= UNPROVEN_MAX
 
     def add(self, link: MoriLink, job: CopyJob) -> None:
@@ -75,7 +75,7 @@ class MoriMover:
         self._thread.call(lambda: self._sweep(link))
 
     def retire(self, link: MoriLink) -> None:
-        """Its copies have ended; what is under way of them is still looked after."""
+        """Its copies have ended; their parts in flight are still polled."""
         self._thread.call(lambda: self._retire(link))
 
     def stop(self, join_s: float) -> bool:
@@ -90,13 +90,13 @@ class MoriMover:
             self._look_at(part)
 
     def _lingers(self) -> bool:
-        """Whether what is under way may still take a moment."""
+        """Whether parts in flight may still take a moment."""
         if not self._grace_until:
             self._grace_until = time.monotonic() + GRACE_S
         return bool(self._under_way) and time.monotonic() < self._grace_until
 
     def _patience(self) -> float | None:
-        """How long to sleep if nobody calls; None for ever."""
+        """How long to sleep unless called; None forever."""
         waits = [self._wait_of(link) for link in self._busy if not self._thread.stopping]
         if self._under_way:
             waits.append(self._pause())
@@ -106,7 +106,7 @@ class MoriMover:
         return min(max((time.monotonic() - self._moved_at) / 8, LOOK_S[0]), LOOK_S[1])
 
     def _wait_of(self, link: MoriLink) -> float | None:
-        """Until the next part of `link` can be handed over; None while it waits for those under way."""
+        """Until the next part of `link` can be started; None while it waits for those in flight."""
         if not self._has_room(link):
             return None
         return max(0.0, link.held.again_at - time.monotonic()) if link.held is not None else 0.0
@@ -132,7 +132,7 @@ class MoriMover:
         self._reach.leave(link)
 
     def _post_next(self, link: MoriLink) -> None:
-        """Begin one part of the copy that waits longest, if there is room."""
+        """Start one part of the copy that waits longest, if there is room."""
         self._sweep(link)
         while link.held is None and link.waiting:
             job = link.waiting[0]
@@ -151,7 +151,7 @@ class MoriMover:
         try:
             part.session = self._reach.session(link, part.job.copy.local_region, part.job.copy.remote_region)
             if not part.rows:
-                self._put_back(link)  # all that was asked for is that the peer be reached
+                self._put_back(link)  # an empty copy only tests that the peer is reachable
                 return
             if part.uid < 0:
                 part.uid = self._engine.ticket(part.session)
@@ -168,7 +168,7 @@ class MoriMover:
             link.parts += 1
             link.rows += part.rows
             self._under_way.append(part)
-            if outcome is MoriOutcome.FAILED:  # perhaps with some of it posted, and no tail to tell when that is over
+            if outcome is MoriOutcome.FAILED:  # some of it may be posted, without a tail that tells its end
                 self._failed(part, words, rested=False)
 
     def _begin(self, part: MoriPart) -> tuple[MoriOutcome, str]:
@@ -179,7 +179,7 @@ class MoriMover:
         return self._outcome(part.statuses[-1], posting=True)
 
     def _hold(self, link: MoriLink, part: MoriPart, words: str) -> None:
-        """mori's queue is full: try the same part again a little later, but not for ever."""
+        """mori's queue is full: try the same part again a little later, but not forever."""
         now = time.monotonic()
         if part.refused_at is None:
             part.refused_at = now
@@ -190,7 +190,7 @@ class MoriMover:
             part.again_at = now + min(max(waited_s / 2, AGAIN_S[0]), AGAIN_S[1])
 
     def _put_back(self, link: MoriLink, reason: Reason | None = None, detail: str = "") -> None:
-        """Give the held part up. It was not begun, unless several queues took it and only the last was full."""
+        """Give up the held part. It was not started, unless several queues took it and only the last was full."""
         part, link.held = link.held, None
         if part is None:
             return
@@ -217,7 +217,7 @@ class MoriMover:
             return MoriOutcome.FAILED, str(error)
 
     def _failed(self, part: MoriPart, words: str, rested: bool) -> None:
-        """The one place where failures of reads that mori had begun become ours."""
+        """The one place where failures of started reads become ours."""
         self._take_away(part)
         if rested:
             self._bury(part)
@@ -229,7 +229,7 @@ class MoriMover:
         self._lose(part.link, Reason.TRANSFER_FAILED, words)
 
     def _lose(self, link: MoriLink, reason: Reason, words: str) -> None:
-        """What waits for the peer fails now."""
+        """Copies that wait for the peer fail now."""
         link.sessions.clear()
         self._put_back(link, reason, words)
         for job in link.waiting:

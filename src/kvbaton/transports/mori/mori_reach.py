@@ -1,11 +1,11 @@
-"""Which peers mori can reach: sessions between two regions each, opened at the first use.
+"""The peers that mori can reach: sessions between two regions each, opened at first use.
 
 Laws:
- - Opening talks to the peer with the GIL held, so it is done rarely: a peer that could not be reached is left alone for
+ - Opening talks to the peer with the GIL held, so it is done rarely: an unreachable peer is not tried again for
    `redial_s`, and a session is kept for as long as its peer is connected.
- - A peer with which a read has failed is given up for good: its queue pair is in the error state, and mori makes no new
-   one for the same two engines (August 2026). A restart makes another engine of it.
-Touched by the mover's thread alone.
+ - A peer with which a read has failed is given up for good: its queue pair is in the error state, and mori makes no
+   new one for the same two engines (August 2026). After a restart it is another engine.
+Touched only by the mover's thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BROKEN_MAX = 4096
 
 
 class Reach:
-    """The peers that one engine has met."""
+    """The peers that one engine knows."""
 
     def __init__(self, engine: MoriEngine, plots: dict[int, Plot], redial_s: float) -> None:
         self._engine = engine
@@ -38,7 +38,7 @@ class Reach:
         if link.far.key in self._broken:
             raise MoriError("session", f"broken for good until one of the two restarts: {self._broken[link.far.key]}")
         if time.monotonic() < link.shut_until:
-            raise MoriError("session", f"the peer is left alone for {self._redial_s} s, since {link.problem}")
+            raise MoriError("session", f"the peer is not tried again for {self._redial_s} s: {link.problem}")
         try:
             return self._open(link, here, there)
         except MoriError as error:

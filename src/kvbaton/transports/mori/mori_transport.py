@@ -1,20 +1,20 @@
 """mori: READ by AMD's mori.io (RDMA; ROCm only), under kvbaton's own life cycle. Never run on hardware: see the docs.
 
-mori moves the bytes and this module says what that means. It cannot cancel: a copy that is given up ends as not at
-rest, its memory stays out of use, and `CopyRested` follows when mori's status for it is over. Nothing is sent in band.
+mori moves the bytes; this module gives that its meaning. It cannot cancel: an abandoned copy ends as not at rest, its
+memory stays out of use, and `CopyRested` follows when mori's status for it is over. Nothing is sent in band.
 
-Law: only the mover's thread transfers. Every range is checked here, against what this side has registered and what the
-peer says it has, before mori sees it (mori checks again).
+Law: only the mover's thread transfers. Every range is checked here, against the memory that this side has registered
+and that the peer announced, before mori sees it (mori checks again).
 
-No WRITE: its completion says that the target's network card has the bytes, not that they are visible in the target's
-memory (mori can register memory with relaxed ordering, and keeps no later read behind it on the same queue pair); one
-that failed cannot be proven to be at rest at all; and without a fence no writer is let near anybody's blocks anyway.
-Where a push is asked for, P announces and D reads.
+No WRITE: its completion means that the target's network card has the bytes, not that they are visible in the target's
+memory (mori can register memory with relaxed ordering, and orders no later read behind it on the same queue pair); a
+failed one cannot be proven to be at rest at all; and without a fence no writer is allowed near other engines' blocks
+anyway. Where a push is requested, P announces and D reads.
 
 No fence: `deregister_remote_engine` closes no queue pair, and a registration is the same for every peer.
 
-Trust: as with every one-sided plane, whoever holds an endpoint can read and write all registered memory. mori's own
-control port asks nobody who he is: whoever reaches it can get the keys. Use it on a network of peers that you trust.
+Trust: as with every one-sided transport, the holder of an endpoint can read and write all registered memory. mori's own
+control port has no authentication: any peer that reaches it can get the keys. Use it on a network of trusted peers.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ CAPABILITIES = Capabilities(
 
 
 class MoriConfig(msgspec.Struct, frozen=True):
-    """`host` is what peers dial to exchange queue pairs: numeric, IPv4 (mori knows no other)."""
+    """`host` is what peers connect to, to exchange queue pairs: numeric, IPv4 (mori supports no other)."""
 
     host: str = "127.0.0.1"
     copies_max: int = 1024
     window: int = 8  # parts under way with one peer
     rows_max: int = 4096  # rows of these; mori's send queue holds 8,192 by default (MORI_IO_QP_MAX_SEND_WR)
     queues: int = 1  # queue pairs to one peer; with more, a read that failed stays in quarantine until the end
-    dial_s: float = 2.0  # how long mori may wait for a peer that does not answer; every thread of the process waits
-    redial_s: float = 5.0  # how long a peer that could not be reached is left alone
-    full_s: float = 30.0  # how long a full send queue is put up with
+    dial_s: float = 2.0  # longest wait in mori for an unresponsive peer; all threads wait
+    redial_s: float = 5.0  # pause before an unreachable peer is tried again
+    full_s: float = 30.0  # how long a full send queue is tolerated
 
     def __post_init__(self) -> None:
         if ipaddress.IPv4Address(self.host).is_unspecified:
-            raise ValueError(f"peers cannot dial {self.host}: set host to this host's own address")
+            raise ValueError(f"peers cannot connect to {self.host}: set host to this host's own address")
         if min(self.copies_max, self.window, self.queues) < 1 or self.rows_max < ROWS_MAX:
             raise ValueError(f"copies_max, window and queues are at least 1, rows_max at least {ROWS_MAX}: {self}")
         if min(self.dial_s, self.full_s) <= 0 or self.redial_s < 0:
@@ -97,7 +97,7 @@ class MoriTransport(DrivenShell[MoriLink]):
         self._driver = MoriMover(f"kvbaton-mori-{me}", self._engine, self._jobs, self._plots, limits)
 
     def register(self, region: int, memory: memoryview | DeviceMemory) -> None:
-        """For reading and writing, by every peer: mori knows no narrower registration."""
+        """For reading and writing, by every peer: mori has no narrower registration."""
         if not memory.nbytes:
             raise ValueError(f"region {region}: mori registers no empty memory")
         if region in self._plots or not 0 <= region < REGIONS_MAX:
@@ -109,12 +109,12 @@ class MoriTransport(DrivenShell[MoriLink]):
             self._place(region, MoriPlace(np.frombuffer(memory, np.uint8).ctypes.data, memory.nbytes))
 
     def endpoint(self, peer: PeerId) -> bytes:
-        """The same for every peer: mori has nothing like a secret for each."""
+        """The same for every peer: mori has no per-peer secrets."""
         regions = {region: plot.desc.pack() for region, plot in self._plots.items()}
         return pack(MoriEndpoint(self._me, self._description, regions))
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        """A new endpoint of a known peer replaces the old one, and ends what was under way on it."""
+        """A new endpoint of a known peer replaces the old one, and ends what was in flight on it."""
         there = parse(endpoint)
         far = self._engine.understand(peer, there)
         self._link(peer, there, lambda: MoriLink(far, there))

@@ -1,1 +1,1 @@
-"""Sockets for transports: one loop, framed streams, sealed records, and the admission of proven peers."""
+"""Sockets for transports: one loop, framed streams, encrypted records, and peer authentication."""

@@ -1,6 +1,6 @@
 """The handshake of the transports (`kvbaton.security.handshake` has its laws), as scripts over a `Wire`.
 
-Law: secrets are minted one per peer and life, travel in endpoint blobs over the authenticated control plane, and end
+Law: secrets are minted per peer and incarnation, travel in endpoint blobs over the authenticated control plane, and end
 with `revoke`.
 """
 
@@ -40,7 +40,7 @@ _HELLO = struct.Struct(f"<4sBBHQ{NONCE_BYTES}s")  # magic, version, stream, byte
 
 
 class Admitted(msgspec.Struct, frozen=True):
-    """A client that has proven itself."""
+    """An authenticated client."""
 
     peer: PeerId
     stream: int
@@ -49,9 +49,9 @@ class Admitted(msgspec.Struct, frozen=True):
 
 
 class SecretRing:
-    """The secrets of those who may connect here, one per peer (worker and incarnation).
+    """The secrets of the peers that may connect here, one per peer (worker and incarnation).
 
-    A peer keeps its secret until it is revoked; asking again then mints another, so an old endpoint never works twice.
+    A peer keeps its secret until it is revoked; the next request mints another, so an old endpoint never works twice.
     """
 
     def __init__(self) -> None:
@@ -94,11 +94,12 @@ def greet(
 
 
 def admit(wire: Wire, keyring: SecretRing, me: PeerId, must_seal: bool = False) -> Generator[Sink, None, Admitted]:
-    """The server's half; raises Refused for a stranger, and with `must_seal` for a peer that speaks plainly."""
+    """The server's half; raises Refused for an unauthenticated peer, and with `must_seal` for one that does not
+    encrypt."""
     said = yield from take(_HELLO.size)
     magic, version, stream, name_bytes, incarnation, _ = _HELLO.unpack(said)
     if magic != _MAGIC or version not in VERSIONS or not 0 < name_bytes <= NAME_BYTES_MAX:
-        raise Refused(Cause.BAD_GREETING, f"no greeting of version {PLAIN} or {SEALED}")
+        raise Refused(Cause.BAD_GREETING, f"no handshake of version {PLAIN} or {SEALED}")
     name = yield from take(name_bytes)
     peer = PeerId(WorkerId(name.decode(errors="replace")), Incarnation(incarnation))
     challenge, secret = nonce(), keyring.get(peer)
@@ -106,7 +107,7 @@ def admit(wire: Wire, keyring: SecretRing, me: PeerId, must_seal: bool = False) 
     ours = Handshake(Service.TRANSPORT, version, secret, _addressed(me, said), is_server=True)
     wire.out.append(Bytes(challenge + ours.proof()))
     if not ours.is_proof((yield from take(PROOF_BYTES))) or secret is None:
-        raise Refused(Cause.BAD_PROOF, f"{peer} did not prove itself")
+        raise Refused(Cause.BAD_PROOF, f"{peer} failed to authenticate")
     try:
         return Admitted(peer, stream, secret, ours.seals(str(peer), must_seal))
     except PlainPeer as refused:
@@ -116,5 +117,5 @@ def admit(wire: Wire, keyring: SecretRing, me: PeerId, must_seal: bool = False) 
 
 
 def _addressed(server: PeerId, said: bytes) -> bytes:
-    """A proof for one server, in one life, is none for another."""
+    """A proof for one server, in one incarnation, is invalid for another."""
     return b"|".join((str(server).encode(), said))

@@ -1,4 +1,4 @@
-"""Where received bytes go and where sent bytes come from: a few bytes to look at, spans of memory, or nowhere.
+"""Sinks and sources of bytes on a socket: a small buffer, spans of memory, or nothing.
 
 Law: a piece takes or gives exactly its `left` bytes, straight to or from a socket (`pull`, `push`) or by way of a
 record (`land`, `fill`), and touches nothing else.
@@ -17,7 +17,7 @@ SCRATCH_BYTES = 256 << 10
 
 
 class Sink(Protocol):
-    """Where received bytes go; `left` counts those still to come."""
+    """A sink of received bytes; `left` counts those still to come."""
 
     left: int
 
@@ -29,7 +29,7 @@ class Sink(Protocol):
 
 
 class ByteSource(Protocol):
-    """Where sent bytes come from."""
+    """A source of bytes to send."""
 
     left: int
 
@@ -37,14 +37,14 @@ class ByteSource(Protocol):
         """Send at most `room` bytes; BlockingIOError when none can go now."""
 
     def fill(self, into: memoryview) -> int:
-        """Put as many of the next bytes there as there are or there is room for."""
+        """Copy as many of the next bytes as there are or there is room for."""
 
 
 Script: TypeAlias = Generator[Sink, None, None]
 
 
 class Take:
-    """A few bytes to look at."""
+    """A small buffer."""
 
     __slots__ = ("data", "left")
 
@@ -74,7 +74,7 @@ def take(size: int) -> Generator[Sink, None, bytes]:
 
 
 class Skip:
-    """Bytes that nobody wants any more."""
+    """Bytes that are no longer wanted."""
 
     __slots__ = ("_scratch", "left")
 
@@ -142,7 +142,8 @@ class ByteStrip:
         return self._exchange(into, False)
 
     def _exchange(self, data: memoryview, landing: bool) -> int:
-        """Between the spans and `data`, as far as both reach. The spans were range-checked, and slices cannot leave."""
+        """Between the spans and `data`, as far as both reach. The spans were range-checked, and slices cannot leave
+        them."""
         room, moved, width = min(self.left, len(data)), 0, self._width
         while moved < room:
             start, size = self._spans[self._at * width], self._spans[self._at * width + width - 1]

@@ -1,8 +1,9 @@
-"""Hears strangers on a listening socket until they have proven who they are, then passes them on.
+"""Authenticates connections on a listening socket, then passes them on.
 
-Law: nobody is passed on unproven. A stranger costs one of a bounded number of sockets, for a bounded time, and the
-newest is always heard: when there are too many, the oldest goes. Nothing here can block or end the listening. Whoever
-is not passed on is counted, once, in `refusals`; not so when the loop ends.
+Law: no connection is passed on before it is authenticated. An unauthenticated peer costs one of a bounded number of
+sockets, for a bounded time, and the newest is always accepted: when there are too many, the oldest is closed. Nothing
+here can block or end the listening. A connection that is not passed on is counted, once, in `refusals`; except when the
+loop ends.
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ class Reception:
         handshake_s: float,
         encrypt: Encrypt = "auto",
     ) -> None:
-        """`prepare` sets a new socket up, or refuses it by ProtocolError; `welcome` owns it from then on."""
+        """`prepare` configures a new socket, or refuses it by ProtocolError; `welcome` owns it from then on."""
         self.keyring = SecretRing()
-        self.refusals = Refusals()  # also those of whom `welcome` serves
+        self.refusals = Refusals()  # also of the peers that `welcome` serves
         self._me = me
         self._loop = loop
         self._prepare = prepare
@@ -63,7 +64,7 @@ class Reception:
         return self._listener
 
     def close(self, _detail: str) -> None:
-        """Listen no more. Called by the loop when it ends."""
+        """Stop listening. Called by the loop when it ends."""
         if self._listener is not None:
             self._loop.unwatch(self._listener.fileno())
             self._listener.close()
@@ -73,7 +74,7 @@ class Reception:
         self._loop.watch(self._listener.fileno(), IN, self)
 
     def ready(self, _events: int) -> None:
-        """Accept whoever knocks. Called by the loop."""
+        """Accept pending connections. Called by the loop."""
         assert self._listener is not None
         for _ in range(ACCEPTS_PER_TURN):
             try:
@@ -81,7 +82,7 @@ class Reception:
             except (BlockingIOError, ConnectionError):
                 return
             except OSError as error:  # out of descriptors or memory: the listener would stay readable and spin
-                log.warning("[accept-failed] cannot accept connections: %s; again in %s s", error, ACCEPT_PAUSE_S)
+                log.warning("[accept-failed] cannot accept connections: %s; retrying in %s s", error, ACCEPT_PAUSE_S)
                 self._loop.unwatch(self._listener.fileno())
                 self._loop.later(ACCEPT_PAUSE_S, self._watch)
                 return
@@ -99,7 +100,7 @@ class Reception:
 
     def _hear(self, sock: socket.socket, must_seal: bool) -> None:
         if len(self._strangers) >= self._strangers_max:
-            self._drop(next(iter(self._strangers)), Cause.CROWDED_OUT, "too many strangers")
+            self._drop(next(iter(self._strangers)), Cause.CROWDED_OUT, "too many unauthenticated connections")
         deadline = self._loop.later(self._handshake_s, lambda: self._drop(wire, Cause.NO_PROOF, "no proof in time"))
 
         def closed(detail: str, by_peer: bool) -> None:
@@ -109,7 +110,7 @@ class Reception:
                 self.refusals.add(cause_of(wire.fault))
             elif by_peer:
                 self.refusals.add(Cause.NO_PROOF if wire.heard else Cause.LEFT)
-            log.debug("a stranger left: %s", detail)
+            log.debug("an unauthenticated peer disconnected: %s", detail)
 
         wire = Wire(self._loop, sock, closed)
         self._strangers[wire] = None

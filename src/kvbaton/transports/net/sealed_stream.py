@@ -1,8 +1,8 @@
-"""A connection's bytes as records: gathers what is to be sent, and yields what has come only once it is proven.
+"""A connection's bytes as records: gathers bytes to send, and yields received bytes only once they are authenticated.
 
-Laws: plaintext leaves this module only after its record has opened, so nothing that was altered, repeated or moved ever
-reaches a sink. `ended` is true only of an end that the peer has proven. All bytes that were received are worked off
-before the socket is looked at again: the loop is told of bytes in the kernel, never of bytes here.
+Laws: plaintext leaves this module only after its record has opened, so nothing that was altered, repeated or reordered
+ever reaches a sink. `ended` is true only for an end that the peer has proven. All received bytes are processed before
+the socket is polled again: the loop reports bytes in the kernel, never bytes here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class SealedStream:
     """The records of one connection, both ways. Lives on one loop."""
 
     def __init__(self, seals: Seals, first: bytes) -> None:
-        """`first` was said before the records begin and is still to be sent."""
+        """`first` precedes the records and is still to be sent."""
         self._sealer, self._opener = seals.sealer, seals.opener
         self._unsent = memoryview(first)
         self._plain = memoryview(bytearray(RECORD_BYTES))
@@ -33,23 +33,23 @@ class SealedStream:
         self._opened = memoryview(bytearray(RECORD_BYTES))
         self._inbox = memoryview(bytearray(INBOX_BYTES))
         self._filled = 0
-        self.ended = False  # the peer takes nothing in any more, and has proven that it said so
+        self.ended = False  # the peer accepts no more bytes, and has proven it
 
     @property
     def has_unsent(self) -> bool:
         return bool(self._unsent)
 
     def clear(self) -> None:
-        """Send nothing more."""
+        """Stop sending."""
         self._unsent = self._unsent[:0]
 
     def end(self, sock: socket.socket) -> None:
-        """Say that nothing lands here any more, if the socket takes it at once."""
+        """Send the final record, if the socket takes it at once."""
         with contextlib.suppress(OSError):
             sock.sendmsg((self._unsent, self._sealer.end()), (), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
     def hear_out(self, sock: socket.socket) -> None:
-        """The connection has broken: its end may be among what had come before. Nothing of that lands."""
+        """The connection has broken: its end may be among the bytes received before. None of them land."""
         with contextlib.suppress(OSError, ProtocolError):
             while not self.ended and self.pull(sock):
                 for _ in self.opened():
@@ -87,7 +87,8 @@ class SealedStream:
         self._filled = rest
 
     def missing(self, due: int) -> int:
-        """Bytes that will surely come, when `due` bytes of plaintext are waited for: the rest of a record, if begun."""
+        """Bytes that will surely come while `due` bytes of plaintext are outstanding: the rest of a record, if
+        started."""
         return self._record_bytes(0) - self._filled if self._filled >= HEAD.size else max(due, HEAD.size)
 
     def _record_bytes(self, at: int) -> int:

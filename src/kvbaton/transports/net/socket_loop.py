@@ -1,8 +1,8 @@
-"""One thread that waits for sockets, deadlines and calls from other threads. Idle, it sleeps in the kernel.
+"""One thread that waits for sockets, deadlines and calls from other threads. When idle it sleeps in the kernel.
 
-Law: what is watched here is touched by this thread only, and no callback blocks (`wait` is the one exception: a few
-milliseconds, given up as soon as anything else is due). So once a call made here has run, whatever it closed is closed:
-nothing else could have been in the middle of using it.
+Law: watched descriptors are touched by this thread only, and no callback blocks (`wait` is the one exception: a few
+milliseconds, ended as soon as anything else is due). So once a call made here has run, whatever it closed is closed:
+nothing else could have been using it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ IN, OUT = select.EPOLLIN, select.EPOLLOUT
 
 
 class Watcher(Protocol):
-    """Whoever owns a watched descriptor."""
+    """The owner of a watched descriptor."""
 
     def ready(self, events: int) -> None:
         """The descriptor can be read, written, or has failed. Called on the loop's thread; never blocks."""
@@ -71,7 +71,7 @@ class SocketLoop:
 
     def call(self, action: Callable[[], None]) -> bool:
         """Run `action` on the loop's thread, soon. From any thread; False after `stop`, and then it never runs."""
-        with self._lock:  # or the descriptor could be closed, and be someone else's, between look and write
+        with self._lock:  # otherwise the descriptor could be closed and reused between check and write
             if self._stopping:
                 return False
             self._calls.append(action)
@@ -108,7 +108,7 @@ class SocketLoop:
                 self._epoll.unregister(fd)
 
     def stop(self, join_s: float) -> bool:
-        """Close all that is watched and end the thread; False if that is not done after `join_s`. Idempotent."""
+        """Close everything that is watched and end the thread; False if that is not done after `join_s`. Idempotent."""
         with self._lock:
             first, self._stopping = not self._stopping, True
             if first:
@@ -134,7 +134,7 @@ class SocketLoop:
         self._release()
 
     def _tell(self, fd: int, events: int) -> None:
-        """A method of its own: a sleeping loop must not hold on to the last it told, and to the memory behind it."""
+        """A separate method: a sleeping loop must not keep references to its last owner, and the memory behind it."""
         if fd == self._wake_fd:
             os.eventfd_read(fd)
         elif (watcher := self._watched.get(fd)) is not None:
@@ -147,7 +147,7 @@ class SocketLoop:
                 self._guard(action)
 
     def _run_calls(self) -> None:
-        for _ in range(len(self._calls)):  # those that are there now: what they add waits for the sockets
+        for _ in range(len(self._calls)):  # only those queued now: further ones wait for the sockets
             self._guard(self._calls.popleft())
 
     def _start_timer(self, delay_s: float, action: Callable[[], None]) -> None:
@@ -167,6 +167,6 @@ class SocketLoop:
             log.exception("[mover-fault] a callback failed on %s", self._thread.name)
 
     def _release(self) -> None:
-        with self._lock:  # whoever is about to wake us has done so, or has seen that we are stopping
+        with self._lock:  # a concurrent waker has finished, or sees that we are stopping
             self._epoll.close()
             os.close(self._wake_fd)

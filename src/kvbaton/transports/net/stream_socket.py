@@ -1,9 +1,9 @@
-"""One non-blocking stream socket on one loop: sends things in order, receives what its script asks for next.
+"""One non-blocking stream socket on one loop: sends in order, receives what its script asks for next.
 
-A script is a generator that yields sinks: `frame = yield from take(28)` reads like blocking code and blocks nobody.
-Law: bytes land only in the sink that is wanted now, and only on the loop's thread. So a sink that was replaced
-(`divert`) or a wire that was closed, on that thread, receives nothing any more: that is what "at rest" means here.
-After `seal` the same bytes cross as records (`sealed`), and a sink is given only what was proven to come from the peer.
+A script is a generator that yields sinks: `frame = yield from take(28)` reads like blocking code and blocks no thread.
+Law: bytes land only in the current sink, and only on the loop's thread. So a sink that was replaced (`divert`) or a
+wire that was closed, on that thread, receives nothing more: that is what "at rest" means here. After `seal` the same
+bytes cross as records (`sealed_stream`), and a sink gets only authenticated bytes.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Wire:
         self._script = _to_the_end()
         self._want: Sink = Take(0)
         self._events = IN
-        self._enough = 0  # bytes that wake us; not known yet, the socket may come from another wire
+        self._enough = 0  # bytes that wake us; unknown, the socket may come from another wire
         self._on_close = on_close
         self._sealed: SealedStream | None = None
 
     def seal(self, seals: Seals) -> None:
-        """All that is said from now on, both ways, crosses as records; what waits to be sent goes before, as it is."""
+        """Everything from now on, in both directions, crosses as records; queued bytes go before, as they are."""
         first = bytearray(sum(source.left for source in self.out))
         at = 0
         for source in self.out:
@@ -69,7 +69,7 @@ class Wire:
         self.ready(0)
 
     def divert(self, unwanted: Sink) -> None:
-        """If `unwanted` is being received now, let the rest of it go nowhere."""
+        """If `unwanted` is being received now, discard the rest of it."""
         if self._want is unwanted:
             self._want = Skip(unwanted.left)
 
@@ -105,12 +105,12 @@ class Wire:
 
     @property
     def proven(self) -> bool:
-        """Whether an end `by_peer` surely was the peer's: of records, who is on the path can forge a FIN or a reset,
-        and let the peer have later what was sent before."""
+        """Whether an end `by_peer` certainly was the peer's: with records, an attacker on the path can forge a FIN or a
+        reset, and deliver later what was sent before."""
         return self._sealed is None or self._sealed.ended
 
     def linger(self) -> None:
-        """Send nothing more, take nothing in, and wait for the other end to close."""
+        """Send nothing more, receive nothing, and wait for the other end to close."""
         self.out.clear()
         if self._sealed is not None:
             self._sealed.clear()
@@ -152,7 +152,7 @@ class Wire:
         try:
             if self._sealed is None:
                 self._receive()
-            if self._sealed is not None:  # perhaps since a moment ago
+            if self._sealed is not None:  # possibly just now
                 self._receive_sealed(self._sealed)
         except BlockingIOError:
             pass
@@ -215,7 +215,7 @@ class Wire:
 
     def _broke(self, error: OSError) -> None:
         number = error.errno
-        if number == errno.ENOTCONN:  # by `shutdown`, of what the other end has reset; the cause has not been told yet
+        if number == errno.ENOTCONN:  # from `shutdown` after a reset; the cause is not known yet
             number = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if self._sealed is not None and not self.closed:
             self._sealed.hear_out(self.sock)

@@ -1,14 +1,14 @@
-"""What crosses a TCP stream after the handshake: requests one way, answers in the same order the other way.
+"""The protocol of a TCP stream after the handshake: requests one way, responses in the same order the other way.
 
     READ   tag, region, table of (offset, bytes)              answered by  DATA tag, status, payload
     WRITE  tag, region, table of (offset, bytes), payload     answered by  DONE tag, status
     SUM    tag, region, table of (offset, bytes)              answered by  SUMS tag, status, a digest for each pair
 
-Data streams carry the first two; SUM has a listener of its own (`sums_service`), so that it never waits behind payload.
+Data streams carry the first two; SUM has its own listener (`checksum_service`), so that it never waits behind payload.
 
-Law: a frame is checked against its bounds here before anything is allocated for it. What breaks a bound is malformed
-and costs the connection; spans that lie outside the memory, or in blocks that are not lent to who asks, are a bad
-request and cost that copy only.
+Law: a frame is checked against its bounds here before anything is allocated for it. A frame that exceeds a bound is
+malformed and costs the connection; spans outside the memory, or in blocks that are not lent to the peer, are a bad
+request and cost only that copy.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FrameKind(enum.IntEnum):
 class FrameStatus(enum.IntEnum):
     OK = 0
     BAD_SPAN = 1
-    NOT_LENT = 2  # registered, but not lent to who asks: not yet, or no longer
+    NOT_LENT = 2  # registered, but not lent to the peer: not yet, or no longer
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -69,12 +69,12 @@ def parse(head: bytes, *kinds: FrameKind) -> Frame:
         raise ProtocolError(Reason.WRONG_VERSION, f"frame of version {version}, expected {VERSION}")
     if kind not in kinds or status > max(FrameStatus):
         raise ProtocolError(
-            Reason.BAD_MESSAGE, f"frame of kind {kind} and status {status} where one of {kinds} was due"
+            Reason.BAD_MESSAGE, f"frame of kind {kind} and status {status} where one of {kinds} was expected"
         )
     if table_bytes % PAIR_BYTES or table_bytes > ROWS_MAX * PAIR_BYTES:
-        raise ProtocolError(Reason.BAD_MESSAGE, f"a table of {table_bytes} bytes, at most {ROWS_MAX} pairs are taken")
+        raise ProtocolError(Reason.BAD_MESSAGE, f"a table of {table_bytes} bytes, at most {ROWS_MAX} pairs are allowed")
     if payload_bytes > PAYLOAD_BYTES_MAX:
         raise ProtocolError(
-            Reason.BAD_MESSAGE, f"{payload_bytes} bytes of payload, at most {PAYLOAD_BYTES_MAX} are taken"
+            Reason.BAD_MESSAGE, f"{payload_bytes} bytes of payload, at most {PAYLOAD_BYTES_MAX} are allowed"
         )
     return Frame(FrameKind(kind), tag, payload_bytes, FrameStatus(status), region, table_bytes)

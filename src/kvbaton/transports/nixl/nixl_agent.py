@@ -1,9 +1,9 @@
 """The one module that calls nixl: an agent, its handles, and its errors as one of ours.
 
-Law: every handle that is opened here is counted in `handles` until it is released, and nothing but `NixlError` leaves.
-nixl's own Python class is passed over for its bindings, because it hard-codes `pthrDelay = 0`, with which the progress
-thread of an idle agent spins at a whole core (nixl 1.5.1). With a delay that thread sleeps in poll(2) until UCX has
-something to do. To go back to the class once `nixl_agent_config` takes a delay.
+Law: every handle that is opened here is counted in `handles` until it is released, and only `NixlError` leaves. nixl's
+bindings are used instead of its Python class, because that hard-codes `pthrDelay = 0`, with which the progress thread
+of an idle agent spins at a whole core (nixl 1.5.1). With a delay that thread sleeps in poll(2) until UCX has something
+to do. Return to the class once `nixl_agent_config` takes a delay.
 
 Threads: `register` and `metadata` may be called from any, all else from the mover's alone.
 """
@@ -31,7 +31,8 @@ Indices = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 
 
 class NixlError(Exception):
-    """A call that nixl refused or that failed. `disconnected`: NIXL has given the connection up, with all on it."""
+    """A call that nixl refused or that failed. `disconnected`: NIXL has given up the connection, with everything on
+    it."""
 
     def __init__(self, call: str, error: BaseException) -> None:
         super().__init__(f"nixl: {call}: {type(error).__name__} {error}".rstrip())
@@ -47,7 +48,7 @@ def load_bindings() -> ModuleType:
         except ModuleNotFoundError as error:
             if error.name not in MODULES:
                 raise
-    raise ImportError("the data plane 'nixl' needs the package nixl: pip install nixl")
+    raise ImportError("the transport 'nixl' requires the package nixl: pip install nixl")
 
 
 class Agent:
@@ -70,8 +71,8 @@ class Agent:
         self._operation = {Direction.READ: self._nixl.NIXL_READ, Direction.WRITE: self._nixl.NIXL_WRITE}
 
     def register(self, address: int, size: int, device: int | None = None) -> None:
-        """For reads and for writes: NIXL knows no other kind of registration. `device`: whose memory; None: the
-        host's."""
+        """For reads and for writes: NIXL has no other kind of registration. `device`: the memory's device; None: the
+        host."""
         listed = self._nixl.nixlRegDList(self._kind(device), [(address, size, device or 0, "")])
         _ask("register", self._agent.registerMem, listed, self._backend)
 
@@ -80,11 +81,12 @@ class Agent:
         return bytes(_ask("metadata", self._agent.getLocalMD))
 
     def add_remote(self, metadata: bytes) -> str:
-        """The name of the agent that `metadata` describes. Dials nobody yet."""
+        """The name of the agent that `metadata` describes. Connects to nothing yet."""
         return str(_ask("metadata of the peer", self._agent.loadRemoteMD, metadata), "utf-8", "replace")
 
     def remove_remote(self, name: str) -> None:
-        """Close the connection. Lists prepared for it must not be used again: they point into what is freed here."""
+        """Close the connection. Lists prepared for it must not be used again: they point into memory that is freed
+        here."""
         _ask("disconnect", self._agent.invalidateRemoteMD, name)
 
     def prepare(self, remote: str, table: Rows, device: int | None = None) -> int:
@@ -104,14 +106,14 @@ class Agent:
         self.handles -= 1
 
     def request(self, way: Direction, local: int, here: Indices, remote: int, there: Indices) -> int:
-        """Not begun; neither list is needed for it any more."""
+        """Not started; neither list is needed for it any more."""
         sides = local, here, remote, there
         request = _ask("request", self._agent.makeXferReq, self._operation[way], *sides, "", self._backend, False)
         self.handles += 1
         return int(request)
 
     def post(self, request: int) -> bool:
-        """Begin it; whether it is over. On one host the bytes are copied inside this call, without the GIL."""
+        """Start it; whether it is over. On one host the bytes are copied inside this call, without the GIL."""
         return bool(_ask("post", self._agent.postXferReq, request, "") == self._nixl.NIXL_SUCCESS)
 
     def is_over(self, request: int) -> bool:

@@ -1,12 +1,12 @@
-"""What a peer is told to reach an agent: NIXL's metadata, where regions lie, and whose process it is.
+"""The endpoint of a NIXL agent: its metadata, the places of regions, and its process.
 
-Law: nothing of it reaches NIXL before it was parsed here: version, owner, every size bounded. An agent's name holds its
-owner's, and the metadata must be of that agent: NIXL knows agents by name alone, and metadata under another peer's name
-would replace that peer's (nixl 1.5.1). It travels compressed, since NIXL's metadata repeats itself for every region (64
-regions: 3,200 bytes, 600 compressed).
+Law: nothing of it reaches NIXL before it was parsed here: version, owner, every size bounded. An agent's name contains
+its owner's, and the metadata must be of that agent: NIXL identifies agents by name alone, and metadata under another
+peer's name would replace that peer's (nixl 1.5.1). It is compressed, since NIXL's metadata repeats itself for every
+region (64 regions: 3,200 bytes, 600 compressed).
 
-The process is named so that its death can be proven. NIXL reports a peer that died, a connection that timed out and a
-network that broke by one and the same error, and only the first means that a WRITE can no longer land.
+The process is named so that its death can be proven. NIXL reports a dead peer, a connection that timed out and a broken
+network by one and the same error, and only the first means that a WRITE can no longer land.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ DEAD_STATES = "ZX"
 
 
 class Life(msgspec.Struct, frozen=True, array_like=True):
-    """One process, for good: numbers are reused, a number with its start time is not."""
+    """One process, uniquely: pids are reused, a pid with its start time is not."""
 
     host: str  # this boot and this PID namespace
     pid: Number
     started: Number
 
     def is_over(self) -> bool:
-        """Whether it is known to have died; False for what cannot be known from here."""
+        """Whether it is known to have died; False if that cannot be known from here."""
         if self.host != host_identity("pid"):
             return False
         try:
@@ -58,7 +58,7 @@ class Life(msgspec.Struct, frozen=True, array_like=True):
 
 class _Stat(msgspec.Struct, frozen=True):
     started: int
-    dead: bool  # and none of its threads is left in the middle of anything
+    dead: bool  # and none of its threads is still running
 
 
 class NixlEndpoint(msgspec.Struct, frozen=True, array_like=True):
@@ -77,7 +77,7 @@ def this_life() -> Life:
 
 
 def name_agent(owner: PeerId) -> str:
-    """A new name, by which the owner can be told."""
+    """A new name, which identifies the owner."""
     return f"{owner.incarnation}.{secrets.token_hex(NONCE_BYTES)}.{owner.worker}"
 
 

@@ -1,7 +1,7 @@
-"""What the mover of NIXL keeps in mind: agents, peers, the copies that wait for them, and the parts under way.
+"""State of NIXL's mover: agents, peers, the copies that wait for them, and the parts in flight.
 
-Law: touched by the mover's thread alone. A peer that is connected again shares the agent that NIXL still knows, so what
-is under way with it is counted in one place and NIXL forgets it only when nobody needs it.
+Law: touched only by the mover's thread. A peer that is connected again shares the agent that NIXL still knows, so what
+is in flight with it is counted in one place and NIXL forgets it only when nothing needs it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class NixlRemote:
     lists: Lists
     links: set[NixlLink] = field(default_factory=set)
     parts: int = 0
-    lost: bool = False  # NIXL has given the connection up
-    reached: bool = False  # something of it has arrived, so there was a connection
+    lost: bool = False  # NIXL has given up the connection
+    reached: bool = False  # something arrived, so there was a connection
 
 
 @dataclass(slots=True, eq=False)

@@ -1,11 +1,11 @@
-"""Prepared descriptor lists: what a copy's offsets become in NIXL's terms.
+"""Prepared descriptor lists: a copy's offsets in NIXL's terms.
 
-Law: a list is prepared once for every slot of a region and used by index ever after, as long as spans of one size lie
-on one grid, which KV blocks do; other spans get a list of their own, released as soon as the request was made. At most
-`GRIDS_MAX` lists are kept for one side; the one unused for longest goes first.
+Law: a list is prepared once for every slot of a region and used by index from then on, as long as spans of one size lie
+on one grid, which KV blocks do; other spans get their own list, released as soon as the request was made. At most
+`GRIDS_MAX` lists are kept for one side; the least recently used goes first.
 
-Of device memory each descriptor is a copy that the CPU starts (2.5 us by cuda_ipc, however few bytes), so spans that
-follow each other on both sides become one first (`merged`); of host memory they stay on their grid.
+For device memory each descriptor is a copy that the CPU starts (2.5 us with cuda_ipc, however few bytes), so spans that
+are adjacent on both sides are joined first (`merged`); for host memory they stay on their grid.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SLOTS_MAX = 1 << 31  # NIXL counts in int32
 
 
 class NixlPlace(msgspec.Struct, frozen=True, array_like=True):
-    """Where a region lies in its process. `device`: whose memory it is; None: the host's."""
+    """The place of a region in its process. `device`: of its memory; None: the host."""
 
     address: Number
     size: Bytes
@@ -65,7 +65,7 @@ def grid_of(region: int, region_bytes: int, offsets: Rows, sizes: Rows) -> Grid 
 
 
 def without_empty(spans: Spans) -> Spans:
-    """Triples, less those of no bytes: NIXL takes no such descriptor."""
+    """Triples without the empty ones: NIXL accepts no such descriptor."""
     rows = np.frombuffer(spans, np.int64).reshape(-1, 3)
     if rows[:, 2].all():
         return spans
@@ -75,7 +75,7 @@ def without_empty(spans: Spans) -> Spans:
 
 
 def merged(spans: Spans) -> Spans:
-    """Triples, those joined that follow the one before on both sides, if that leaves at most half as many."""
+    """Triples, with those joined that are adjacent on both sides, if that leaves at most half as many."""
     rows = np.frombuffer(spans, np.int64).reshape(-1, 3)
     if len(rows) < 2:
         return spans
@@ -100,7 +100,7 @@ class Lists:
         self._grids: dict[Grid, int] = {}  # the last one used is last
 
     def choose(self, region: int, offsets: Rows, sizes: Rows) -> ListChoice:
-        """How the spans of a copy are named. Once for a whole copy: it costs more than the rest of a small request."""
+        """How the spans of a copy are named. Once per copy: it costs more than the rest of a small request."""
         place = self._places[region]
         grid = grid_of(region, place.size, offsets, sizes)
         if grid is None:
@@ -110,7 +110,7 @@ class Lists:
 
     @contextlib.contextmanager
     def select(self, choice: ListChoice, low: int, high: int) -> Iterator[tuple[int, Indices]]:
-        """A list and the indices in it of spans `low` to `high`, for as long as it takes to make a request."""
+        """A list and the indices in it of spans `low` to `high`, for the time of making a request."""
         if choice.grid is not None:
             yield self._prepared(choice.grid, choice.place), choice.table[low:high]
             return

@@ -1,13 +1,14 @@
-"""The thread that drives NIXL: posts parts, looks after those under way, and knows when each has come to rest.
+"""The thread that drives NIXL: posts parts, polls those in flight, and knows when each has come to rest.
 
 Laws:
- - Only this thread calls NIXL's transfers; `post` copies inside the call on one host, which nobody else may wait for.
- - A part rests when NIXL says that it is over, and never because somebody stopped waiting: releasing a request does not
+ - Only this thread calls NIXL's transfers; `post` copies inside the call on one host, which no other thread may wait
+ for.
+ - A part rests when NIXL says that it is over, and never because a caller stopped waiting: releasing a request does not
    stop it (reference/transports.md 2.6: late data overwrote every reused block). So a request is released only then.
- - A READ also rests when NIXL has given the connection up (its own process is the one that would write, and no longer
+ - A READ also rests when NIXL has given up the connection (its own process is the one that would write, and no longer
    listens), and a WRITE when the peer's process is known to be dead. All else stays unproven, counted and bounded.
- - At most `window` parts are under way with one agent, those that nobody waits for any more included.
- - Nothing spins: with nothing under way it sleeps until called; else it looks again after an eighth of the time waited.
+ - At most `window` parts are in flight with one agent, including those that are no longer wanted.
+ - Nothing busy-waits: with nothing in flight it sleeps until called; else it polls after an eighth of the time waited.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class NixlMover:
     def __init__(
         self, name: str, agent: Agent, jobs: Jobs, places: dict[int, NixlPlace], window: int, gpu: Gpu | None = None
     ) -> None:
-        """`gpu`: whose memory is moved, if a device's."""
+        """`gpu`: the device whose memory is moved, if any."""
         self._gpu = gpu
         self._life = 0  # an event that is never recorded: waiting for it tells at once whether the device is lost
         self._agent = agent
@@ -62,7 +63,7 @@ class NixlMover:
 
     @property
     def is_full(self) -> bool:
-        """Too much waits for a proof that may never come."""
+        """Too many parts wait for a proof that may never come."""
         return len(self._unproven) >= UNPROVEN_MAX
 
     def add(self, link: NixlLink, job: CopyJob) -> None:
@@ -73,7 +74,7 @@ class NixlMover:
         self._thread.call(lambda: self._sweep(link))
 
     def retire(self, link: NixlLink) -> None:
-        """Its copies have ended; the connection closes when nothing is under way on it any more."""
+        """Its copies have ended; the connection closes when nothing is in flight on it any more."""
         self._thread.call(lambda: self._retire(link))
 
     def stop(self, join_s: float) -> bool:
@@ -100,12 +101,12 @@ class NixlMover:
             self._jobs.part_ended(part.job)
 
     def _lingers(self) -> bool:
-        """Whether what is under way may still take a moment."""
+        """Whether parts in flight may still take a moment."""
         self._grace_until = self._grace_until or time.monotonic() + GRACE_S
         return bool(self._under_way) and time.monotonic() < self._grace_until
 
     def _patience(self) -> float | None:
-        """How long to sleep unless called; None for ever."""
+        """How long to sleep unless called; None forever."""
         if self._thread.stopping:
             return LOOK_S[0]
         if any(link.remote is None or link.remote.parts < self._window for link in self._busy):
@@ -133,7 +134,7 @@ class NixlMover:
             self._forget_unused(link.remote)
 
     def _post_next(self, link: NixlLink) -> None:
-        """Begin one part of the copy that waits longest, if the window has room."""
+        """Start one part of the copy that waits longest, if the window has room."""
         if link.remote is not None and link.remote.parts >= self._window:
             return
         while link.waiting:
@@ -180,8 +181,8 @@ class NixlMover:
                 remote = NixlRemote(there, Lists(self._agent, there.agent, there.places))
                 self._remotes[there.agent] = remote
             elif remote.there != there:
-                # NIXL knows agents by name, and would read by the old metadata into memory that is laid out anew.
-                raise NixlError("connect", ValueError("copies of an older endpoint of this agent are still under way"))
+                # NIXL identifies agents by name, and would read with the old metadata into memory with a new layout.
+                raise NixlError("connect", ValueError("copies of an older endpoint of this agent are still in flight"))
             remote.links.add(link)
             link.remote = remote
         return link.remote
@@ -207,7 +208,7 @@ class NixlMover:
                 self._over(part)
 
     def _over(self, part: NixlPart) -> None:
-        """NIXL is done with it. That it says so of a device that this process has lost was seen."""
+        """NIXL is done with it. It was seen to say so for a device that this process has lost."""
         part.remote.reached = True
         self._release(part)
         try:
@@ -221,8 +222,8 @@ class NixlMover:
     def _failed(self, part: NixlPart, error: NixlError) -> None:
         """The one place where NIXL's failures become ours."""
         # NIXL says that a transfer failed, not that it has stopped. With the connection gone a READ can no longer land,
-        # because this process was to write it. Of a WRITE, or of a READ on a connection that lives, nothing is known:
-        # it is told as not at rest, and kept until the peer's process is seen to be dead.
+        # because this process was to write it. For a WRITE, or for a READ on a live connection, nothing is known: it is
+        # reported as not at rest, and kept until the peer's process is seen to be dead.
         remote = part.remote
         lost = error.disconnected or remote.lost  # the first to hear of it makes NIXL forget the agent for the others
         if lost and not remote.lost:
@@ -236,7 +237,7 @@ class NixlMover:
             self._jobs.abandon(part.job, reason, str(error))
 
     def _lose(self, remote: NixlRemote, detail: str) -> None:
-        """The connection is gone: what waits for it fails now, and the next copy dials anew."""
+        """The connection is gone: copies that wait for it fail now, and the next copy connects again."""
         remote.lost = True
         del self._remotes[remote.there.agent]
         for link in remote.links:

@@ -1,25 +1,25 @@
 """nixl: READ and WRITE by NIXL (UCX: RDMA, TCP, and on one host process_vm_readv), under kvbaton's own life cycle.
 
-One transport moves memory of the host, or of one device (`NixlConfig.device`); the two sides of a copy need not be of
-one kind. Device memory is named to NIXL as such (VRAM, with its device), and its laws are the same.
+One transport moves memory of the host, or of one device (`NixlConfig.device`); the two sides of a copy may differ in
+kind. Device memory is named to NIXL as such (VRAM, with its device), and its laws are the same.
 
-NIXL moves the bytes and this module says what that means. It cannot cancel and cannot fence: a copy that is given up
-ends as not at rest, its memory stays out of use, and `CopyRested` follows when NIXL itself says that it is over.
-Nothing is sent in band; the control plane tells the other side what was read.
+NIXL moves the bytes; this module gives that its meaning. It cannot cancel and cannot fence: an abandoned copy ends as
+not at rest, its memory stays out of use, and `CopyRested` follows when NIXL itself says that it is over. Nothing is
+sent in band; the control plane tells the other side what was read.
 
-Law: only the mover's thread transfers. Every range is checked here, against what this side has registered and what the
-peer says it has, before NIXL sees it.
+Law: only the mover's thread transfers. Every range is checked here, against the memory that this side has registered
+and that the peer announced, before NIXL sees it.
 
-Trust: NIXL is one-sided, so the check of remote memory is made by the initiator, and again by NIXL against the peer's
-metadata. Where the memory lives nobody checks: a registration lets whoever holds an endpoint both read and write all of
-it, cannot be read-only, is the same for every peer, and outlives `disconnect` (deregistering fences nothing either).
+Trust: NIXL is one-sided, so remote memory is checked by the initiator, and again by NIXL against the peer's metadata.
+The owner of the memory checks nothing: a registration lets the holder of an endpoint both read and write all of it,
+cannot be read-only, is the same for every peer, and outlives `disconnect` (deregistering fences nothing either).
 Endpoints therefore go to authenticated peers only, which are trusted with all registered memory, and nothing else may
 be registered. Registered memory must stay mapped until `close`: over TCP a read of unmapped memory ends the process
 that owned it.
 
-Hazard, which nothing here can mend (UCX 1.23, over TCP): when a reader dies, or ends NIXL, while the process it reads
-from is stopped, UCX aborts that process when it goes on: "unexpected error: Endpoint timeout", 5 of 5 times. It was not
-seen by process_vm_readv on one host, nor between processes that run. Prefer `tcp` where there is no RDMA. And with
+Hazard, which cannot be fixed here (UCX 1.23, over TCP): when a reader dies, or ends NIXL, while the process it reads
+from is stopped, UCX aborts that process when it continues: "unexpected error: Endpoint timeout", 5 of 5 times. It was
+not seen with process_vm_readv on one host, nor between running processes. Prefer `tcp` where there is no RDMA. And with
 device memory on one host (cuda_ipc) UCX keeps what it has opened of a peer, so a dead peer's memory may stay allocated:
 there `cuda` comes first.
 """
@@ -72,7 +72,7 @@ class NixlConfig(msgspec.Struct, frozen=True):
     copies_max: int = 1024
     window: int = 8  # parts under way with one peer
     ucx: dict[str, str] = msgspec.field(default_factory=UCX.copy)  # without UCX_; what the environment sets comes first
-    device: int | None = None  # whose memory; None: the host's
+    device: int | None = None  # of the memory; None: the host
     parameters: dict[str, str] = msgspec.field(default_factory=dict)  # of NIXL's back end
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class NixlConfig(msgspec.Struct, frozen=True):
             raise ValueError(f"copies_max and window are at least 1, a device is counted from 0: {self}")
         for key, value in self.ucx.items():
             if set("=,") & set(key + value):
-                raise ValueError(f"ucx: {key}={value}: NIXL passes no value with a comma on; set UCX_{key} instead")
+                raise ValueError(f"ucx: {key}={value}: NIXL cannot pass values with a comma; set UCX_{key} instead")
 
 
 def device_config(device: int) -> NixlConfig:
@@ -115,7 +115,7 @@ class NixlTransport(DrivenShell[NixlLink]):
         return self._agent.handles
 
     def register(self, region: int, memory: memoryview | DeviceMemory) -> None:
-        """For reading and writing, by every peer: NIXL knows no narrower registration."""
+        """For reading and writing, by every peer: NIXL has no narrower registration."""
         place = self._place(region, memory)
         try:
             with self._gpu or contextlib.nullcontext():
@@ -126,18 +126,18 @@ class NixlTransport(DrivenShell[NixlLink]):
         self._metadata = b""
 
     def endpoint(self, peer: PeerId) -> bytes:
-        """The same for every peer: NIXL has nothing like a secret for each."""
+        """The same for every peer: NIXL has no per-peer secrets."""
         if not self._metadata:
             self._metadata = self._agent.metadata()
         return pack(NixlEndpoint(self._me, self._agent.name, this_life(), self._places, self._metadata))
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        """A new endpoint of a known peer replaces the old one, and ends what was under way on it."""
+        """A new endpoint of a known peer replaces the old one, and ends what was in flight on it."""
         there = parse(peer, endpoint)
         self._link(peer, there, lambda: NixlLink(there))
 
     def _place(self, region: int, memory: memoryview | DeviceMemory) -> NixlPlace:
-        """Where it lies. ValueError for memory of another kind than this transport's."""
+        """Its place. ValueError for memory of another kind than this transport's."""
         if isinstance(self._memory, RegisteredDevice):
             self._memory.add(region, memory)  # type: ignore[arg-type]  # it looks
             assert isinstance(memory, DeviceMemory)

@@ -36,7 +36,7 @@ class Movers:
             self._due.put((job, source))
 
     def close(self, join_s: float) -> bool:
-        """End the threads; False if one was still at it after `join_s`."""
+        """End the threads; False if one was still busy after `join_s`."""
         for _ in self._threads:
             self._due.put(None)
         for thread in self._threads:
@@ -46,7 +46,7 @@ class Movers:
     def _run(self) -> None:
         while (due := self._due.get()) is not None:
             self._move(*due)
-            del due  # or an idle thread would keep the last peer's memory mapped
+            del due  # otherwise an idle thread would keep the last peer's memory mapped
 
     def _move(self, job: CopyJob, source: memoryview) -> None:
         spans = self._jobs.begin(job)

@@ -1,10 +1,11 @@
 """shm: READ from another process of this host, at the speed of memcpy. The receiver copies (rule 16).
 
-P's memory is a sealed memfd (`memory.allocate`); D maps it read-only and its mover threads copy, with the GIL released.
-P takes no part once its descriptors have been passed, not even by being alive: a mapping outlives its process. Nobody
-can be shut out of what it has mapped, which is why commits are verified against epochs and why nothing is written.
+P's memory is a sealed memfd (`shared_memory.allocate`); D maps it read-only and its mover threads copy, with the GIL
+released. P takes no part once its descriptors have been passed and need not even be alive: a mapping outlives its
+process. A peer cannot be shut out of what it has mapped, which is why commits are verified against epochs and why
+nothing is written.
 
-Law: only movers touch memory, and a copy ends when its last mover has let go of it.
+Law: only movers touch memory, and a copy ends when its last mover has finished with it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class ShmTransport(PlaneShell[Attachment]):
 
     @property
     def refusals(self) -> Mapping[str, int]:
-        """Who was turned away here; see `refusals.Cause`."""
+        """Refused connections; see `refusals.Cause`."""
         return self._door.refusals
 
     def register(self, region: int, memory: memoryview) -> None:
@@ -75,7 +76,7 @@ class ShmTransport(PlaneShell[Attachment]):
         return msgspec.msgpack.encode(there)
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        """Maps the peer's memory right away, in the background, so that the mapping is there if the peer dies."""
+        """Maps the peer's memory right away, in the background, so that the mapping exists if the peer dies."""
         there = _parse(peer, endpoint)
 
         def attach() -> Attachment:
@@ -86,14 +87,14 @@ class ShmTransport(PlaneShell[Attachment]):
         self._link(peer, there, attach)
 
     def _turn_away(self, peer: PeerId) -> None:
-        """What `peer` has mapped already it keeps until it lets go; it gets nothing new."""
+        """Memory that `peer` has already mapped it keeps until it unmaps it; it gets nothing new."""
         self._door.keyring.revoke(peer)
 
     def _start(self, job: CopyJob, link: Attachment) -> None:
         link.use(job, partial(self._plan, job))
 
     def _plan(self, job: CopyJob, mapped: Mapped) -> None:
-        """Check the whole copy against both memories, then let it go."""
+        """Check the whole copy against both memories, then start it."""
         copy = job.copy
         source = mapped.get(copy.remote_region)
         try:

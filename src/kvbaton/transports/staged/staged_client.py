@@ -1,8 +1,8 @@
-"""The side of staging that asks: the copies that wait for one peer, and the connections to it.
+"""The client side of staging: the copies that wait for one peer, and the connections to it.
 
-Over tcp they are several, each on a thread of its own, since one thread moves what one core copies. Law: they live and
-die together. Each proves the secret of this pairing, each must be told the same slots and regions, and when one falls,
-all fall, and what was under way or waits fails with them, once; the next copy dials all anew.
+Over tcp there are several, each on its own thread, since one thread moves what one core copies. Law: they live and die
+together. Each proves the secret of this pairing, each must announce the same slots and regions, and when one fails, all
+fail, and copies in flight or waiting fail with them, once; the next copy opens all again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvbaton.transports.staged.staged_listener import StagedEndpoint, StagedHell
 
 @dataclass(slots=True, eq=False)
 class Crew:
-    """The connections that were dialled together. `hello`: what the first that could be used was told."""
+    """The connections that were opened together. `hello`: the announcement on the first usable one."""
 
     lines: list[StagedConnection] = field(default_factory=list)
     hello: StagedHello | None = None
@@ -70,8 +70,8 @@ class StagedLink:
             line.loop.call(partial(line.discard, job))
 
     def forget(self) -> None:
-        """The pairing is over: what the peer still takes in is its own affair, and writes whose end was not proven need
-        hold nothing here. The caller holds the lock."""
+        """The pairing is over: bytes that the peer still receives are its own affair, and writes whose end was not
+        proven need hold nothing here. The caller holds the lock."""
         self.forgotten = True
         unproven, self.unproven = self.unproven, []
         for job in unproven:
@@ -95,7 +95,7 @@ class StagedLink:
             return None
 
     def not_yet(self, job: CopyJob, spans: Spans, loop: SocketLoop, again_s: float) -> None:
-        """The peer does not lend these: they, and what else is left of the job, are begun again later."""
+        """The peer does not lend these: they, and the rest of the job, are started again later."""
         with self._jobs:
             if job in self._queue:
                 self._queue.remove(job)
@@ -113,7 +113,7 @@ class StagedLink:
                 crew.hello = hello
             strange = crew.hello != hello
         if strange:
-            line.wire.close("the peer told other slots or regions than on its other connections")
+            line.wire.close("the peer announced other slots or regions than on its other connections")
         else:
             self._wake()
             line.pump()
@@ -149,12 +149,12 @@ class StagedLink:
             line.loop.call(line.pump)
 
     def _again(self, job: CopyJob, crew: Crew | None) -> None:
-        """Parts that were put back are due. What waited while the lines fell has fallen with them: it was planned for
-        their slots."""
+        """Parts that were put back are due. Those that waited while the lines failed have failed with them: they were
+        planned for their slots."""
         with self._jobs:
             if crew is None or crew is not self._crew:
                 if job.parts:
-                    self._jobs.fail(job, Reason.TRANSFER_FAILED, f"cannot stage with {self.there.owner}: the line fell")
+                    self._jobs.fail(job, Reason.TRANSFER_FAILED, f"cannot stage with {self.there.owner}: line lost")
                 return
             if job.parts and job not in self._queue:
                 self._queue.append(job)
@@ -174,9 +174,9 @@ class StagedLink:
         line.open()
 
     def _fall(self, crew: Crew, detail: str) -> None:
-        """The one way to lose a peer: all connections go, what waits fails. The lock is held."""
-        # All lines of a crew share the peer's slots and its word on regions. One that is lost leaves slots in a state
-        # that this side cannot know, so the others go with it and the next copy starts with a new crew.
+        """The only way to lose a peer: all connections close, waiting copies fail. The lock is held."""
+        # All lines of a crew share the peer's slots and its announced regions. A lost one leaves slots in a state that
+        # this side cannot know, so the others close with it and the next copy starts with a new crew.
         self._crew = None
         reason = Reason.UNREACHABLE if crew.hello is None else Reason.TRANSFER_FAILED
         failed = [*self._new, *self._queue]

@@ -1,10 +1,10 @@
-"""One connection of the side that asks, and its slots: from dialling to its end.
+"""One connection of the client side, and its slots: from connecting to its end.
 
-Laws: only what this side launches touches its device memory. So a READ that was asked for is at rest as soon as it is
-not wanted any more, whatever the peer still puts into its slot; that slot stays lent until the peer has answered, or
-the connection with all its slots is gone. A WRITE is gathered into a slot and lands by a launch of the peer's, so only
-the peer's answer brings it to rest, or that it never had all of it; a connection that ended proves nothing, since a
-launch may outlive it, and such a WRITE claims no rest until the peer is forgotten.
+Laws: only launches of this side touch its device memory. So a requested READ is at rest as soon as it is no longer
+wanted, whatever the peer still puts into its slot; that slot stays lent until the peer has answered, or the connection
+with all its slots is gone. A WRITE is gathered into a slot and lands by a launch of the peer's, so only the peer's
+answer brings it to rest, or that the peer never had all of it; a closed connection proves nothing, since a launch may
+outlive it, and such a WRITE claims no rest until the peer is forgotten.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PINNED_BYTES_MAX = 1 << 30
 
 
 class Trade(msgspec.Struct, frozen=True):
-    """What all connections of one transport work with."""
+    """What all connections of one transport share."""
 
     me: PeerId
     jobs: Jobs
@@ -51,7 +51,7 @@ class Trade(msgspec.Struct, frozen=True):
 
 
 class Lead(Protocol):
-    """Whom a line works for; see `staged_client.StagedLink`."""
+    """The client of a line; see `staged_client.StagedLink`."""
 
     trade: Trade
     there: StagedEndpoint
@@ -71,7 +71,7 @@ class Lead(Protocol):
 
 @dataclass(slots=True, eq=False)
 class StagedPart:
-    """A stretch of a copy on its way. `over`: already counted as ended."""
+    """A part of a copy in flight. `over`: already counted as ended."""
 
     job: CopyJob
     spans: Spans
@@ -85,7 +85,7 @@ class StagedConnection:
     """Lives on one loop, which is connection `index`'s."""
 
     def __init__(self, link: Lead, loop: SocketLoop, index: int) -> None:
-        """OSError, ProtocolError: it cannot even be dialled."""
+        """OSError, ProtocolError: it cannot even be opened."""
         self.loop = loop
         self.hello: StagedHello | None = None  # once it can be used
         self._link = link
@@ -127,7 +127,7 @@ class StagedConnection:
             self.wire.flush()
 
     def discard(self, job: CopyJob) -> None:
-        """What was asked for `job` is not wanted any more."""
+        """Requests for `job` are no longer wanted."""
         for part in self._asked.values():
             if part.job is job and part.reading:
                 self._end(part)
@@ -159,7 +159,7 @@ class StagedConnection:
             answers = part is not None and part.reading is (frame.kind is FrameKind.DATA)
             due = part.size if part is not None and part.reading and frame.status is FrameStatus.OK else 0
             if part is None or not answers or frame.payload_bytes != due:
-                raise ProtocolError(Reason.BAD_MESSAGE, "an answer to nothing that was asked, or of another size")
+                raise ProtocolError(Reason.BAD_MESSAGE, "an unexpected answer, or one of another size")
             slot = frame.tag % slots.count
             if frame.status is FrameStatus.BAD_SPAN:
                 self._end(part, Reason.BAD_SPAN, f"{there.owner} refused memory outside its regions")
@@ -196,7 +196,7 @@ class StagedConnection:
             self._release = region.close
             return slots
         if len(descriptors) != 1:
-            raise ValueError(f"{len(descriptors)} descriptors came, one was due")
+            raise ValueError(f"{len(descriptors)} descriptors received, expected one")
         return map_slots(descriptors[0], hello.slot_bytes, hello.slots)
 
     def _ask(self, tag: int, part: StagedPart) -> None:
@@ -227,7 +227,7 @@ class StagedConnection:
         if problem or self.wire.closed:
             self._end(part, Reason.TRANSFER_FAILED, problem or "the connection was closed")
         elif part.job.halt[0]:
-            self._end(part)  # nobody wants it any more, and nothing of it was sent
+            self._end(part)  # no longer wanted, and nothing of it was sent
         else:
             self._ask(tag, part)
             self.wire.flush()

@@ -1,7 +1,7 @@
-"""How staging peers find each other: a UNIX socket on one host, a TCP socket between hosts; and what P says first.
+"""Rendezvous of staging peers: a UNIX socket on one host, a TCP socket between hosts; and P's announcement.
 
-Law: nobody is told anything before it has proven the secret minted for it (`reception`). What a peer says about its
-slots and regions is checked before anything is made of it.
+Law: a peer gets nothing before it has proven the secret minted for it (`reception`). A peer's announced slots and
+regions are checked before they are used.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ class StagedEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="staged1"
     place: str
     port: Port
     secret: bytes
-    seals: bool = False  # can encrypt; a version that could not said nothing
-    sockets: Number = 1  # connections that one peer may have; a version that had but one said nothing
+    seals: bool = False  # can encrypt; older versions omit it
+    sockets: Number = 1  # connections that one peer may have; older versions omit it
 
 
 class SealedStagedEndpoint(StagedEndpoint, frozen=True, array_like=True, tag="staged2"):
-    """The same of a rank that insists on encryption, which is over tcp only."""
+    """The same for a rank that requires encryption, which is over tcp only."""
 
 
 class StagedHello(msgspec.Struct, frozen=True, array_like=True):
-    """P's first words: its slots, and its regions by number and bytes."""
+    """P's announcement: its slots, and its regions by number and bytes."""
 
     slot_bytes: Bytes
     slots: Number

@@ -1,10 +1,11 @@
-"""The serving side of staging: gathers what a proven peer reads into a slot, and scatters from a slot what it writes.
+"""The server side of staging: gathers what an authenticated peer reads into a slot, and scatters its writes from a
+slot.
 
-Laws: no byte of this memory moves before every span of its request was checked against it, and against what is lent to
-that peer (`loans`); a write is looked at when all of it is in its slot, so what is under way by a loan is a launch, and
-nobody's patience. Only launches made here touch memory here: after `shut_out(peer)` has run on every loop, with the
-peer's secret revoked before, no launch for that peer begins, and those that had begun end in milliseconds. A slot
-serves one request at a time; over tcp its bytes follow the request or the answer on the same wire.
+Laws: no byte of this memory moves before every span of its request was checked against it, and against the blocks lent
+to that peer (`loans`); a write is checked when all of it is in its slot, so what is in flight under a loan is a launch,
+and does not depend on a peer. Only launches made here touch memory here: after `shut_out(peer)` has run on every loop,
+with the peer's secret revoked before, no launch for that peer starts, and those that had started end in milliseconds. A
+slot serves one request at a time; over tcp its bytes follow the request or the response on the same wire.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class StagedSession:
 
 
 class StagedServer:
-    """Hears strangers on the first loop, serves connection n of a peer on loop n; gathers on the runner's threads."""
+    """Authenticates on the first loop, serves connection n of a peer on loop n; gathers on the runner's threads."""
 
     def __init__(
         self,
@@ -134,12 +135,12 @@ class StagedServer:
         if admitted.stream >= width:
             self.refusals.add(Cause.BAD_MESSAGE)
             return False
-        with self._lock:  # one that dials anew has as many again, for as long as its old ones take to go
+        with self._lock:  # a peer that reconnects has twice as many, until its old ones close
             served = self._seated.total()
             if self._seated[admitted.peer] < 2 * width and served < SESSIONS_MAX * width:
                 self._seated[admitted.peer] += 1
                 return True
-        log.warning("[staging-full] no room to stage for %s: %d connections are served", admitted.peer, served)
+        log.warning("[staging-full] no staging memory for %s: %d connections are served", admitted.peer, served)
         self.refusals.add(Cause.FULL)
         return False
 
@@ -154,7 +155,7 @@ class StagedServer:
                 del self._seated[peer]
 
     def _begin(self, admitted: Admitted, sock: socket.socket, slots: Slots, region: Region, problem: str) -> None:
-        """The slots are pinned: say what there is, and serve. The secret is looked at again."""
+        """The slots are pinned: announce them, and serve. The secret is checked again."""
         peer, index = admitted.peer, admitted.stream
         gone = partial(self._gone, peer, region)
         hello = StagedHello(
@@ -166,7 +167,7 @@ class StagedServer:
             if problem or not self.keyring.still_admits(admitted):
                 raise OSError(problem or "its secret was revoked")
             if self._carrier == "shm" and socket.send_fds(sock, [head], [region.fd]) != len(head):
-                raise OSError("the socket took only a part of our first words")
+                raise OSError("the socket took only a part of the announcement")
         except OSError as error:
             log.warning("[staging-failed] cannot stage for %s: %s", peer, error)
             sock.close()
@@ -196,7 +197,7 @@ class StagedServer:
             pairs = from_wire((yield from take(frame.table_bytes)))
             slot, size, writes = frame.tag % slots.count, frame.payload_bytes, frame.kind is FrameKind.WRITE
             if len(wire.out) > 2 * SLOTS_MAX:  # an answer is a head and perhaps a payload
-                raise ProtocolError(Reason.BAD_MESSAGE, "more is asked for than there are slots, and nothing is taken")
+                raise ProtocolError(Reason.BAD_MESSAGE, "more requests than slots, and the responses are not read")
             if slot in session.busy or size > slots.slot_bytes:
                 raise ProtocolError(Reason.BAD_MESSAGE, f"slot {slot} is in use, or too small for the request")
             memory = self._named(frame, pairs)
@@ -227,7 +228,7 @@ class StagedServer:
     def _chunk(
         self, session: StagedSession, memory: DeviceMemory, slot: int, frame: Frame, pairs: Spans
     ) -> StagedChunk | FrameStatus:
-        """What is to be launched, or why it is refused."""
+        """The launch, or the reason for refusal."""
 
         def cut() -> None:
             self._loops[session.index].call(partial(session.wire.close, TOO_SLOW))

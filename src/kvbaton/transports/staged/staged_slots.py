@@ -1,10 +1,10 @@
-"""Slots: stretches of pinned host memory through which device memory travels, each with a shadow on the device.
+"""Slots: ranges of pinned host memory through which device memory travels, each with a shadow on the device.
 
 Spans are gathered into the shadow by one launch and go to the host in one piece (or come from there and are scattered),
 because a copy engine moves contiguous memory at the full rate of the bus, both ways at once, while kernels compute.
 
-Law: a slot belongs to one chunk at a time, and to one connection for good. What a stopped peer writes late lands in a
-slot of a connection that is gone, and nowhere else.
+Law: a slot belongs to one chunk at a time, and to one connection permanently. Late writes of a stopped peer land in a
+slot of a closed connection, and nowhere else.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Slots:
             raise
 
     def close(self, gpu: Gpu) -> None:
-        """Nothing is under way in them. Idempotent. On the runner's thread."""
+        """Nothing is in flight in them. Idempotent. On the runner's thread."""
         if self._device:
             device, self._device = self._device, 0
             gpu.free(device)

@@ -1,15 +1,14 @@
-"""staged: device memory through pinned memory of the host, for devices whose only common path is that.
+"""staged: device memory through pinned host memory, for devices that have no other common path.
 
-READ: the peer gathers a chunk into a slot (`staged_server`), this side scatters it from there (`staged_line`). WRITE is
-the other way round. Over `shm` the slot is the same memory in both processes, pinned in each; over `tcp` its bytes
-cross a socket, of which there are several to a peer (`staged_client`). Several slots are on their way at once, so the
+READ: the peer gathers a chunk into a slot (`staged_server`), this side scatters it from there (`staged_connection`).
+WRITE is the other way round. Over `shm` the slot is the same memory in both processes, pinned in each; over `tcp` its
+bytes cross a socket, of which there are several per peer (`staged_client`). Several slots are in flight at once, so the
 peer's copy, the wire and this side's copy overlap.
 
-Law: only this side's own launches touch this side's memory, whoever asked for them. Every span is checked twice: here
-as a whole, before any of it is asked for, and by the peer where its memory lives. A copy ends when its last launch here
-is over; of a READ, a chunk that is still with the peer when it is given up is at rest for us, since it can reach no
-further than its slot. A fence is therefore no more than this: nothing further is launched for that peer, and what was
-has ended.
+Law: only this side's own launches touch this side's memory, also for a peer. Every span is checked twice: here as a
+whole, before any of it is requested, and by the peer where its memory lives. A copy ends when its last launch here is
+over; a READ chunk that is still with the peer when it is abandoned is at rest for us, since it can reach no further
+than its slot. A fence therefore means only: nothing further is launched for that peer, and earlier launches have ended.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ class StagedConfig(msgspec.Struct, frozen=True):
         if not 1 <= self.sockets <= SOCKETS_MAX:
             raise ValueError(f"sockets: got {self.sockets}, expected 1..{SOCKETS_MAX}")
         if ipaddress.ip_address(self.advertise or self.host).is_unspecified:
-            raise ValueError(f"peers cannot dial {self.advertise or self.host}: set advertise to this host's address")
+            raise ValueError(f"peers cannot connect to {self.advertise or self.host}: set advertise to its address")
         if self.carrier == "tcp":
             sealing.check(self.encrypt, self.advertise or self.host)
 
@@ -99,7 +98,7 @@ class StagedConfig(msgspec.Struct, frozen=True):
 
     @property
     def must_seal(self) -> bool:
-        """Whether this side insists on encryption, with whoever dials it."""
+        """Whether this side requires encryption, with any peer."""
         return self.carrier == "tcp" and sealing.is_required(self.encrypt, self.advertise or self.host)
 
 
@@ -131,7 +130,7 @@ class StagedTransport(ServingShell[StagedLink]):
 
     @property
     def broken(self) -> str:
-        """Why the device can be used no more; empty while it works."""
+        """Why the device is unusable; empty while it works."""
         return self._stager.broken
 
     def endpoint(self, peer: PeerId) -> bytes:
@@ -147,7 +146,7 @@ class StagedTransport(ServingShell[StagedLink]):
         )
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        """A new endpoint of a known peer replaces the old one, and ends what was under way on it."""
+        """A new endpoint of a known peer replaces the old one, and ends what was in flight on it."""
         config = self._config
         there = parse_endpoint(peer, config.carrier, endpoint)
         insists, sealed = isinstance(there, SealedStagedEndpoint), False
@@ -159,8 +158,8 @@ class StagedTransport(ServingShell[StagedLink]):
         self._link(peer, there, lambda: StagedLink(self._trade, there, loops, self._plan, sealed))
 
     def fence(self, peer: PeerId) -> None:
-        """Nothing more is launched for `peer`, and `FenceEnded` says when what was launched has ended. Copies that this
-        side drives go on: they land by launches of ours."""
+        """Nothing more is launched for `peer`, and `FenceEnded` says when earlier launches have ended. Copies that this
+        side drives continue: they land by our own launches."""
         self._turn_away(peer)
         ended = partial(self._jobs.post, FenceEnded(peer))
         self._shut_out(peer, partial(self._stager.after, ended))
@@ -189,7 +188,7 @@ class StagedTransport(ServingShell[StagedLink]):
 
     def _address_of(self, region: int) -> int:
         memory = self._memory.get(region)
-        assert memory is not None  # refused otherwise, and regions are not taken back
+        assert memory is not None  # refused otherwise, and regions are never removed
         return memory.address
 
     def _stop(self, job: CopyJob, link: StagedLink | None, reason: Reason, detail: str) -> None:

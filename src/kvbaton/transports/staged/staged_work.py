@@ -1,4 +1,4 @@
-"""What the runner does for staging: gather a chunk to a slot of the host, or scatter one from there.
+"""The runner's work for staging: gather a chunk into a host slot, or scatter one from there.
 
 Law: each is one launch and one copy, on one stream; the slot is whole, or the memory is, when it has ended.
 """
@@ -45,8 +45,8 @@ class Stager:
         self._runner.add(chunk)
 
     def open(self, slots: Slots, then: Callable[[str], bool], unwanted: Callable[[], None] = lambda: None) -> None:
-        """Pin `slots`, then call `then` with "" or what went wrong, on a thread of the runner's. It says whether they
-        are wanted; otherwise they are let go at once, and `unwanted` is called."""
+        """Pin `slots`, then call `then` with "" or an error, on a thread of the runner's. It returns whether they are
+        wanted; otherwise they are released at once, and `unwanted` is called."""
 
         def pin() -> None:
             try:
@@ -61,7 +61,7 @@ class Stager:
         self._runner.first(pin)
 
     def release(self, slots: Slots, then: Callable[[], None]) -> None:
-        """Let go of `slots` once nothing is under way in them."""
+        """Release `slots` once nothing is in flight in them."""
 
         def close() -> None:
             slots.close(self._gpu)

@@ -1,1 +1,1 @@
-"""tcp: READ and WRITE between any two hosts over sockets of our own."""
+"""tcp: READ and WRITE between any two hosts over our own sockets."""

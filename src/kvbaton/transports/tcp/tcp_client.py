@@ -1,8 +1,8 @@
-"""The dialling side of tcp: the streams to one peer, and the parts of copies that they carry.
+"""The client side of tcp: the streams to one peer, and the parts of copies that they carry.
 
 Law: a part is in exactly one place: in its job, on one conversation, or over. A READ is at rest as soon as the loop of
-its conversation has turned it away from memory. A WRITE lands at the peer, so only the peer can bring it to rest: by
-its answer, or by closing the connection (which it does only after it has stopped landing bytes). Of an encrypted one
+its conversation has diverted it from memory. A WRITE lands at the peer, so only the peer can bring it to rest: by its
+answer, or by closing the connection (which it does only after it has stopped landing bytes). On an encrypted connection
 that end must be proven; if it is not, the WRITE comes to rest when the peer is forgotten (`forget`).
 """
 
@@ -34,29 +34,29 @@ from kvbaton.transports.tcp.tcp_server import family_of, prepare
 
 @dataclass(slots=True, eq=False)
 class TcpPart:
-    """A stretch of a copy on its way."""
+    """A part of a copy in flight."""
 
     job: CopyJob
     spans: Spans
     size: int
     tag: int
     reading: bool
-    over: bool = False  # already counted as ended: what still arrives of it goes nowhere
+    over: bool = False  # already counted as ended: bytes that still arrive are discarded
     sink: Sink | None = None  # while it is being received
 
 
 class Conversation:
-    """One connection, from dialling to its end. Lives on one loop."""
+    """One connection, from connecting to its end. Lives on one loop."""
 
     def __init__(self, link: TcpLink, index: int, sock: socket.socket) -> None:
         self._link = link
         self._index = index
-        self._parts: deque[TcpPart] = deque()  # asked for, not yet answered, in order
+        self._parts: deque[TcpPart] = deque()  # requested, not yet answered, in order
         self._asked_bytes = 0
         self._tags = itertools.count()
         self.ready = False
         loop, limit_s = link.loops[index], link.there.dial_deadline_s
-        self._deadline = loop.later(limit_s, lambda: self.wire.close(f"no answer to our greeting within {limit_s} s"))
+        self._deadline = loop.later(limit_s, lambda: self.wire.close(f"no answer to our handshake within {limit_s} s"))
         self.wire = Wire(loop, sock, self._closed)
 
     def open(self) -> None:
@@ -81,7 +81,7 @@ class Conversation:
                 self.wire.out.append(self._link.strip(copy.local_region, spans, part.size))
 
     def discard(self, job: CopyJob) -> None:
-        """Turn the reads of `job` away from memory. A connection that carries nothing else is given up."""
+        """Divert the reads of `job` from memory. A connection that carries nothing else is closed."""
         for part in self._parts:
             if part.job is job and part.reading:
                 self._end(part)
@@ -91,10 +91,10 @@ class Conversation:
             self.shut()
 
     def shut(self) -> None:
-        """Reads come to rest now; writes when the peer has closed, which is waited for without holding anyone up."""
+        """Reads come to rest now; writes when the peer has closed, which is awaited without blocking anything."""
         # A READ lands by our own thread, so it is at rest as soon as we stop reading. A WRITE may be in the peer's
-        # socket buffer: closing here would not stop it, and only the peer's own close says that it has stopped taking
-        # it in.
+        # socket buffer: closing here would not stop it, and only the peer's own close says that it no longer receives
+        # it.
         for part in self._parts:
             if part.reading:
                 self._end(part)
@@ -117,9 +117,9 @@ class Conversation:
             frame = parse((yield from take(FRAME_BYTES)), FrameKind.DATA, FrameKind.DONE)
             part = self._parts[0] if self._parts else None
             if part is None or frame.tag != part.tag or (frame.kind is FrameKind.DATA) is not part.reading:
-                raise ProtocolError(Reason.BAD_MESSAGE, "an answer to nothing that was asked")
+                raise ProtocolError(Reason.BAD_MESSAGE, "an unexpected answer")
             if frame.payload_bytes != (part.size if part.reading and frame.status is FrameStatus.OK else 0):
-                raise ProtocolError(Reason.BAD_MESSAGE, f"{frame.payload_bytes} bytes, {part.size} were asked for")
+                raise ProtocolError(Reason.BAD_MESSAGE, f"{frame.payload_bytes} bytes, expected {part.size}")
             if frame.payload_bytes:
                 region = part.job.copy.local_region
                 part.sink = Skip(part.size) if part.over else link.strip(region, part.spans, part.size)
@@ -140,7 +140,7 @@ class Conversation:
         if again_s is None:
             self._end(part, Reason.LEASE_EXPIRED, f"{link.there.peer} does not lend this memory, or no longer")
         else:
-            # The loan may be on its way to the process that serves it, by another path than our request: ask again.
+            # The loan may be on its way to the process that serves it, by another path than our request: retry.
             part.over = True
             link.remove(part.job)  # or what is left of it would be asked for at once
             link.jobs.put_back(part.job, part.spans)
@@ -148,8 +148,9 @@ class Conversation:
 
     def _closed(self, detail: str, by_peer: bool) -> None:
         self._deadline.cancel()
-        # Who closed decides what is known of a WRITE: the peer closes only after it has stopped landing bytes, whereas
-        # a time-out of ours, or a forged end of an encrypted connection, leaves it possible that they still arrive.
+        # The side that closed determines what is known about a WRITE: the peer closes only after it has stopped landing
+        # bytes, whereas our own timeout, or a forged end of an encrypted connection, leaves it possible that they still
+        # arrive.
         link, proven = self._link, by_peer and self.wire.proven
         with link.jobs:
             for part in self._parts:
@@ -166,7 +167,7 @@ class Conversation:
 
 
 class TcpRoute(msgspec.Struct, frozen=True):
-    """How one peer is reached."""
+    """The address of one peer."""
 
     me: PeerId
     peer: PeerId
@@ -175,7 +176,7 @@ class TcpRoute(msgspec.Struct, frozen=True):
     regions: dict[int, int]  # the peer's memory: bytes by region
     window_bytes: int
     dial_deadline_s: float
-    sealed: bool = False  # what follows the greeting is encrypted
+    sealed: bool = False  # everything after the handshake is encrypted
 
     def dial(self) -> socket.socket:
         """A socket that is connecting."""
@@ -189,7 +190,7 @@ class TcpRoute(msgspec.Struct, frozen=True):
 
 
 class TcpLink:
-    """The copies that wait for one peer, and one conversation per stream, dialled when needed."""
+    """The copies that wait for one peer, and one conversation per stream, opened when needed."""
 
     def __init__(
         self, route: TcpRoute, loops: Sequence[SocketLoop], jobs: Jobs, strip: Callable[[int, Spans, int], ByteStrip]
@@ -204,13 +205,13 @@ class TcpLink:
         self._streams: list[Conversation | None] = [None] * len(loops)
 
     def add(self, job: CopyJob) -> None:
-        """Queue `job` and wake as many streams as it has use for. From any thread."""
+        """Queue `job` and wake as many streams as it can use. From any thread."""
         with self.jobs:
             if not job.parts:
                 return
             if job not in self._queue:
                 self._queue.append(job)
-            # One that is full asks for more by itself when an answer comes; the queue was filled before we look.
+            # A full one asks for more by itself when an answer comes; the queue was filled before we check.
             roomy = [index for index, stream in enumerate(self._streams) if stream is None or stream.has_room()]
             turn = job.copy.job % len(self._streams)
             roomy.sort(key=lambda index: (self._streams[index] is None, (index - turn) % len(self._streams)))
@@ -240,8 +241,8 @@ class TcpLink:
             loop.call(partial(self._discard, index, job))
 
     def forget(self) -> None:
-        """The pairing is over on both sides, or the peer has shut our secret out: what it still takes in is its own
-        affair, and writes whose end was not proven need hold nothing here. The lock is held."""
+        """The pairing is over on both sides, or the peer has revoked our secret: bytes that it still receives are its
+        own affair, and writes whose end was not proven need hold nothing here. The lock is held."""
         self.forgotten = True
         unproven, self.unproven = self.unproven, []
         for job in unproven:
@@ -254,7 +255,8 @@ class TcpLink:
                 stream.shut()
 
     def left(self, conversation: Conversation, redial: bool, detail: str = "") -> None:
-        """A conversation is over. What waits is carried by the others, by a new one, or fails if none could be had."""
+        """A conversation is over. Waiting parts are carried by the others, by a new one, or fail if none could be
+        opened."""
         with self.jobs:
             if conversation not in self._streams:
                 return
@@ -266,7 +268,7 @@ class TcpLink:
                 self._give_up(Reason.TRANSFER_FAILED, detail)
 
     def _give_up(self, reason: Reason, detail: str) -> None:
-        """A stream could not be had: what waits is for the others, which may be idle; without any it fails."""
+        """A stream could not be opened: waiting parts are for the others, which may be idle; without any they fail."""
         others = [index for index, stream in enumerate(self._streams) if stream is not None]
         for index in others:
             self.loops[index].call(partial(self._pump, index))

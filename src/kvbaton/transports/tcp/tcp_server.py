@@ -1,6 +1,6 @@
-"""The serving side of tcp: carries out the reads and writes of admitted peers on what is lent to them.
+"""The server side of tcp: carries out the reads and writes of authenticated peers on the memory lent to them.
 
-Laws: no byte moves before every span of its request was checked against the memory here, and against what is lent to
+Laws: no byte moves before every span of its request was checked against the memory here, and against the blocks lent to
 that peer (`loans`). After `shut_out(peer)` has run on every loop, with the peer's secret revoked before, no byte of
 that peer lands any more.
 """
@@ -27,12 +27,12 @@ from kvbaton.transports.net.stream_socket import Bytes, ByteStrip, Script, Sink,
 from kvbaton.transports.net.transfer_frames import FRAME_BYTES, WINDOW_MAX, Frame, FrameKind, FrameStatus, parse
 
 STREAMS_PER_PEER_MAX = 16
-TOO_SLOW = "what was lent was taken back, and this has taken too long since"
+TOO_SLOW = "the loan was revoked, and the request did not end in time"
 REFUSED_AS = {FrameStatus.BAD_SPAN: Cause.BAD_SPAN, FrameStatus.NOT_LENT: Cause.NOT_LENT}
 
 
 class TcpServer:
-    """Hears strangers on the first loop, serves stream n of a peer on loop n modulo the number of loops."""
+    """Authenticates on the first loop, serves stream n of a peer on loop n modulo the number of loops."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class TcpServer:
             sock.close()
 
     def _adopt(self, index: int, admitted: Admitted, sock: socket.socket) -> None:
-        """On loop `index`. The secret is looked at again: a fence may have come between."""
+        """On loop `index`. The secret is checked again: a fence may have come in between."""
         if not self.keyring.still_admits(admitted) or admitted.stream >= STREAMS_PER_PEER_MAX:
             if admitted.stream >= STREAMS_PER_PEER_MAX:
                 self.refusals.add(Cause.BAD_MESSAGE)
@@ -104,7 +104,7 @@ class TcpServer:
             frame = parse((yield from take(FRAME_BYTES)), FrameKind.READ, FrameKind.WRITE)
             pairs = from_wire((yield from take(frame.table_bytes)))
             if len(wire.out) > 2 * WINDOW_MAX:  # an answer is a head and perhaps a payload
-                raise ProtocolError(Reason.BAD_MESSAGE, f"more than {WINDOW_MAX} requests at once")
+                raise ProtocolError(Reason.BAD_MESSAGE, f"more than {WINDOW_MAX} concurrent requests")
             strip = self._strip(frame, pairs, guest)
             status = FrameStatus.OK
             if isinstance(strip, FrameStatus):
@@ -122,7 +122,7 @@ class TcpServer:
                 wire.out.extend((Bytes(head.pack(), more=strip.left > 0), strip))
 
     def _strip(self, frame: Frame, pairs: Spans, guest: TcpGuest) -> ByteStrip | FrameStatus:
-        """The memory that a request names, or why it is refused."""
+        """The memory that a request names, or the reason for refusal."""
         memory = self._memory.get(frame.region)
         if memory is None:
             return FrameStatus.BAD_SPAN
@@ -143,7 +143,7 @@ class TcpServer:
 
 
 class TcpGuest:
-    """An admitted peer on one connection, and what is under way for it there."""
+    """An authenticated peer on one connection, and its requests in flight there."""
 
     def __init__(self, peer: PeerId, loans: Loans, cut: Callable[[], object]) -> None:
         self.peer = peer
@@ -160,7 +160,7 @@ class TcpGuest:
         self._loans.end(flight)
 
     def left(self) -> None:
-        """The connection is over, and so is all that was under way on it."""
+        """The connection is over, and so is everything in flight on it."""
         for flight in list(self.flights):
             self.landed(flight)
 
@@ -192,7 +192,7 @@ def family_of(host: str) -> socket.AddressFamily:
 
 
 def prepare(sock: socket.socket) -> None:
-    """Non-blocking, without delay, and closed by the kernel when the other host is gone for a minute."""
+    """Non-blocking, without delay, and closed by the kernel when the other host has been gone for a minute."""
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,18 +1,19 @@
-"""tcp: READ and WRITE between any two hosts, over a few sockets per peer that this module alone owns.
+"""tcp: READ and WRITE between any two hosts, over a few sockets per peer that only this module uses.
 
-Closing a socket, on the one thread that uses it, is both the cancel and the fence: what libraries could not give
-(reference/transports.md 2.6, 3.1: late data overwrote reused blocks) is a fact here. Two streams fill two cores;
-payload is gathered and scattered by sendmsg and recvmsg straight from and into registered memory.
+Closing a socket, on the one thread that uses it, is both the cancel and the fence: a guarantee that libraries could not
+give (reference/transports.md 2.6, 3.1: late data overwrote reused blocks). Two streams fill two cores; payload is
+gathered and scattered by sendmsg and recvmsg straight from and into registered memory.
 
 Law: `fence` and `disconnect` revoke the peer's secret before they close its sockets, so that incarnation cannot come
-back until `endpoint(peer)` is asked for again, which mints a new one. That a WRITE has come to rest is known from the
+back until `endpoint(peer)` is called again, which mints a new one. That a WRITE has come to rest is known from the
 peer's answer or from its closing the connection (a reset counts: a kernel sends one when it closes with bytes unread);
 a connection that merely timed out proves nothing, and such a WRITE claims no rest while the peer is connected. The end
-of an encrypted one counts only with the peer's last record: somebody on the path could have forged it, and hold back
-what was sent before. With `disconnect` nobody relies on it any more: our side of it is at rest, and that is then said.
+of an encrypted connection counts only with the peer's last record: an attacker on the path could have forged it, and
+hold back what was sent before. After `disconnect` nothing relies on it any more: our side of it is at rest, and that is
+then reported.
 
-Between hosts everything after the greeting is encrypted and signed (`encrypt`, docs/decisions/0011-encrypted-tcp.md).
-An endpoint whose owner insists on that has another tag, so that a version which cannot is refused when it pairs.
+Between hosts everything after the handshake is encrypted and signed (`encrypt`, docs/decisions/0011-encrypted-tcp.md).
+An endpoint whose owner requires that has another tag, so that a version which cannot is refused when it pairs.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ class TcpConfig(msgspec.Struct, frozen=True):
 
     host: str = "127.0.0.1"
     port: int = 0
-    advertise: str = ""  # what peers dial, when `host` is a wildcard
+    advertise: str = ""  # what peers connect to, when `host` is a wildcard
     streams: int = 2  # per peer; more than two cores' worth do not help
     threads: int = 2
-    window_bytes: int = 48 << 20  # asked for and unanswered, per stream, before more is asked for
+    window_bytes: int = 48 << 20  # requested and unanswered, per stream
     copies_max: int = 1024
     dial_deadline_s: float = 5.0
     strangers_max: int = 64
@@ -69,30 +70,30 @@ class TcpConfig(msgspec.Struct, frozen=True):
     def __post_init__(self) -> None:
         host = ipaddress.ip_address(self.host)
         if (ipaddress.ip_address(self.advertise) if self.advertise else host).is_unspecified:
-            raise ValueError(f"peers cannot dial {self.advertise or host}: set advertise to this host's own address")
+            raise ValueError(f"peers cannot connect to {self.advertise or host}: set advertise to this host's address")
         if not 1 <= self.streams <= STREAMS_PER_PEER_MAX or self.window_bytes < 1 or self.threads < 1:
             raise ValueError(f"streams, window_bytes and threads are out of bounds: {self}")
         sealing.check(self.encrypt, self.advertise or self.host)
 
     @property
     def must_seal(self) -> bool:
-        """Whether this side insists on encryption, with whoever dials it."""
+        """Whether this side requires encryption, with any peer."""
         return sealing.is_required(self.encrypt, self.advertise or self.host)
 
 
 class TcpEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="tcp1"):
-    """What a peer needs to dial this rank, which may be done plainly."""
+    """The endpoint of this rank, for plain or encrypted connections."""
 
     owner: PeerId
     host: str
     port: Port
     secret: bytes
     regions: dict[Number, Bytes]  # bytes by number, so that a whole copy can be refused before any of it moves
-    seals: bool = False  # can encrypt; a version that could not said nothing
+    seals: bool = False  # can encrypt; older versions omit it
 
 
 class SealedTcpEndpoint(TcpEndpoint, frozen=True, array_like=True, tag="tcp2"):
-    """The same of a rank that insists on encryption."""
+    """The same for a rank that requires encryption."""
 
 
 class TcpTransport(ServingShell[TcpLink]):
@@ -131,8 +132,8 @@ class TcpTransport(ServingShell[TcpLink]):
         return msgspec.msgpack.encode(kind(self._me, *place, secret, self._memory.sizes(), sealing.can_seal()))
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        """A new endpoint of a known peer replaces the old one, and ends what was under way on it. ValueError, naming
-        `encrypt`, where one side insists on encryption and the other cannot."""
+        """A new endpoint of a known peer replaces the old one, and ends what was in flight on it. ValueError, naming
+        `encrypt`, where one side requires encryption and the other cannot."""
         there = _parse(peer, endpoint)
         config = self._config
         insists = isinstance(there, SealedTcpEndpoint)
@@ -153,7 +154,8 @@ class TcpTransport(ServingShell[TcpLink]):
         self._link(peer, route, lambda: TcpLink(route, loops, self._jobs, self._strip))
 
     def fence(self, peer: PeerId) -> None:
-        """Both ways: `peer`'s writes are shut out and our copies with it end. We may dial it again; it may not us."""
+        """Both ways: `peer`'s writes are shut out and our copies with it end. We may connect to it again; it may not to
+        us."""
         with self._jobs:
             self._turn_away(peer)
             link = self._end_copies(peer, Reason.TRANSFER_FAILED, "the peer was fenced")

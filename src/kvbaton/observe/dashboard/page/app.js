@@ -30,9 +30,10 @@ const parts = [
 function show(state) {
   for (const part of parts) part.update(state);
   const { router } = state;
-  setText(byId("facts"), [`router ${router.version}`, `mode ${router.mode}`, `up ${seconds(router.uptime_s)}`, router.draining ? "draining" : ""].filter(Boolean).join(" · "));
+  setText(byId("facts"), [`router ${router.version}${router.host ? ` on ${router.host}` : ""}`, `mode ${router.mode}`, `up ${seconds(router.uptime_s)}`, router.draining ? "draining" : ""].filter(Boolean).join(" · "));
   const dot = Math.max(Math.round(state.now.handoffs_s / 45), 1);
-  setText(byId("legend"), `○ under way  ● delivered  ✕ failed${dot > 1 ? ` · a dot stands for about ${count(dot)}` : ""}`);
+  const window = `last ${seconds(state.windows.rates_s)}`;
+  setText(byId("legend"), `○ under way  ● delivered  ✕ failed${dot > 1 ? ` (a dot stands for about ${count(dot)})` : ""} · lines: handoffs per second, ${window}`);
   showEmpty(state);
 }
 

@@ -82,7 +82,7 @@ export class Drawer {
     };
     const buttons = journeys.map((journey) => {
       const summary = summaryOf(journey);
-      const button = h("button", { type: "button", class: "pick" }, h("span", { class: "sign", "aria-hidden": "true" }, summary.bad ? "✕" : summary.end ? "●" : "◌"),
+      const button = h("button", { type: "button", class: "pick" }, h("span", { class: "sign", "aria-hidden": "true" }, summary.bad ? "✕" : summary.mistake ? "–" : summary.end ? "●" : "◌"),
         h("strong", {}, summary.end ? words(summary.end) : "under way"), h("span", {}, summary.route), h("span", { class: "mono" }, short(summary.request || summary.handoff, 24)));
       button.addEventListener("click", () => pick(journey, button));
       list.append(h("li", {}, button));
@@ -106,9 +106,9 @@ export class Drawer {
     const found = lanesOf(journey);
     const width = Math.max(Math.floor(this.body.clientWidth) - 34, 300);
     const verdict = h("p", { class: "verdict", "data-bad": summary.bad }, h("strong", { class: "reason" }, summary.end ? words(summary.end) : "under way"),
-      h("span", {}, [summary.route, summary.mode, summary.transport, summary.tries, summary.bad && summary.answered ? "the client was answered all the same" : ""].filter(Boolean).join(" · ")));
+      h("span", {}, [summary.route, summary.mode, summary.transport, summary.tries, summary.bad && (summary.answered || summary.later) ? `the client was answered all the same${summary.later ? `: ${summary.later}` : ""}` : "", summary.mistake ? "the client's mistake" : ""].filter(Boolean).join(" · ")));
     const parts = [verdict];
-    if (summary.bad) parts.push(...this.meaning(summary));
+    if (summary.bad || summary.mistake) parts.push(...this.meaning(summary));
     parts.push(drawTimeline(found, width), ids(summary, found), h("div", { class: "scroll" }, sideTable(found.lanes, journey.missing)));
     const stages = stageTable(journey.stages);
     if (stages) parts.push(stages);
@@ -130,7 +130,7 @@ export class Drawer {
 
   /** The entry of a word: at the router an error's code, elsewhere a reason. */
   known(end, seat) {
-    const kinds = seat === "router" ? ["api", "reason"] : ["reason", "api"];
+    const kinds = seat === "router" || !seat ? ["api", "reason", "status"] : ["reason", "api", "status"];
     return kinds.map((kind) => this.reasons?.[kind]?.[end]).find(Boolean);
   }
 
@@ -140,7 +140,7 @@ export class Drawer {
     const safe = /^[\w.:@-]{1,128}$/.test(id) && !id.startsWith("-"); // else a shell would read it as something else
     const parts = [];
     if (id && safe) parts.push(command(`kvbaton inspect ${id}`));
-    if (summary.bad && this.known(summary.end, summary.seat)) parts.push(command(`kvbaton explain ${summary.end}`));
+    if ((summary.bad || summary.mistake) && this.known(summary.end, summary.seat)) parts.push(command(`kvbaton explain ${summary.end}`));
     parts.push(h("p", {}, h("a", { href: "metrics" }, "Metrics of this router")));
     return h("section", { class: "further", "aria-label": "Further" }, ...parts);
   }
@@ -158,8 +158,9 @@ function ids(summary, found) {
 function summaryOf(journey) {
   const lanes = journey.lanes ?? [];
   const seat = (name) => lanes.find((lane) => lane.seat === name) ?? (journey.missing ?? []).find((side) => side.seat === name);
-  const failed = ["decode", "prefill", "router"].flatMap((name) => lanes.filter((lane) => lane.seat === name)).find((lane) => isBad(lane.end));
-  return { bad: Boolean(failed), end: failed?.end ?? journey.end ?? "", detail: failed?.detail ?? "", seat: failed?.seat ?? "", answered: journey.end === "ok",
+  const failed = ["decode", "prefill", "router"].flatMap((name) => lanes.filter((lane) => lane.seat === name)).find(isBad);
+  const later = journey.answered_by === undefined || journey.answered_by === null ? "" : `try ${journey.answered_by + 1}`;
+  return { bad: Boolean(failed), mistake: Boolean(journey.mistake), later, end: failed?.end ?? journey.end ?? "", detail: failed?.detail ?? "", seat: failed?.seat ?? "", answered: journey.end === "ok",
     route: `${seat("prefill")?.worker || "–"} → ${seat("decode")?.worker || "–"}`, mode: journey.mode ?? "", transport: journey.transport ?? "",
     request: journey.request ?? "", handoff: journey.handoff ?? "", trace: seat("router")?.trace ?? "",
     tries: (journey.tries ?? 1) > 1 ? `try ${(journey.number ?? 0) + 1} of ${journey.tries}` : "" };

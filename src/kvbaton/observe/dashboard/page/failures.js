@@ -30,7 +30,9 @@ export class Failures {
       setText(row.reason, words(failure.reason));
       setText(row.when, ago(failure.ago_s));
       const path = failure.source || failure.target ? `${failure.source || "–"} → ${failure.target || "–"}` : "";
-      setText(row.route, [path, short(failure.request || failure.handoff || failure.find)].filter(Boolean).join(" · "));
+      const answered = failure.answered ? "the client was answered all the same" : "";
+      setText(row.route, [path, short(failure.request || failure.handoff || failure.find), answered].filter(Boolean).join(" · "));
+      setAttr(row.button, "data-answered", failure.answered);
       setText(row.detail, failure.detail);
       setAttr(row.button, "data-reason", failure.reason);
     });

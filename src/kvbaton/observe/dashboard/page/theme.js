@@ -17,7 +17,7 @@
     root.dataset.theme = choice;
     const button = document.getElementById("theme");
     if (button) {
-      button.textContent = choice[0].toUpperCase() + choice.slice(1);
+      button.textContent = `Theme: ${choice}`;
       button.setAttribute("aria-label", `Theme: ${texts[choice]}`);
     }
   };

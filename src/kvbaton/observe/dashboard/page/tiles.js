@@ -1,4 +1,4 @@
-// The figures at the top, each with its last three minutes.
+// The figures at the top, each with its last three minutes on an axis from 0 to the most of them.
 
 import { h, s, setAttr, setText } from "./dom.js";
 import { bytesRate, count, ms, percent, rate } from "./format.js";
@@ -6,12 +6,18 @@ import { bytesRate, count, ms, percent, rate } from "./format.js";
 const HEIGHT = 28;
 const WIDTH = 88;
 
+const several = (number, one, many) => `${count(number)} ${number === 1 ? one : many}`;
+
+/** `most` fixes the axis; otherwise it ends at the highest value. */
 const TILES = [
-  { key: "handoffs", label: "Handoffs per second", line: "handoffs", value: (now) => rate(now.handoffs_s), sub: (now) => `${count(now.ended)} in the last minute` },
-  { key: "delivered", label: "Delivered, last minute", line: "failed", value: (now) => percent(now.delivered), sub: (now) => (now.failed ? `${count(now.failed)} not delivered` : now.ended ? "every one" : "no handoffs"), bad: (now) => now.failed > 0 },
-  { key: "ttft", label: "Time to first byte", line: "ttft_ms", value: (now) => ms(now.ttft_p50_ms), sub: (now) => `median; p99 ${ms(now.ttft_p99_ms)}` },
-  { key: "flight", label: "Requests in flight", line: "in_flight", value: (now) => count(now.in_flight), sub: () => "at the router" },
-  { key: "bytes", label: "KV throughput", line: "bytes", value: (now) => bytesRate(now.bytes_s), sub: () => "copied by all workers" },
+  { key: "handoffs", label: "Handoffs per second", line: "handoffs", axis: rate, value: (now) => rate(now.handoffs_s), sub: (now) => `${count(now.ended)} in the last minute` },
+  { key: "delivered", label: "Delivered, last minute", line: "delivered", axis: percent, most: 1, value: (now) => percent(now.delivered), sub: (now) => (now.failed ? `${count(now.failed)} not delivered` : now.ended ? "every one" : "no handoffs"), bad: (now) => now.failed > 0 },
+  { key: "ttft", label: "Time to first byte", line: "ttft_ms", axis: ms, value: (now) => ms(now.ttft_p50_ms), sub: (now) => `median; p99 ${ms(now.ttft_p99_ms)}` },
+  { key: "tokens", label: "Tokens per second", line: "tokens", axis: rate, value: (now) => rate(now.tokens_s), sub: (now) => `ITL ${ms(now.itl_p50_ms)}; p99 ${ms(now.itl_p99_ms)}`, title: "Chunks of streamed answers that bear a token. ITL: mean time between them in one answer; median and p99 of the answers of the last minute." },
+  { key: "flight", label: "Requests in flight", line: "in_flight", axis: count, value: (now) => count(now.in_flight), sub: (now) => (now.waiting === null ? "at the router" : `${count(now.waiting)} waiting at workers`) },
+  { key: "bytes", label: "KV throughput", line: "bytes", axis: bytesRate, value: (now) => bytesRate(now.bytes_s), sub: () => "copied by all workers" },
+  { key: "retries", label: "Retries, last minute", line: "retries", axis: count, value: (now) => count(now.retries), sub: (now) => several(now.mistakes, "client error", "client errors"), title: "Client errors: requests that were refused with a status of 400 to 499. They are no failed handoffs." },
+  { key: "alone", label: "Prompts computed by D alone", value: (now) => percent(now.alone), sub: (now) => (now.alone_told ? "of prompt tokens, last minute" : "not told by these workers"), title: "Prompt tokens that decode workers computed although a prefill worker should have, of all." },
 ];
 
 export class Tiles {
@@ -19,32 +25,48 @@ export class Tiles {
     this.tiles = TILES.map((tile) => {
       const value = h("p", { class: "value" }, "–");
       const sub = h("p", { class: "sub" }, " ");
-      const area = s("path", { class: "area" });
-      const line = s("path", { class: "line", "vector-effect": "non-scaling-stroke" });
-      const spark = s("svg", { class: "spark", preserveAspectRatio: "none", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, "aria-hidden": "true" }, area, line);
-      const root = h("article", { class: "card tile", "data-tile": tile.key }, h("h2", {}, tile.label), value, sub, spark);
+      const root = h("article", { class: "card tile", "data-tile": tile.key, title: tile.title }, h("h2", {}, tile.label), value, sub);
+      const chart = tile.line ? this.chart(tile) : null;
+      if (chart) root.append(chart.root);
       parent.append(root);
-      return { tile, root, value, sub, area, line };
+      return { tile, root, value, sub, chart };
     });
   }
 
+  /** A line with its axes: 0 and the most at its right, three minutes ago and now below. */
+  chart(tile) {
+    const area = s("path", { class: "area" });
+    const line = s("path", { class: "line", "vector-effect": "non-scaling-stroke" });
+    const short = s("path", { class: "short", "vector-effect": "non-scaling-stroke" });
+    const spark = s("svg", { class: "spark", preserveAspectRatio: "none", viewBox: `0 0 ${WIDTH} ${HEIGHT}` }, area, line, short);
+    const most = h("span", { class: "most" });
+    const root = h("div", { class: "chart", "data-line": tile.line, "aria-hidden": "true" }, spark,
+      h("span", { class: "scale" }, most, h("span", {}, "0")), h("span", { class: "times" }, h("span", {}, "−3 min"), h("span", {}, "now")));
+    return { root, area, line, short, most };
+  }
+
   update(state) {
-    for (const { tile, root, value, sub, area, line } of this.tiles) {
+    for (const { tile, root, value, sub, chart } of this.tiles) {
       setText(value, tile.value(state.now));
       setText(sub, tile.sub(state.now));
       setAttr(root, "data-bad", Boolean(tile.bad?.(state.now)));
-      const path = sparkline(state.history[tile.line] ?? []);
-      setAttr(line, "d", path.line);
-      setAttr(area, "d", path.area);
+      if (!chart) continue;
+      const values = state.history[tile.line] ?? [];
+      const most = tile.most ?? Math.max(...values.map((each) => each ?? 0), 0);
+      const path = sparkline(values, most);
+      setAttr(chart.line, "d", path.line);
+      setAttr(chart.area, "d", path.area);
+      setAttr(chart.short, "d", tile.most ? path.short : "");
+      setText(chart.most, most > 0 ? tile.axis(most) : "");
     }
   }
 }
 
-/** Two paths, a unit for each value: what is not known is a gap. */
-export function sparkline(values) {
-  const most = Math.max(...values.map((value) => value ?? 0), 1e-9);
+/** Paths, a unit for each value: what is not known is a gap, a value between gaps a dash. `short`: where it is below the most. */
+export function sparkline(values, most) {
   let line = "";
   let area = "";
+  let short = "";
   let from = null;
   const close = (to) => {
     if (from !== null) area += `L${to} ${HEIGHT}L${from} ${HEIGHT}Z`;
@@ -52,15 +74,16 @@ export function sparkline(values) {
   };
   values.forEach((value, x) => {
     if (value === null) {
-      close(x - 1);
+      close(x - 0.5);
       return;
     }
-    const y = (HEIGHT - 1.5 - (value / most) * (HEIGHT - 4)).toFixed(1);
-    const command = `${from === null ? "M" : "L"}${x} ${y}`;
-    line += command;
-    area += command;
-    from ??= x;
+    const y = (HEIGHT - 1.5 - (value / Math.max(most, 1e-9)) * (HEIGHT - 4)).toFixed(1);
+    const path = `${from === null ? `M${Math.max(x - 0.5, 0)} ${y}` : ""}L${x} ${y}${(values[x + 1] ?? null) === null ? `L${x + 0.5} ${y}` : ""}`;
+    line += path;
+    area += path;
+    if (value < most) short += `M${x} 2.5V${HEIGHT}`;
+    from ??= Math.max(x - 0.5, 0);
   });
-  close(values.length - 1);
-  return { line, area };
+  close(values.length - 0.5);
+  return { line, area, short };
 }

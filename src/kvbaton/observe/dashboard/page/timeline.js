@@ -22,8 +22,8 @@ export function lanesOf(journey) {
 
 const QUIET = ["", "delivered", "ok", "client_gone", "aborted", "cancelled", "discarded"];
 
-/** Whether an end is a failure: not one that nobody was waiting for any more. */
-export const isBad = (end) => Boolean(end) && !QUIET.includes(end);
+/** Whether a lane ended with a failure: not by the client's mistake, nor when nobody waited for it any more. */
+export const isBad = ({ end, mistake }) => Boolean(end) && !mistake && !QUIET.includes(end);
 
 /** Until when the handoff lasted, or the first byte of the answer came: what follows is the answer. */
 function handoffEnd({ lanes, last }) {
@@ -70,7 +70,7 @@ function picture({ lanes }, { from, to }, width) {
 
 function drawLane(lane, y, x, from, to) {
   const inside = lane.moments.filter((moment) => moment.at >= from - 1e-9 && moment.at <= to + 1e-9);
-  const root = s("g", { class: "lane", "data-lane": lane.seat, "data-bad": isBad(lane.end) },
+  const root = s("g", { class: "lane", "data-lane": lane.seat, "data-bad": isBad(lane) },
     s("text", { class: "name", x: 0, y: y + 14 }, SEATS[lane.seat] ?? lane.seat),
     s("text", { class: "fine", x: 0, y: y + 29 }, cut(lane.seat === "router" ? "" : lane.worker, 13)));
   if (lane.moments.length > 1) {
@@ -81,7 +81,7 @@ function drawLane(lane, y, x, from, to) {
   const ends = [-1e9, -1e9]; // where the last label of each of two rows of text ended
   for (const moment of inside) {
     const at = x(moment.at);
-    const bad = isBad(lane.end) && ["ended", "closed"].includes(moment.step);
+    const bad = isBad(lane) && ["ended", "closed"].includes(moment.step);
     root.append(bad
       ? s("path", { class: "mark bad", d: `M${at - 4} ${y + 6}l8 8m0 -8l-8 8` }, s("title", {}, lane.end))
       : s("circle", { class: "mark", cx: at, cy: y + 10, r: 3.5 }, s("title", {}, `${words(moment.step)} at ${ms(moment.at * 1000)}`)));
@@ -130,7 +130,7 @@ export function momentTable(lanes) {
 export function sideTable(lanes, missing) {
   const rows = lanes.map((lane) => h("tr", {},
     h("th", { scope: "row" }, who(lane)),
-    h("td", { class: isBad(lane.end) ? "bad" : null }, `${lane.end ? words(lane.end) : "under way"}${lane.gone ? " (gone since)" : ""}`),
+    h("td", { class: isBad(lane) ? "bad" : null }, `${lane.end ? words(lane.end) : "under way"}${lane.gone ? " (gone since)" : ""}`),
     h("td", {}, lane.transport || "–"), h("td", { class: "number" }, lane.bytes ? bytes(lane.bytes) : "–"),
     h("td", { class: "number" }, count(lane.retries ?? 0)), h("td", { class: "wrap" }, lane.detail ?? "")));
   for (const side of missing ?? []) rows.push(h("tr", { class: "missing" }, h("th", { scope: "row" }, who(side)), h("td", { colspan: 5 }, side.why)));

@@ -2,8 +2,8 @@
 // Law: nodes and links are made once and changed in place; how many there are is bounded by the state.
 
 import { Keyed, h, s, setAttr, setText } from "./dom.js";
-import { bytes, bytesRate, count, rate, short } from "./format.js";
-import { stateOf } from "./workers.js";
+import { bytesRate, count, percent, rate, short } from "./format.js";
+import { stateOf, usedShare } from "./workers.js";
 
 const TOP = 62;
 const SPAN = 232; // what the workers fill, where they are few
@@ -165,15 +165,16 @@ export class Topology {
     setAttr(node.line, "x", 13);
     setAttr(node.line, "y", 41);
     const full = at.width - 26;
-    const used = worker.blocks ? (worker.blocks - (worker.free_blocks ?? worker.blocks)) / worker.blocks : 0;
+    const used = usedShare(worker);
     for (const part of [node.track, node.fill]) {
       setAttr(part, "x", 13);
       setAttr(part, "y", at.height - 12);
-      setAttr(part, "display", plan.dense ? "none" : null);
+      setAttr(part, "display", plan.dense || used === null ? "none" : null);
     }
     setAttr(node.track, "width", full);
-    setAttr(node.fill, "width", (full * Math.min(Math.max(used, 0), 1)).toFixed(1));
-    setText(node.title, `${worker.name}: ${worker.role}, ${standing.text}${worker.note ? `; ${worker.note}` : ""}`);
+    setAttr(node.fill, "width", (full * (used ?? 0)).toFixed(1));
+    const cache = used === null ? "" : `; ${percent(used)} of the KV cache used`;
+    setText(node.title, `${worker.name}: ${worker.role}, ${standing.text}${cache}${worker.note ? `; ${worker.note}` : ""}`);
   }
 
   /** Where the labels of links stand: on their link, none over another; one for which there is no room has none. */
@@ -191,7 +192,7 @@ export class Topology {
   }
 
   drawLinks(state, plan) {
-    const most = Math.max(...state.links.map((link) => link.bytes_s || link.handoffs_s), 1e-9);
+    const most = Math.max(...state.links.map((link) => link.handoffs_s), 1e-9);
     const thickest = state.links.length > LABELS_MAX ? 1.5 : 4.75;
     const out = new Map();
     const into = new Map();
@@ -208,14 +209,14 @@ export class Topology {
     const drawn = state.links.filter((link) => this.curves.has(`${link.from}>${link.to}`));
     const key = (link) => `${link.from}>${link.to}`;
     const name = (index) => state.workers[index]?.name ?? "?";
-    const idle = (link) => !link.handoffs_s && !link.bytes_s;
+    const idle = (link) => !link.handoffs_s;
     this.links.update(drawn, key, (row, link) => {
       setAttr(row.root, "d", this.curves.get(key(link)).d);
-      setAttr(row.root, "stroke-width", (1.25 + thickest * Math.sqrt((link.bytes_s || link.handoffs_s) / most)).toFixed(2));
+      setAttr(row.root, "stroke-width", (1.25 + thickest * Math.sqrt(link.handoffs_s / most)).toFixed(2));
       setAttr(row.root, "data-link", `${name(link.from)}>${name(link.to)}`);
       setAttr(row.root, "data-transport", link.transport);
       row.root.classList.toggle("idle", idle(link));
-      setText(row.title, `${name(link.from)} to ${name(link.to)}: ${link.transport || "no data plane yet"}, ${bytesRate(link.bytes_s)}, ${rate(link.handoffs_s)} handoffs/s`);
+      setText(row.title, `${name(link.from)} to ${name(link.to)}: ${link.transport || "no data plane yet"}, ${rate(link.handoffs_s)} handoffs/s, about ${bytesRate(link.bytes_s)}`);
     });
     const narrow = plan.width - 2 * plan.nodeWidth < 330;
     const spots = this.placeLabels(drawn.length <= LABELS_MAX ? drawn : [], key, narrow ? 44 : 108);
@@ -224,7 +225,7 @@ export class Topology {
       setAttr(label.root, "x", at.x.toFixed(1));
       setAttr(label.root, "y", (at.y - 9).toFixed(1));
       const plane = link.transport || "–";
-      setText(label.root, idle(link) || narrow ? plane : `${plane} · ${link.bytes_s ? bytesRate(link.bytes_s) : `${rate(link.handoffs_s)}/s`}`);
+      setText(label.root, idle(link) || narrow ? plane : `${plane} · ${rate(link.handoffs_s)}/s`);
     });
     this.table.update(state.links, key, ({ cells }, link) => {
       const texts = [name(link.from), name(link.to), link.transport || "none yet", rate(link.handoffs_s), bytesRate(link.bytes_s)];
@@ -249,7 +250,7 @@ function place(hub, at) {
 function nodeLine(worker, width) {
   if (worker.state === "gone") return "left the list";
   if (worker.blocks === undefined) return "tells nothing";
-  if (worker.role === "decode") return `${count(worker.running)} running${width > 150 ? ` · ${bytes(worker.bytes_s)}/s` : ""}`;
+  if (worker.waiting !== undefined) return width > 150 ? `${count(worker.running)} running · ${count(worker.waiting)} waiting` : `${count(worker.waiting)} waiting`;
   const pins = `${count(worker.pins)} pinned`;
   return width > 150 ? `${pins} · ${count(worker.leases)} ${worker.leases === 1 ? "lease" : "leases"}` : pins;
 }

@@ -1,4 +1,4 @@
-"""What checksums of device memory cost: the digest alone, and whole handoffs with and without, between two processes.
+"""The cost of checksums of device memory: the digest alone, and whole handoffs with and without, between two processes.
 
     python -m kvbaton.proof.bench.device.device_checksums [cuda staged-tcp]
 

@@ -1,7 +1,7 @@
-"""What the device benchmark's figures come to: verdicts, a table for reading, and a plain plot.
+"""Results of the device benchmark: verdicts, a table for reading, and a plain plot.
 
-Law: a verdict is a number beside its bound, at the largest size, from one run. A bound that is missed is said so; so is
-an aim, which nobody fails by missing.
+Law: a verdict is a number with its bound, at the largest size, from one run. A missed bound is reported as such; so is
+a missed goal, which fails nothing.
 Staging is judged by what the bus does both ways at once, since P and D share one GPU, and so one link, here.
 """
 

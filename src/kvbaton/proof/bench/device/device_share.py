@@ -1,4 +1,4 @@
-"""How much of a device copies should have: their time at each share, and what a model's steps lose to them meanwhile.
+"""The share of a device that copies should have: their time at each share, and the slowdown of a model's steps.
 
     python -m kvbaton.proof.bench.device.device_share [--shares 1,0.5,0.25,0.125] [--launch-mib 128] [--fill 1]
     [--alone] [--ptx FILE ...]

@@ -1,4 +1,4 @@
-"""Device memory between two processes on one GPU, every way beside every other in the same run.
+"""Device memory between two processes on one GPU, all methods compared in one run.
 
 `contiguous` is one plain copy of as many bytes out of the same opened memory; `cuda` the plane's copy of scattered
 segments, from `submit` until its end is known, told as blocks by layers (and once more span by span); `handoff` all of

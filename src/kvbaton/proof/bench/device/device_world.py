@@ -1,4 +1,4 @@
-"""What the device benchmark moves: blocks of 64 segments of 32 KiB, scattered over a cache in device memory.
+"""The workload of the device benchmark: blocks of 64 segments of 32 KiB, scattered over a cache in device memory.
 
 Law: nothing is right by chance. The source holds a different word at every place; a target is wiped before it is
 judged, and every byte of it is: those that were asked for, and those that were not.

@@ -1,1 +1,1 @@
-"""What every benchmark shares: facts of a run, tables, lab pages, plots, and children spoken to in JSON."""
+"""Parts shared by all benchmarks: facts of a run, tables, lab pages, plots, and child processes driven by JSON."""

@@ -1,4 +1,4 @@
-"""Processes that a benchmark starts, spoken to in lines of JSON.
+"""Child processes of a benchmark, driven by lines of JSON.
 
 Laws: every answer has a deadline. A child's standard output is for answers alone: whatever a library prints goes to
 standard error, of which the end is told when the child fails. A child ends with its input, so none outlives its parent.

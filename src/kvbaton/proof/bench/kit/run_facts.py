@@ -1,6 +1,6 @@
-"""Facts of a run that stand beside its figures: when, on what machine, with which versions, by which command.
+"""Facts of a run that accompany its figures: date, machine, versions, command.
 
-Law: no path of one machine is in what a reader is shown; a command can be typed again elsewhere.
+Law: no machine-specific path is shown to a reader; a command can be typed again elsewhere.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""`kvbaton bench router`: the router beside vllm-router and a toy proxy."""
+"""`kvbaton bench router`: the router compared with vllm-router and a toy proxy."""

@@ -1,4 +1,4 @@
-"""What the kernel says of a router under load: CPU seconds of it, of what it talks to, and of everybody else.
+"""CPU seconds of a router under load, of its peers, and of everything else, from the kernel.
 
 Laws: a process is counted with all its threads and all its descendants. One that is gone counts nothing, and what it
 used is its parent's by then. Figures are in clock ticks (10 ms), so a window is seconds long or its figure is coarse.

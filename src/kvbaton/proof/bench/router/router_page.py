@@ -13,7 +13,7 @@ from kvbaton.proof.bench.kit.lab_pages import SAYS, bullets, indented, lab_page,
 from kvbaton.proof.bench.kit.run_facts import RunFacts, load_line, unquiet
 from kvbaton.proof.bench.kit.text_tables import Grid, markdown, number, plain
 from kvbaton.proof.bench.router.router_backends import EVENTS, WRITES
-from kvbaton.proof.bench.router.router_rows import KVBATON, TARGETS, TOY, Bound, Row, Streams
+from kvbaton.proof.bench.router.router_rows import KVBATON, KVBATON_2, TARGETS, TOY, Bound, Row, Streams
 
 HEAD = (
     "at once", "target", "req/s", "p50 ms", "p99 ms", "added p50 ms", "added p99 ms", "CPU µs/req", "backends µs",
@@ -33,7 +33,8 @@ LIMITS = (
     f"{TOY} stands in for the toy proxies of vLLM's examples: their shape (P, then D, a new client session for each), "
     "our code on aiohttp. It is not theirs.",
     "vllm-router runs with round_robin and log level error: once with URLs (nixl), once with discovery (moriio READ), "
-    "the fastest of its disaggregated modes that we know. kvbaton's router runs as its defaults are, with URLs.",
+    "the fastest of its disaggregated modes that we know. kvbaton's router runs as its defaults are, with URLs; "
+    f"{KVBATON_2} is the same with --processes 2. vllm-router has as many threads as the machine has cores.",
 )
 
 
@@ -69,10 +70,10 @@ def grid(rows: Sequence[Row]) -> Grid:
 
 
 def ratio_grid(rows: Sequence[Row]) -> Grid:
-    """kvbaton's figures divided by another's, a line per level and base."""
+    """Figures of ours divided by another's, a line per level and pair."""
     return [
-        [level, f"{KVBATON} / {base}", *(number(each[name][level], 2) for name in each)]
-        for base, each in found.ratios(rows).items()
+        [level, pair if " / " in pair else f"{KVBATON} / {pair}", *(number(each[name][level], 2) for name in each)]
+        for pair, each in found.ratios(rows).items()
         for level in each["cpu_us"]
     ]
 
@@ -94,6 +95,7 @@ def bound_lines(known: Mapping[str, Bound]) -> list[str]:
         value = "not measured" if bound.value is None else f"{bound.value:g}"
         aim = "" if bound.aim is None else f", aim {bound.aim:g}"
         limit = f"of {bound.limit:g}" if bound.aim is None else f"at most {bound.limit:g}"
+        limit = f"at least {bound.limit:g}" if bound.is_least else limit
         lines.append(f"{'met' if bound.met else 'NOT met'}: {bound.what}: {value} ({limit}{aim})")
     return lines
 
@@ -138,7 +140,7 @@ def page(facts: RouterFacts, rows: Sequence[Row], streams: Sequence[Streams]) ->
         [markdown(HEAD, grid(rows)), "", LEGEND],
         section(
             "Beside the others",
-            "kvbaton's figure divided by the other's at the same level. Less is better for CPU and added p50, more for "
+            "The first figure divided by the second at the same level. Less is better for CPU and added p50, more for "
             "req/s.",
             "",
             markdown(RATIO_HEAD, ratio_grid(rows)),

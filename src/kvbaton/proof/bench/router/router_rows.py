@@ -14,11 +14,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 DIRECT, KVBATON, NIXL, MORIIO, TOY = "direct", "kvbaton", "vllm-router-nixl", "vllm-router-moriio", "toy"
-TARGETS = (DIRECT, KVBATON, NIXL, MORIIO, TOY)
+KVBATON_2 = "kvbaton-2"
+"""The same with `--processes 2`."""
+OURS = (KVBATON, KVBATON_2)
+TARGETS = (DIRECT, KVBATON, KVBATON_2, NIXL, MORIIO, TOY)
 """In the order in which they are measured in the first round."""
 THEIRS = (NIXL, MORIIO)
 CPU_US_MAX, CPU_US_AIM = 800.0, 400.0
 ADDED_MS_MAX, ADDED_MS_AIM = 1.0, 0.5
+RATE_LEAST = 1.0
+"""Of `KVBATON_2` at `RATE_LEVEL` requests at once, in parts of vllm-router's faster mode in the same run."""
+RATE_LEVEL = 512
+MORE_CPU_MOST = 1.1
+"""Of `KVBATON_2` there, in parts of the CPU a request of one process."""
 CPU_LEVELS = (1, 64)
 """Whose CPU figures the bound is about."""
 
@@ -119,6 +127,7 @@ class Bound(msgspec.Struct, frozen=True):
     aim: float | None
     met: bool
     what: str
+    is_least: bool = False  # the limit is a floor
 
 
 def percentile(values: Sequence[float], share: float, scale: float = 1.0) -> float | None:
@@ -190,15 +199,15 @@ def cpu_us(rows: Sequence[Row], target: str) -> float | None:
 
 
 def ratios(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float | None]]]:
-    """kvbaton's figure divided by another's at the same level, by target and figure."""
-    ours = summaries(rows, KVBATON)
+    """A figure of ours divided by another's at the same level, by target (of one process) or pair, and by figure."""
     found = {}
-    for target in (*THEIRS, TOY):
-        theirs = summaries(rows, target)
-        if not theirs:
-            continue
+    pairs = [(KVBATON_2, KVBATON), *((our, their) for their in (*THEIRS, TOY) for our in OURS)]
+    for our, their in pairs:
+        ours, theirs = summaries(rows, our), summaries(rows, their)
         shared = [level for level in ours if level in theirs]
-        found[target] = {
+        if not shared:
+            continue
+        found[their if our == KVBATON else f"{our} / {their}"] = {
             name: {level: _divided(getattr(ours[level], name), getattr(theirs[level], name)) for level in shared}
             for name in ("cpu_us", "added_p50_ms", "req_per_s")
         }
@@ -212,7 +221,7 @@ def bounds(rows: Sequence[Row], streams: Sequence[Streams]) -> dict[str, Bound]:
     mine = [each for each in streams if each.target == KVBATON]
     asked, complete = sum(each.asked for each in mine), sum(each.complete for each in mine)
     whole = bool(mine) and all(each.is_whole for each in mine)
-    return {
+    found = {
         "cpu_us": Bound(
             cpu, CPU_US_MAX, CPU_US_AIM, cpu is not None and cpu <= CPU_US_MAX, "CPU µs a request, 1 and 64 at once"
         ),
@@ -221,6 +230,26 @@ def bounds(rows: Sequence[Row], streams: Sequence[Streams]) -> dict[str, Bound]:
         ),
         "streams_complete": Bound(complete, asked, None, whole, "streams open at once that ended in full"),
     }  # fmt: skip
+    return found | _bounds_of_two(rows)
+
+
+def _bounds_of_two(rows: Sequence[Row]) -> dict[str, Bound]:
+    """Of two processes beside one, and beside vllm-router; none where they were not measured together."""
+    level = Level(False, RATE_LEVEL)
+    two, one = summary(rows, KVBATON_2, level), summary(rows, KVBATON, level)
+    theirs = [each.req_per_s for name in THEIRS if (each := summary(rows, name, level)) is not None and each.req_per_s]
+    found = {}
+    if two is not None and theirs:
+        rate = _divided(two.req_per_s, max(theirs))
+        what = f"req/s of two processes, in parts of vllm-router's best, {RATE_LEVEL} at once"
+        met = rate is not None and rate >= RATE_LEAST
+        found["req_per_s_of_two"] = Bound(rate, RATE_LEAST, None, met, what, is_least=True)
+    if two is not None and one is not None:
+        more = _divided(two.cpu_us, one.cpu_us)
+        what = f"CPU a request of two processes, in parts of one's, {RATE_LEVEL} at once"
+        met = more is not None and more <= MORE_CPU_MOST
+        found["cpu_of_two"] = Bound(more, MORE_CPU_MOST, MORE_CPU_MOST, met, what)
+    return found
 
 
 def complaints(rows: Sequence[Row], streams: Sequence[Streams]) -> list[str]:

@@ -1,7 +1,7 @@
-"""What is measured: kvbaton's router, vLLM's in two of its modes, and a toy proxy, each a fresh process.
+"""Targets of the benchmark: kvbaton's router, vLLM's in two of its modes, and a toy proxy, each a fresh process.
 
-Laws: a target is gone when its context is. Every wait has a deadline, and one that fails is told with what the process
-said last.
+Laws: a target is gone after its context. Every wait has a deadline, and a failure is reported with the process's last
+output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvbaton.processes.free_ports import free_ports
 from kvbaton.proof.bench.router.router_backends import HOST
 from kvbaton.proof.bench.router.router_client import get
 from kvbaton.proof.bench.router.router_load import WINDOW_S_MAX, Order, Outcome
-from kvbaton.proof.bench.router.router_rows import DIRECT, KVBATON, MORIIO, NIXL, THEIRS, TOY
+from kvbaton.proof.bench.router.router_rows import DIRECT, KVBATON_2, MORIIO, NIXL, OURS, THEIRS, TOY
 
 START_S = 60.0
 POLL_S = 0.05
@@ -83,8 +83,10 @@ def find_vllm_router(given: str | None, start: Path, search: str | None) -> str 
 def command(name: str, site: Site, ports: Ports) -> list[str]:
     """How a target is started, each in the fastest form of it that we know."""
     prefill, decode = f"http://{HOST}:{site.backends.prefill}", f"http://{HOST}:{site.backends.decode}"
-    if name == KVBATON:
+    if name in OURS:
         words = [*KVBATON_ARGV, "router", "--host", HOST, "--port", str(ports.http)]
+        words += ["--processes", "2"] if name == KVBATON_2 else []
+        words += ["--access-log", "off"]  # as the others log nothing of requests here
         return [*words, "--prefill-url", prefill, "--decode-url", decode]
     if name == TOY:
         return [sys.executable, "-m", "kvbaton.proof.bench.router.router_toy", str(ports.http), prefill, decode]

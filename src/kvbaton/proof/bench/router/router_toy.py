@@ -1,4 +1,4 @@
-"""A toy proxy to measure beside: it stands in for vLLM's toy proxies; their shape, our code.
+"""A toy proxy for comparison: it stands in for vLLM's toy proxies; their shape, our code.
 
 Laws: for each request P, then D, with a new client session (and so new connections) for each of them; bodies are
 decoded and encoded again; what D sends is passed on as it comes. It retries nothing and knows one P and one D. It is a

@@ -1,4 +1,4 @@
-"""What `kvbaton bench router` says in the end: a verdict, and the figures for a reader or a program.
+"""The result of `kvbaton bench router`: a verdict, and the figures for a reader or a program.
 
 Laws: a run is right only if everything that was to be measured was, no request failed anywhere, and kvbaton's router
 met its bounds. What is wrong is told in the same words to readers and to programs.

@@ -1,4 +1,4 @@
-"""What a load came to: counts and times of one part of a run, and of all parts of a target together.
+"""Results of a load: counts and times of one part of a run, and of all parts of a target together.
 
 Laws: every request that was sent is right, an error by name, or was under way when the run was stopped. What cannot be
 known is None, never 0.

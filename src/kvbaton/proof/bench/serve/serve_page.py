@@ -1,4 +1,4 @@
-"""The lab page that `kvbaton bench serve --out` writes: what was measured, on what, how, and what follows from it.
+"""The lab page that `kvbaton bench serve --out` writes: results, setup, method, conclusions.
 
 Laws: pure. Everything that a reader needs to judge or repeat the figures is on the page. What speaks against
 handing KV over is told in the same words as what speaks for it.

@@ -1,4 +1,4 @@
-"""What a load on a cluster asks for: which prompts, how long, when; and in which order targets take their turns.
+"""The plan of a load on a cluster: prompts, lengths and times; and the order in which targets take turns.
 
 Laws: pure. A seed decides everything, and every target gets the same plan in every round. Prompts are token ids that
 every tokenizer has, so that a length in tokens is what was asked for, whatever the model.

@@ -1,6 +1,6 @@
-"""Whether a server is there before a load goes to it, and which model it serves.
+"""Checks that a server is up before a load goes to it, and which model it serves.
 
-Law: whoever cannot be reached costs one line that names it and the next step; one that has no list of models is there.
+Law: an unreachable server costs one line that names it and the next step; one without a list of models counts as up.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ DISAGGREGATED = "disaggregated"
 REST_S = 30.0
 _LOOK_S = 0.1
 _ROUTER_S = 900.0  # of a request in the router: here a request's own time-out counts
-_WORKER = WorkerOptions(name="p0", role="prefill", keys="-", registry="tcp://-:1")
+_WORKER = WorkerOptions(name="p0", role="prefill", keys="-", registry="tcp://127.0.0.1:1")
 
 
 def site_of(target: str) -> str:

@@ -1,4 +1,4 @@
-"""What `kvbaton bench serve` says in the end: the figures, how they came about, and the verdict.
+"""The result of `kvbaton bench serve`: the figures, how they were obtained, and the verdict.
 
 Law: what is wrong is told in the same words to readers and to programs, and no place of one machine is told at all.
 """

@@ -1,4 +1,4 @@
-"""What `kvbaton bench serve` is to do, made of what it was told, and what it has found so far.
+"""The work of one `kvbaton bench serve` run, from its arguments, and its results so far.
 
 Law: nothing is started here; a trace that cannot be replayed ends the command in one line.
 """

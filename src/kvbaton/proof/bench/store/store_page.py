@@ -1,4 +1,4 @@
-"""What `bench store` found, as tables, and what there is to complain of. Pure."""
+"""Results of `bench store` as tables, and their problems. Pure."""
 
 from __future__ import annotations
 

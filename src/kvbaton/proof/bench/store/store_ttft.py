@@ -1,4 +1,4 @@
-"""What a store saves a request: the time to its first token when the prompt is computed, and when it is loaded.
+"""TTFT saved by a store: measured when the prompt is computed, and when it is loaded.
 
 Laws: both are measured in one run, in turns, on the same engine, with prompts of the same length; the answers on loaded
 KV must be those of the engine that computed it.

@@ -1,1 +1,1 @@
-"""`kvbaton bench transfer`: transports beside what the machine can do and beside other libraries."""
+"""`kvbaton bench transfer`: transports compared with the machine's limits and with other libraries."""

@@ -1,4 +1,4 @@
-"""What `checksum: sample` and `full` cost beside `off`, on shm and tcp, in the same run.
+"""The cost of `checksum: sample` and `full` relative to `off`, on shm and tcp, in the same run.
 
 Two processes, as in a handoff: D reads scattered segments out of P's memory. Each repetition makes every copy once, one
 way after the other, and ratios to `off` are taken within it; medians over the quieter half of the repetitions are

@@ -1,4 +1,4 @@
-"""What data planes cost when there is nothing to do: each in two processes of its own, connected, and left alone.
+"""The cost of idle transports: each in two processes, connected, and left alone.
 
     python -m kvbaton.proof.bench.transfer.idle read tcp       D; it starts its P, `serve tcp`
 

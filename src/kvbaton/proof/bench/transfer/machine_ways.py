@@ -1,4 +1,4 @@
-"""What the machine itself can do, and kvbaton's shm and tcp: the ways that every run of `bench transfer` has.
+"""The machine's own limits, and kvbaton's shm and tcp: the methods that every run of `bench transfer` has.
 
     python -m kvbaton.proof.bench.transfer.machine_ways       P, in a process of its own
 

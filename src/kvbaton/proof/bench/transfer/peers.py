@@ -1,4 +1,4 @@
-"""Other libraries beside kvbaton: each in two processes of its own, asked for one copy at a time.
+"""Other libraries compared with kvbaton: each in two processes, asked for one copy at a time.
 
     python -m kvbaton.proof.bench.transfer.peers read nixl       D; it starts its P, `serve nixl`
 

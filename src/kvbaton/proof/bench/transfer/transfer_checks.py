@@ -1,4 +1,4 @@
-"""What `kvbaton bench transfer --peers` claims, as figures with bounds.
+"""The claims of `kvbaton bench transfer --peers`, as figures with bounds.
 
 Law: pure. A claim is judged on ratios taken within the repetitions, and a library is represented by its fastest way.
 """

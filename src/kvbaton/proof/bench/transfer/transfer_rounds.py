@@ -1,4 +1,4 @@
-"""How fast data planes move scattered segments, beside what the machine can do and beside other libraries, in one run.
+"""Throughput of scattered segments over transports, compared with the machine and with other libraries, in one run.
 
 Each repetition measures every way, forwards and then backwards, and ratios are taken within it; medians over the
 quieter half of the repetitions are reported, and how much of the machine others used even then. P is a process of its
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol
@@ -135,11 +134,11 @@ def measure(
     moved_bytes: int = MOVED_BYTES,
     segments: tuple[int, ...] = SEGMENT_BYTES,
     peers: Sequence[str] = (),
+    say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, object]:
-    """Everything, as plain values; progress on standard error. With peers, `checks` says what holds."""
+    """Everything, as plain values; `say` hears of progress. With peers, `checks` says what holds."""
     results: list[Result] = []
     checks: list[Check] = []
-    say = progress()
     with contextlib.ExitStack() as stack:
         found: list[Ways] = []
         for name, start in _starts(region_bytes, moved_bytes, peers):
@@ -150,7 +149,7 @@ def measure(
             said = f"{segment_bytes >> 10} KiB segments"
             say(f"{said}: checking {', '.join(name for ways in found for name in ways.names)}")
             rounds = Rounds(found, segment_bytes, seed)
-            say(f"{said}: {repetitions} repetitions")
+            say(f"{seed + 1} of {len(segments)}, {said}: {repetitions} repetitions")
             rounds.add(repetitions)
             judged = transfer_checks.judge(rounds.ratio, peers, segment_bytes)
             for check in judged:
@@ -172,12 +171,6 @@ def _starts(region_bytes: int, moved_bytes: int, peers: Sequence[str]) -> Iterat
     yield "memcpy, shm, tcp plain and encrypted, and raw sockets", lambda: Machine(region_bytes, moved_bytes)
     for peer in peers:
         yield peer, lambda peer=peer: Peer(peer, region_bytes, moved_bytes)  # type: ignore[misc]
-
-
-def progress() -> Callable[[str], None]:
-    """Says what is going on, and since when."""
-    begun = time.monotonic()
-    return lambda text: print(f"{time.monotonic() - begun:6.1f} s  {text}", file=sys.stderr, flush=True)
 
 
 def table(report: Mapping[str, object]) -> str:

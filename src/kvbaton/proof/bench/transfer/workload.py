@@ -1,4 +1,4 @@
-"""What every way of `kvbaton bench transfer` moves: segments scattered over a region, and a check that they arrived.
+"""The workload of `kvbaton bench transfer`: segments scattered over a region, and a check that they arrived.
 
 Law: the same numbers give the same bytes and the same places in every process, so nothing but a seed is exchanged.
 """

@@ -1,4 +1,4 @@
-"""What engines say of themselves and what the kernel says of them: blocks in use, handoffs by end, CPU seconds.
+"""Engines' own metrics and the kernel's: blocks in use, handoffs by end, CPU seconds.
 
 Laws: an engine is the session that its first process leads, with all that ever ran in it. A gauge is read, never
 inferred: an engine that does not answer is not at rest.

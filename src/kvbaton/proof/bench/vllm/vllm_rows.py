@@ -1,4 +1,4 @@
-"""What one level of load on one target came to: parsed once from the load generator, judged, and compared with others.
+"""The result of one level of load on one target: parsed from the load generator, judged, and compared with others.
 
 Laws: pure. A request has succeeded only if its answer has as many tokens as were asked for: `vllm bench serve` itself
 counts a stream that breaks after its first token as completed. A number that is not there is None, never 0.

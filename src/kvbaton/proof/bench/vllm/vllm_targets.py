@@ -1,4 +1,4 @@
-"""What `kvbaton bench vllm` measures: one vLLM, or a pair of them behind kvbaton's router, started fresh and stopped.
+"""Targets of `kvbaton bench vllm`: one vLLM, or a pair of them behind kvbaton's router, started fresh and stopped.
 
 Laws: all engines have the same model, words and surroundings, and differ in their connector alone. All pairs stand
 behind the same router. Whatever was started is gone after the context, by its id and with what it started.

@@ -1,4 +1,4 @@
-"""What a step of vLLM's scheduler costs while requests wait for their P, without a model.
+"""The cost of a step of vLLM's scheduler while requests wait for their P, without a model.
 
     python -m kvbaton.proof.bench.vllm.vllm_waiting 512 2000 1600      requests, tokens of each, of which D has cached
     so many

@@ -1,4 +1,4 @@
-"""A liar's HTTP door: what it answers the router that takes it for a worker.
+"""A liar's HTTP server: its responses to a router that uses it as a worker.
 
 Laws: it never gives an answer that could be taken for a right one: as a P, its answers hold no KV that anybody can
 read; as a D, it refuses, stalls or breaks off before the first word. Bounded in connections, in bytes and in time.

@@ -1,4 +1,4 @@
-"""What a member that lies can say: the list, from which a plan draws, and what came of each lie.
+"""The lies of a malicious member: the list from which a plan draws, and the outcome of each.
 
 A liar holds one valid key of the cluster and speaks every protocol as it should be spoken. It has a guise: a worker
 that registered as prefill or as decode, or the key of a store or of an operator, whom nobody asks to move any KV.
@@ -78,7 +78,7 @@ LIES: tuple[Lie, ...] = (
     Lie("huge-answer", "over HTTP: 64 MiB of an answer", ("router",), _AS_P),
     Lie("huge-parameters", "over HTTP: 10 MB of kv_transfer_params, and odd ones", ("router",), _AS_P),
     Lie("odd-http", "over HTTP: heads, lengths and chunks that are none", ("router",), _AS_P),
-    Lie("odd-addresses", "a registration at addresses of others, of nobody, or of no machine", ("router",), _AS_WORKER),
+    Lie("odd-addresses", "a registration with addresses of others, unused or invalid ones", ("router",), _AS_WORKER),
     Lie("other-lives", "registrations, pings and farewells of other members and of other lives", ("router",)),
     Lie("drains", "orders to drain others", ("router",), (Guise.PREFILL, Guise.DECODE, Guise.STORE)),
     Lie("odd-reports", "half a MiB of reports, of flights that others made", ("router",)),

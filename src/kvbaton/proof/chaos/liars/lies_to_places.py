@@ -1,6 +1,6 @@
 """Lies to the router, at its registry and over HTTP, and to the store.
 
-Law: what a member may do is no lie: nothing is put into the store whole, and nobody is drained by who may.
+Law: what a member may do is not a lie: nothing complete is put into the store, and no drain is ordered by an operator.
 """
 
 from __future__ import annotations

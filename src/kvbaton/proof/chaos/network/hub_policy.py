@@ -1,4 +1,4 @@
-"""What becomes of a packet between two hosts: it goes on, it is late, or it is lost. Pure; time is an argument.
+"""The fate of a packet between two hosts: delivered, delayed or lost. Pure; time is an argument.
 
 Laws: from the moment of a cut nothing passes that way, not even what was already under way. What waits is bounded by
 `WAITING_BYTES_MAX`; a packet over it is lost, as in a router with a full queue. Each way draws from a stream of its

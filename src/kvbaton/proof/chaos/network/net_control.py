@@ -1,4 +1,4 @@
-"""What a network's process and the conductor say to each other: JSON lines over a socket pair.
+"""Messages between a network's process and the conductor: JSON lines over a socket pair.
 
 Laws: every request gets one reply, in order. A line has a bound. The end of the socket is the end of the network.
 """

@@ -1,4 +1,4 @@
-"""How each fault of the standard plan is done to a P and a D on real vLLM, by the same hand for both connectors.
+"""How each fault of the standard plan is applied to a P and a D on real vLLM, the same for both connectors.
 
 Laws: a step counts every request that it makes, and waits for all of them. It returns when the fault is over: what was
 killed serves again, what was stopped goes on. It leaves no task and no connection behind, but those it hands over to be

@@ -134,7 +134,10 @@ class Accounts:
     def _needed(self, lease: Lease) -> list[int]:
         shape = self._life.character.shape
         whole = -(-lease.tokens // shape.block_tokens)
-        return [whole - shape.needed_from(n, lease.tokens) // shape.block_tokens for n in range(len(self._page_bytes))]
+        return [
+            1 if n in shape.states else whole - shape.needed_from(n, lease.tokens) // shape.block_tokens
+            for n in range(len(self._page_bytes))
+        ]
 
     def _check_lease(self, producer: Producer, lease: Lease) -> None:
         sessions = self._ledger.sessions

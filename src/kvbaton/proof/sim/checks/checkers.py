@@ -1,4 +1,4 @@
-"""What must be true when everything has healed and time has passed: the promises about endings.
+"""Conditions after everything has healed and time has passed: the promises about endings.
 
 Those that can be seen at every step are checked there (`life.py`, `engine.py`, `cluster.py`).
 """

@@ -1,4 +1,4 @@
-"""Who is asked answers, and who was answered does not ask again: what workers say, held to what they have heard.
+"""Every request is answered, and an answered one is not repeated: workers' messages checked against those received.
 
 Laws, for honest workers with honest peers, in every world:
 - What D says to P in a session that P knows is answered in the same step; in one that P does not know, by a Reset. Only

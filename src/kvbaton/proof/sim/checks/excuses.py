@@ -1,4 +1,4 @@
-"""What may make a handoff fail: for each reason, the faults of which at least one must have been in that world.
+"""Legitimate causes of failure: for each reason, the faults of which at least one must have been in that world.
 
 Law: a reason without an entry has no excuse, in any world. Where members lie (`lie…` among the faults), what they can
 bring about is excused by that. Faults are named as worlds count them; a name stands for all that begin with it.

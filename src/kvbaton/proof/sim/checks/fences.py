@@ -1,4 +1,4 @@
-"""Which fence an end belongs to: counted beside the ledger, by rank and peer (rule 14).
+"""Assigns ends of fences to fences: counted independently of the ledger, by rank and peer (rule 14).
 
 Law: a link is over when as many fences of each rank and peer have ended as had been begun when its own was; the end of
 an earlier one says nothing about who was let in since.

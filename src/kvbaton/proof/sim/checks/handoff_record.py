@@ -1,4 +1,4 @@
-"""What one life says of its handoffs as they go (`protocol/marks.py`), held to what marks promise.
+"""The marks of one incarnation's handoffs (`protocol/marks.py`), checked against what marks promise.
 
 Laws: of one handoff on one side each step is said once (a claim as often as it greets, readers as often as they come),
 it ends once and then rests once, and nothing is said of it after that. Nobody gives up before its time.

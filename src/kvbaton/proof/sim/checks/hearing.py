@@ -1,5 +1,5 @@
-"""What is said between workers, overheard: each pair talks in the newest version that both speak (rule 24), and who
-leaves says goodbye to everybody.
+"""Overhears the messages between workers: each pair uses the newest version that both support (rule 24), and a worker
+that leaves says goodbye to all peers.
 
 Laws: a Hello, its refusal and a Reset are answered in the version that they came in, or must be read by anybody; one
 claim in a few may be said in the oldest version. All else is said in the version of the pair.

@@ -1,4 +1,4 @@
-"""What is true of all ranks of an engine and their links: at every step of the node, at rest, and after a goodbye.
+"""Invariants of all ranks of an engine and their links: at every step of the node, at rest, and after a goodbye.
 
 Laws: a rank that lives, was cut off for less than `lost_s` (each further cut counts as a ping) and did not stall as
 long is never taken for lost; one that is gone is, and nothing waits for it. Nothing grows beyond its bound. At rest

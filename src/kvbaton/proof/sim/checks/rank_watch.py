@@ -1,4 +1,4 @@
-"""What is true of every data plane behind a rank link, checked where the node drives it, against what the rank did.
+"""Invariants of every transport behind a rank link, checked where the node drives it, against what the rank did.
 
 Laws: a copy that was accepted ends once, and one that was not never does; a loan likewise. It counts as done only if
 the rank's own data plane has done it, whatever became of the rank since. It is at rest only if that plane moves nothing

@@ -1,4 +1,4 @@
-"""What must be true of one life after every step of its node and of its engine, and what that needs to be remembered.
+"""Invariants of one incarnation after every step of its node and of its engine, and the state they need.
 
 Laws: a limit is measured here, by the world's clock, from when it was first seen to count; never read from the state
 that is being judged. What a bound refuses is judged by a sum of our own, taken just before.

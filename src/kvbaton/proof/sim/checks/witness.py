@@ -1,4 +1,4 @@
-"""What must be true whenever bytes move, or may move from now on: in whose blocks they land, whose they leave.
+"""Invariants whenever bytes move, or may move from now on: in which blocks they land, and which they leave.
 
 Laws: bytes land only in blocks that D holds for this very handoff (rule 18).
 What P writes from, or serves, somebody holds. What P lends has been computed on the device of that very rank (rule 28).

@@ -1,1 +1,1 @@
-"""How a world is drawn from a seed, and what is done to it."""
+"""How a world is drawn from a seed, and the faults applied to it."""

@@ -1,4 +1,4 @@
-"""In which shapes a world's engines hold their KV, and in what P's and D's differ. Drawn beside the world's own chance.
+"""The KV shapes of a world's engines, and how P's and D's differ. Drawn from a separate random stream.
 
 Law: P's and D's shapes can be mapped onto each other; what cannot is refused by name, which tests see to.
 """
@@ -79,6 +79,11 @@ def draw(rng: random.Random, layers: tuple[int, ...], block_tokens: Two, ranks: 
     if block_tokens[0] == block_tokens[1] and not apart and one_in(4):
         same = ranks[0] == ranks[1] and stages[0] == stages[1]
         per = rng.choice((Per.HEAD, Per.PAGE)) if same else Per.HEAD
+    regions = rng.choice(((1, 2), (2, 1), (2, 2))) if one_in(4) else (1, 1)
+    optional = int(sum(layers[:-1]) >= stages[1] and one_in(4))  # every stage has a layer
+    if not partly_stale and one_in(6):  # a state goes whole, from a rank to its like
+        kinds, optional, per = (*kinds[:-1], GroupKind.STATE), 0, Per.TOKEN
+        block_tokens, ranks, stages = ((each[0], each[0]) for each in (block_tokens, ranks, stages))
     return Variety(
         seed=seed,
         block_tokens=block_tokens,
@@ -89,6 +94,6 @@ def draw(rng: random.Random, layers: tuple[int, ...], block_tokens: Two, ranks: 
         heads=heads,
         apart=apart,
         per=per,
-        regions=rng.choice(((1, 2), (2, 1), (2, 2))) if one_in(4) else (1, 1),
-        optional=int(sum(layers[:-1]) >= stages[1] and one_in(4)),  # every stage has a layer
+        regions=regions,
+        optional=optional,
     )

@@ -1,7 +1,7 @@
-"""What makes a world harder than its profile does: each is drawn from its own chance, beside that of the world.
+"""Additional hardships of a world: each is drawn from its own random stream.
 
-Law: who adds a hardship changes the worlds that draw it, and no other. So nothing here draws from the world's own
-generator, and no two hardships share one.
+Law: adding a hardship changes only the worlds that draw it. So nothing here draws from the world's own generator, and
+no two hardships share one.
 """
 
 from __future__ import annotations

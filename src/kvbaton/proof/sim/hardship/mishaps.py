@@ -1,5 +1,5 @@
-"""What may befall a cluster besides deaths, stops and losses: blocks that are reused under their readers, caches that
-are replaced under their nodes, data planes that open late."""
+"""Mishaps of a cluster besides deaths, stops and losses: blocks reused under their readers, caches replaced under their
+nodes, transports that open late."""
 
 from __future__ import annotations
 

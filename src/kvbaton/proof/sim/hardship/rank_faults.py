@@ -1,4 +1,4 @@
-"""Which engines drive their ranks over rank links, and what befalls those: ranks that stall, hang, die, are replaced,
+"""Which engines drive their ranks over rank links, and the faults of those: ranks that stall, hang, die, are replaced,
 report twice or late, and links that break.
 
 Laws: everything is drawn from streams of its own, so a seed's world is otherwise what it was. In a healthy world a rank

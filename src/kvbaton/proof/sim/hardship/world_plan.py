@@ -1,4 +1,4 @@
-"""What kind of world a seed makes: how many workers, of which shape, under which faults. All drawn from the seed."""
+"""The kind of world that a seed makes: number of workers, shapes, faults. All drawn from the seed."""
 
 from __future__ import annotations
 

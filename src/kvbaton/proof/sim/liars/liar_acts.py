@@ -1,4 +1,4 @@
-"""What a liar does of its own accord, besides lying about what its node says.
+"""A liar's own actions, besides lying in its node's messages.
 
 It invents messages, replays old ones, speaks as somebody else, greets and claims without end, uses tickets of other
 pairs and tickets that it has signed itself, and reads and writes pages of whoever its data planes are connected to.

@@ -1,4 +1,4 @@
-"""What a liar puts in place of a field's value, made from the type of the field: for every field of every message.
+"""The values that a liar puts into a field, derived from the field's type: for every field of every message.
 
 Laws: nothing here is listed by hand, so a field that is added is lied about. A lie is mostly one that the codec takes
 (the floor and the ceiling of the type, its neighbour, what another message had there), since what it refuses gets no

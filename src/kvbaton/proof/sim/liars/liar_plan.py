@@ -1,4 +1,4 @@
-"""Which worlds have a liar among the workers, and what the rest of such a world is like.
+"""Which worlds have a liar among the workers, and the rest of such a world.
 
 Laws: drawn beside the world's own chance: a world without a liar is what it was before there were any. There is one
 liar, and an honest worker of each part beside it. All data planes enforce what is lent, or can only be read: where

@@ -1,4 +1,4 @@
-"""What is demanded where one member lies: of the honest ones, everything; of what they do with each other, all of it.
+"""Requirements where one member lies: everything of the honest ones, and of what they do with each other.
 
 1. *No wrong answer*: what an honest D was handed by an honest P is that prompt's. (A lying P gives what it likes to
    whoever asked it, so those prompts are not compared; nor is anything in a liar's own memory.)

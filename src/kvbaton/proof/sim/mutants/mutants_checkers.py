@@ -194,7 +194,7 @@ CHECKER_MUTANTS: tuple[Mutant, ...] = (
            swap(producer.Producer, "on_begun", _short_first_term)),
     Mutant("disconnects_one_rank_fewer", "3", "of a peer that is gone one rank stays connected",
            swap(node.Node, "_disconnect", _one_rank_fewer)),
-    Mutant("lent_over_any_plane", "28", "blocks are lent where nothing keeps anybody to them",
+    Mutant("lent_over_any_plane", "28", "blocks are lent where nothing confines a peer to them",
            swap(context.LedgerContext, "lend", _over_any_plane)),
     Mutant("gives_up_early", "17", "D waits a third of what it should",
            swap(consumer_book.ConsumerBook, "wait", _early)),

@@ -1,4 +1,4 @@
-"""Wrong ideas about who answers whom, and when: other words make up for each of them, so that every handoff ends well.
+"""Wrong ideas about who answers whom, and when: other messages compensate, so that every handoff still ends well.
 
 What they cost is time and words; `dialogue.py` hears them.
 """

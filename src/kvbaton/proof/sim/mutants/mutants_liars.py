@@ -88,7 +88,7 @@ def _always(answer: bool) -> Callable[[Any], Any]:
 
 def _as_asked(original: Any) -> Any:
     """Timers as anybody would write them."""
-    text = "at = max(self._soonest, at)  # in this order: a NaN, which the heap would lose, is due at the next look"
+    text = "at = max(self._soonest, at)  # in this order: a NaN, which the heap would lose, is due next"
     return edited((text, "pass"))(original)
 
 
@@ -158,13 +158,13 @@ LIAR_MUTANTS: tuple[Mutant, ...] = (
            swap(ledger.__dict__, "may_say", _always(True))),
     Mutant("session_of_another", "3", "a session's number is enough to speak in it",
            without(Ledger, "_from_target", "session is None or session.peer != sender", "session is None")),
-    Mutant("answer_of_another_source", "3", "P's answer is taken from whoever names the attempt",
+    Mutant("answer_of_another_source", "3", "P's answer is accepted from any peer that names the attempt",
            without(ConsumerBook, "of", "intake is not None and intake.link is link", "intake is not None")),
     Mutant("written_by_another", "14", "a Written of a P that was not offered anything ends the handoff",
            without(Pushes, "on_written", " or intake.link is not link or intake.attempt != message.attempt", "")),
-    Mutant("quiesced_by_another", "14", "somebody else says that the writer has stopped",
+    Mutant("quiesced_by_another", "14", "another peer says that the writer has stopped",
            without(Pushes, "on_quiesced", "intake is None or intake.link is not link", "intake is None")),
-    Mutant("committed_by_another", "4", "a commit counts for whoever has that number, not for who says it",
+    Mutant("committed_by_another", "4", "a commit counts for the reader with that number, not for its sender",
            swap(Producer, "on_commit", _any_reader_of_that_number)),
     # --- tickets
     Mutant("target_unread", "1", "a ticket that is for another D, signed anew, is as good",
@@ -179,16 +179,16 @@ LIAR_MUTANTS: tuple[Mutant, ...] = (
                    "ticket.source != identity.me.worker")),
     Mutant("ticket_without_end", "1", "a ticket that is good for years",
            without(Claims, "_check_ticket", "not ticket.expires_unix_s - wall <= TICKET_LIFE_S_MAX")),
-    Mutant("waits_for_what_was_computed", "12", "a claim for a lease that nobody knows waits for it to begin",
+    Mutant("waits_for_what_was_computed", "12", "a claim for an unknown lease waits for it to start",
            without(Claims, "_park", "ticket.lease or not claim.deferred")),
     # --- shares
     Mutant("all_that_is_registered", "28", "a plane serves whatever is in range, lent or not",
            swap(Loans, "_covers", _always(True))),
-    Mutant("greetings_unmetered", "27", "cards are read, checked and mapped for whoever sends them",
+    Mutant("greetings_unmetered", "27", "cards are decoded, checked and mapped for any sender",
            swap(Buckets, "take", _always(True))),
     Mutant("card_believed", "27", "a liar's card has ranks whose shares are of no group",
            swap(layout.__dict__, "_validate_rank", _unchecked)),
-    Mutant("unconfirmed_uncounted", "27", "one member's sessions that it never confirms push out everybody's",
+    Mutant("unconfirmed_uncounted", "27", "one member's unconfirmed sessions evict all others",
            without(Ledger, "_may_greet", "len(waiting) >= settings.unconfirmed_per_peer_max")),
     Mutant("waiting_claims_uncounted", "9", "one member's claims fill the place where claims wait",
            without(Claims, "_park", "of_peer >= self.desk.settings.parked_per_peer_max")),

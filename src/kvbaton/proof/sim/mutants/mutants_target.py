@@ -134,7 +134,7 @@ _OFFERED_FAILED = (IntakeState.OFFERED, IntakeEvent.FAILED)
 TARGET_MUTANTS: tuple[Mutant, ...] = (
     Mutant("release_under_own_id", "1", "seed 004: released under D's id",
            swap(consumer_pull.Pulls, "send_commit", _releases_under_own_id)),
-    Mutant("handshake_failure_unreported", "17", "seed 002: a failed handshake reaches nobody",
+    Mutant("handshake_failure_unreported", "17", "seed 002: a failed handshake is not reported",
            swap(consumer.Consumer, "on_link_down", _handshake_failure_unreported)),
     Mutant("rest_at_first_failed_rank", "17", "seed 002, left open there: siblings still move",
            swap(Parts, "at_rest", _rest_at_first_failure)),

@@ -1,4 +1,4 @@
-"""Wrong ideas that only harder worlds show: partly stale leases, planes that cannot fence, reuse that nobody tells."""
+"""Wrong ideas that only harder worlds show: partly stale leases, transports that cannot fence, unreported reuse."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from kvbaton.node.doorway import Doorway
 from kvbaton.node.epochs import EpochTable
 from kvbaton.proof.sim.mutants.mutation import Mutant, swap
 from kvbaton.protocol.effects import UnpinPut
+from kvbaton.protocol.geometry import spans
+from kvbaton.protocol.geometry.layout import GroupKind
 from kvbaton.protocol.machines import lease, producer
 from kvbaton.protocol.machines.consumer import Consumer
 from kvbaton.protocol.machines.consumer_pull import Pulls
@@ -109,6 +111,14 @@ def _early_blocks_forgotten(original: Any) -> Any:
     return on_granted
 
 
+def _states_like_tokens(original: Any) -> Any:
+    def windows(plan: Any, part: Any, rect: Any, lists: Any) -> Any:
+        is_state = plan.source.groups[part.group].kind is GroupKind.STATE
+        return {} if is_state and lists.target_first_token else original(plan, part, rect, lists)
+
+    return windows
+
+
 WORLD_MUTANTS: tuple[Mutant, ...] = (
     Mutant("first_block_proves_all", "6", "of each group only the first block's epoch is looked at",
            swap(lease.__dict__, "_proven", _first_block_only)),
@@ -138,4 +148,6 @@ WORLD_MUTANTS: tuple[Mutant, ...] = (
            swap(doorway.__dict__, "_real", _every_number_is_a_block)),
     Mutant("early_blocks_forgotten", "12", "blocks that were taken before P's answer are not filled by it",
            swap(Consumer, "on_granted", _early_blocks_forgotten)),
+    Mutant("state_left_out_behind_a_hit", "12", "D has the beginning of the prompt, so its old state is left in place",
+           swap(spans.__dict__, "_windows", _states_like_tokens)),
 )  # fmt: skip

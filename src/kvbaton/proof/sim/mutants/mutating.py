@@ -49,7 +49,7 @@ def core() -> tuple[str, ...]:
 
 _CARRIED = "sockets and threads, which decide nothing: a world has a carrier of its own in their place"
 SOCKETS = {"ranks.rank_dialling": _CARRIED, "ranks.rank_sockets": _CARRIED}
-"""What no world can run, and why; tests/runtime/test_rank_*.py do."""
+"""What no world can run, and why; tests/ranks/test_rank_*.py do."""
 
 
 def ranks() -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""How a wrong idea is switched on: one function, property or table entry of the production code is replaced.
+"""Switches on a mutant: one function, property or table entry of the production code is replaced.
 
 Law: after the switch the original is back, whatever happened in between.
 """

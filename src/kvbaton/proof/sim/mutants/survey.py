@@ -1,8 +1,8 @@
-"""How much of what nobody thought of is seen: generated mutants, drawn by chance, against simulated worlds.
+"""Estimates the detection of unanticipated bugs: generated mutants, drawn at random, against simulated worlds.
 
 A mutant is tried on the worlds that reach its statement, in the order of their seeds, until one raises an alarm; where
 no world reaches it, none can see it. The share that is caught estimates what would be caught of any other mutants.
-Survivors can be given to the tests, which then alone catch them, or nobody does.
+Survivors can be given to the tests, which then catch them, or nothing does.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ import msgspec
 from kvbaton.proof.sim.mutants.hunting import find
 
 VARIABLE = "KVBATON_MUTANT"
-TESTS = ("tests/protocol", "tests/scenarios", "tests/runtime")
+TESTS = ("tests/protocol", "tests/scenarios", "tests/node", "tests/ranks")
 PATIENCE_S = 600.0
 PYTEST_FAILED = 1
 

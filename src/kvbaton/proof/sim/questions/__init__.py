@@ -1,1 +1,1 @@
-"""Questions with known answers, put to parts of the product beside each world."""
+"""Questions with known answers, put to parts of the product with each world."""

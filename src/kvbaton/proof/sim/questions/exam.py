@@ -1,4 +1,4 @@
-"""Questions with known answers, put to the production code beside each world: what chance would bring about too rarely.
+"""Questions with known answers, put to the production code with each world: cases too rare to arise by chance.
 
 A bound that is met exactly, a name that is one character too long, a lie in one number of a card, a memory that is just
 full: no world of a few seconds meets them all. Each world asks a sixth of the bank, with numbers of its own.

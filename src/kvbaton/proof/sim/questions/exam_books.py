@@ -1,4 +1,4 @@
-"""Memories, queues and counts, each beside a model of a few lines that does the same by hand."""
+"""Memories, queues and counts, each compared with a model of a few lines."""
 
 from __future__ import annotations
 

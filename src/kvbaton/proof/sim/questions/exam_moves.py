@@ -1,4 +1,4 @@
-"""What moves between two drawn engines, applied to their memories: every needed cell arrives once, and nothing else."""
+"""Moves between two drawn engines, applied to their memories: every needed cell arrives once, and nothing else."""
 
 from __future__ import annotations
 

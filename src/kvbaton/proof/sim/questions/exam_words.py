@@ -203,7 +203,8 @@ _SAID = {
 }  # fmt: skip
 _DOES = {
     "prefill": "register keep report grant write", "decode": "register keep report hello claim offer read",
-    "both": "register keep report grant write hello claim offer read", "operator": "drain", "router": "", "store": "",
+    "both": "register keep report grant write hello claim offer read", "operator": "drain", "router": "watch",
+    "store": "", "registry": "",
 }  # fmt: skip
 
 
@@ -221,6 +222,7 @@ def roles(rng: random.Random) -> None:
         "router-x": "router",
         "store": "store",
         "router": "router",
+        "registry-b": "registry",
     }
     for name in (*expected, "operators", "w0", "xrouter", "stores-1", "my-store-1", ""):
         same(f"the role of {name!r}", role_by_name(name), expected.get(name, "both"))

@@ -1,4 +1,4 @@
-"""A ledger alone with somebody who knows every answer: each word, event and moment, and all that must follow from it.
+"""A ledger alone with an interviewer that knows every answer: each message, event and time, and all its consequences.
 
 Laws: what is expected is written down beside the question; what follows beyond that is wrong as well. Only the words of
 a refusal, and which bytes a copy is of, are left open here (`exam_moves.py` asks for these).

@@ -1,4 +1,4 @@
-"""P that is greeted, by those whom it should answer and those whom it should not."""
+"""A P that receives hellos, from peers that it should answer and peers that it should not."""
 
 from __future__ import annotations
 

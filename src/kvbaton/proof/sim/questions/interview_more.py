@@ -1,4 +1,4 @@
-"""What two at once, in another order, or by another plane, are answered."""
+"""The answers to concurrent, reordered, or differently transported messages."""
 
 from __future__ import annotations
 

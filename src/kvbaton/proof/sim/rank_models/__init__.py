@@ -1,1 +1,1 @@
-"""Each part of the rank links beside a model of its laws."""
+"""Each part of the rank links compared with a model of its laws."""

@@ -1,4 +1,4 @@
-"""What crosses between an engine and its ranks, on the bench (`rank_messages`, `rank_store_messages`).
+"""Messages between an engine and its ranks, on the bench (`rank_messages`, `rank_store_messages`).
 
 Laws: what was said is what is understood, in every field, whatever the size of the parts. The table of a copy is its
 spans, then its weave's column, then its shifts, as 64-bit numbers, the lowest byte first. What came torn, too large or

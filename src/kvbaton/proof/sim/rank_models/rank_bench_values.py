@@ -1,4 +1,4 @@
-"""What a rank's block is as a value of the store (`rank_values`), and the shelf that moves it (`rank_shelf`).
+"""A rank's block as a value of the store (`rank_values`), and the store that moves it (`rank_store`), on the bench.
 
 Laws of the model: a value is the bytes of the rank's cells of a block, layer by layer, within a layer as they lie in
 memory; in as few pieces as they lie apart. Two ranks have the same space if and only if that means the same to both:

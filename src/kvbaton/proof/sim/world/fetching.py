@@ -1,4 +1,4 @@
-"""What a simulated engine takes from a store: bytes that land in its own blocks, in pieces, ordered with no step.
+"""A simulated engine's loads from a store: bytes that land in its own blocks, in pieces, ordered with no step.
 
 Law: the blocks are held until the last piece has landed, also when their request ended before.
 """

@@ -139,7 +139,9 @@ class Life:
         )
         engine = self.engine
         engine.depth, engine.defers = character.depth, character.defers
-        engine.preempt, engine.put, engine.get = character.preempt, character.put, character.get
+        engine.preempt = character.preempt
+        if not character.shape.states:  # which no store takes
+            engine.put, engine.get = character.put, character.get
         engine.pool.reuses_soon, engine.pool.turns = character.reuses_soon, character.turns
         engine.early, engine.skips = character.early, character.skips
         engine.announcer.layerwise, engine.announcer.lists_early = character.layerwise, character.lists_early

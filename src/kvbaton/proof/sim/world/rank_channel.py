@@ -1,4 +1,4 @@
-"""What carries rank links in the simulator: a seeded channel for each rank, and turns by the world's clock.
+"""The carrier of rank links in the simulator: a seeded channel for each rank, and turns by the world's clock.
 
 Implements `ranks.rank_carrying`, so both ends are production code: `RankLinks` in the engine's process, `RankHost` in
 the rank's, each on a loop of its own.

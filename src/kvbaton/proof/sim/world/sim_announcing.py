@@ -1,4 +1,4 @@
-"""What an engine says of its progress: a chunk with its step's output, a layer by the event behind it (rule 30)."""
+"""An engine's progress reports: a chunk with its step's output, a layer by the event behind it (rule 30)."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ class Announcer:
         """Every rank has computed the chunk: its output is here."""
         lease = work.request.lease
         if lease is not None:
-            self.doorway.progressed(lease, whole([work.has] * len(self.shape.group_layers)))
-            if work.stop == work.request.tokens and not self.lists_early:
+            ended = work.stop == work.request.tokens
+            groups = range(len(self.shape.group_layers))
+            counts = [int(ended) if group in self.shape.states else work.has for group in groups]
+            self.doorway.progressed(lease, whole(counts))
+            if ended and not self.lists_early:
                 self.doorway.completed(lease)
 
     def layer_done(self, step: Step, rank: int, layer: int) -> None:
@@ -58,6 +61,9 @@ class Announcer:
         """What is ready when `layers` layers (through all groups) of the chunk are done."""
         found = []
         for group, count in enumerate(self.shape.group_layers):
+            if group in self.shape.states:
+                found.append(GroupProgress())  # ready with its step, not before
+                continue
             done = max(0, min(count, layers - self.shape.first_layer(group)))
             found.append(GroupProgress(work.has) if done == count else GroupProgress(work.had, work.has, done))
         return tuple(found)

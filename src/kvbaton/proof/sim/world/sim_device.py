@@ -1,4 +1,4 @@
-"""What the steps of one engine do on its devices, and when: issued now, done later, each rank in its own time.
+"""The steps of one engine on its devices, and their timing: issued now, done later, each rank in its own time.
 
 Laws: a rank does what was issued in the order of issue, and of a step layer after layer; ranks are apart. A step writes
 to the blocks that were chosen when it was issued, whoever has them by then: nobody calls a kernel back. It reads the
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvbaton.proof.sim.promises import WRONG, Broken
-from kvbaton.proof.sim.world.sim_memory import Shape, page_stamp, same_tokens
+from kvbaton.proof.sim.world.sim_memory import Shape, page_stamp, same_tokens, state_stamp
 from kvbaton.proof.sim.world.sim_request import SimRequest
 from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.ids import LeaseId
@@ -106,7 +106,9 @@ class Device:
         for work in step.works:
             if work.is_checked:
                 self.check(work.request.content, work.blocks, work.first, (rank,), (layer,), f"{work.request.id} reads")
-            self.write(work.request.content, work.blocks, work.first, work.stop, rank, layer)
+            # What is decoded is the same token over and over here, so it leaves the state as it is.
+            if self.shape.group_of[layer] not in self.shape.states or work.stop <= work.request.tokens:
+                self.write(work.request.content, work.blocks, work.first, work.stop, rank, layer)
         self.on_layer(step, rank, layer)
         if layer == self.shape.own_layers[rank][-1]:
             step.ranks_left -= 1
@@ -117,8 +119,9 @@ class Device:
     def _count_writes(self, step: Step, change: int) -> None:
         tokens = self.shape.block_tokens
         for work in step.works:
-            for ids in work.blocks:
-                for block in ids[work.first // tokens : -(-work.stop // tokens)]:
+            for group, ids in enumerate(work.blocks):
+                is_state = group in self.shape.states
+                for block in ids if is_state else ids[work.first // tokens : -(-work.stop // tokens)]:
                     self.writing[block] += change
 
     # --- memory
@@ -134,6 +137,11 @@ class Device:
         """Put the KV of tokens `first` to `stop` where it belongs; the rest of a block that is begun is nobody's."""
         shape, memory, blank = self.shape, self.memory[rank], self.blank[rank]
         ids, size = blocks[shape.group_of[layer]], shape.block_tokens
+        if shape.group_of[layer] in shape.states:
+            offset = shape.page(layer, ids[0])
+            blank.discard(ids[0])
+            memory[offset : offset + shape.page_bytes] = state_stamp(shape, content, layer, rank, stop)
+            return
         for index in range(first // size, -(-stop // size)):
             lo, hi = max(first - index * size, 0), min(stop - index * size, size)
             page = page_stamp(shape, content, layer, index, rank, hi)
@@ -159,6 +167,9 @@ class Device:
         for layer in layers:
             group = shape.group_of[layer]
             first, ids = shape.needed_from(group, tokens), blocks[group]
+            if group in shape.states:
+                self._check_state(content, layer, ids[0], tokens, ranks, who)
+                continue
             for index in range(first // size, -(-tokens // size)):
                 offset, lo, hi = shape.page(layer, ids[index]), max(first - index * size, 0), tokens - index * size
                 for rank in ranks:
@@ -169,3 +180,12 @@ class Device:
                     if not same_tokens(shape, page, expected, min(hi, size), lo):
                         what = f"rank {rank} layer {layer} block {index} is not this prompt's"
                         raise Broken(WRONG, f"{self.name}: {who}: {what}")
+
+    def _check_state(self, content: int, layer: int, block: int, tokens: int, ranks: Sequence[int], who: str) -> None:
+        offset = self.shape.page(layer, block)
+        for rank in ranks:
+            if layer in self.shape.own_layers[rank]:
+                page = self.memory[rank][offset : offset + self.shape.page_bytes]
+                if tokens and page != state_stamp(self.shape, content, layer, rank, tokens):
+                    what = f"rank {rank} layer {layer}: the state is not that after {tokens} tokens of this prompt"
+                    raise Broken(WRONG, f"{self.name}: {who}: {what}")

@@ -224,15 +224,16 @@ class SimEngine:
     def _allocate(self, request: SimRequest) -> bool:
         shape = self.shape
         per_group, groups = -(-(request.tokens + 1) // shape.block_tokens), len(shape.group_layers)
-        if len(self.pool.free) < per_group * groups:
+        counts = [1 if group in shape.states else per_group for group in range(groups)]
+        if len(self.pool.free) < sum(counts):
             return False
         found = self.prefixes.of(request) if request.role == "prefill" else [[] for _ in range(groups)]
         for ids in found:  # of all groups, before a fresh block of one is taken from what another has found
             self.pool.revive(ids)
         self.pool.prefer(request.prefers)
-        request.blocks = tuple([*ids, *self._fresh(per_group - len(ids), group)] for group, ids in enumerate(found))
+        request.blocks = tuple([*ids, *self._fresh(counts[group] - len(ids), group)] for group, ids in enumerate(found))
         request.computed = len(found[0]) * shape.block_tokens
-        self.own_refs += per_group * groups
+        self.own_refs += sum(counts)
         return True
 
     def _fresh(self, count: int, group: int) -> list[int]:
@@ -252,7 +253,10 @@ class SimEngine:
             for rank in range(self.shape.ranks):
                 for layer in self.shape.own_layers[rank]:
                     self.device.write(request.content, request.blocks, 0, have, rank, layer)
-        wanted = tuple(tuple(ids[have // block_tokens :]) for ids in self._listed(request))
+        wanted = tuple(
+            tuple(ids if group in self.shape.states else ids[have // block_tokens :])
+            for group, ids in enumerate(self._listed(request))
+        )
         held = self.doorway.allocated(request.id, wanted, have)
         self.device.check_quiet(held)
         self.pool.hold(held)
@@ -334,7 +338,11 @@ class SimEngine:
     def _pin_chunk(self, request: SimRequest) -> None:
         assert request.lease is not None
         upto = self._chunk_end(request)
-        fresh = tuple(tuple(ids[request.pinned : upto]) for ids in self._listed(request))
+        ended = request.computed == request.tokens  # a state is pinned with the end
+        fresh = tuple(
+            tuple(ids[: int(ended)] if group in self.shape.states else ids[request.pinned : upto])
+            for group, ids in enumerate(self._listed(request))
+        )
         self.pool.before_pin([block for ids in fresh for block in ids])
         self.pool.touch(self.doorway.pin(request.lease, fresh))
         request.pinned = upto

@@ -1,6 +1,7 @@
 """Stamped memory: every (layer, head, token) cell of every prompt has its own four bytes.
 
-So a copy that took one wrong page, one stale block or one other prompt's head is seen, wherever it came from.
+So a copy that took one wrong page, one stale block or one other prompt's head is seen, wherever it came from. A state
+has other bytes after each token, in the one block that a request has of it.
 """
 
 from __future__ import annotations
@@ -100,15 +101,22 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
         token = (Cell("k", 2), Cell("v", 2)) if self.apart else (Cell("kv", CELL_BYTES),)
         run = 1 if self.per is Per.TOKEN else self.block_tokens
         cells = tuple(Cell(cell.name, cell.bytes * run, self.per) for cell in token)
+        state = (Cell("state", self.block_tokens * CELL_BYTES, Per.PAGE),)
         kinds = self.kinds or (GroupKind.FULL,) * len(self.group_layers)
         needed = len(kinds) - self.optional
         return tuple(
             Group(
-                f"g{n}", kind, self.block_tokens, tuple(f"g{n}.{k}" for k in range(count)), self.heads, cells, "u32",
+                f"g{n}", kind, self.block_tokens, tuple(f"g{n}.{k}" for k in range(count)), self.heads,
+                state if kind is GroupKind.STATE else cells, "u32",
                 self.window if kind in (GroupKind.SLIDING, GroupKind.CHUNKED) else 0, n >= needed,
             )
             for n, (kind, count) in enumerate(zip(kinds, self.group_layers, strict=True))
         )  # fmt: skip
+
+    @functools.cached_property
+    def states(self) -> frozenset[int]:
+        """Groups of states: one block each, whatever the length of a prompt."""
+        return frozenset(group for group, kind in enumerate(self.kinds) if kind is GroupKind.STATE)
 
     def needed_from(self, group: int, tokens: int) -> int:
         """The first token that the next one reads: what is expected of the core, so not asked of it."""
@@ -119,6 +127,8 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
 
     def listed(self, group: int, ids: list[int], tokens: int) -> list[int]:
         """A prompt's blocks as they are leased or taken: none where nobody will read any more."""
+        if group in self.states:
+            return ids[:1]
         dropped = self.needed_from(group, tokens) // self.block_tokens
         return [NO_BLOCK] * min(dropped, len(ids)) + ids[dropped:]
 
@@ -180,6 +190,17 @@ def page_stamp(shape: Shape, content: int, layer: int, index: int, rank: int, va
         return page
     halves = struct.unpack(f"<{2 * len(cells)}H", page)
     return struct.pack(f"<{len(halves)}H", *halves[::2], *halves[1::2])
+
+
+@functools.lru_cache(maxsize=4096)
+def state_stamp(shape: Shape, content: int, layer: int, rank: int, tokens: int) -> bytes:
+    """What a page of states holds after so many tokens of a prompt, for the heads of a rank."""
+    first, words = shape.head_start(rank), shape.block_tokens
+    cells = [
+        _stamp(content, layer, (first + k // words) * words + k % words, tokens)
+        for k in range(shape.rank_heads * words)
+    ]
+    return struct.pack(f"<{len(cells)}I", *cells)
 
 
 def _stamp(content: int, layer: int, head: int, token: int) -> int:

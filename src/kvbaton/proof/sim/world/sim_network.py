@@ -1,6 +1,6 @@
 """A control network that delays, loses, doubles, reorders, cuts and garbles frames between named workers.
 
-Frames go to whoever runs under the name when they arrive, so a restarted worker hears its predecessor's mail.
+Frames go to the process that runs under the name when they arrive, so a restarted worker gets its predecessor's frames.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The blocks of one simulated engine: who has them, and when one that was let go is given to somebody else."""
+"""The blocks of one simulated engine: their holders, and when a freed one is given to another request."""
 
 from __future__ import annotations
 
@@ -107,12 +107,14 @@ class Prefixes:
 
     def publish(self, request: SimRequest) -> None:
         """Whole blocks are found by others as soon as they are issued: whoever finds them computes behind them."""
-        for group, ids in enumerate(request.blocks):
+        for group, ids in enumerate(request.blocks) if not self._shape.states else ():
             for index in range(request.computed // self._shape.block_tokens):
                 self._found[request.content, group, index] = ids[index], self._reuses[ids[index]]
 
     def of(self, request: SimRequest) -> list[list[int]]:
-        """Leading whole blocks of this prompt, per group; one token is always left to compute."""
+        """Leading whole blocks of this prompt, per group; one token is always left to compute. Never of states."""
+        if self._shape.states:
+            return [[] for _ in self._shape.group_layers]
         groups, most = range(len(self._shape.group_layers)), (request.tokens - 1) // self._shape.block_tokens
         found: list[list[int]] = [[] for _ in groups]
         for index in range(most):

@@ -1,4 +1,4 @@
-"""The simulated router's word that nobody will use a ticket: when it gives it, and how the word travels.
+"""The simulated router's discards of unused tickets: when they are sent, and how they travel.
 
 Laws: a ticket is given back as the real router does it (`router/request_flow.py`): when the client leaves, or D's
 answer fails,

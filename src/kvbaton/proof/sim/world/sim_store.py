@@ -1,4 +1,4 @@
-"""A simulated store: takes time, refuses, throws, and reads on for a while after it was told to stop.
+"""A simulated store: takes time, refuses, raises, and keeps reading for a while after it was told to stop.
 
 Law: what it reads, piece by piece, is this prompt's, in blocks that somebody holds, until it says that it has ended.
 """

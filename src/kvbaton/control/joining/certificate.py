@@ -1,0 +1,101 @@
+"""A membership certificate: which CURVE key has which name and role, until when, signed by the cluster's admission key.
+
+    signature 64 | msgpack [name, public, role, token, until]     Ed25519, over a fixed prefix and the rest
+
+Laws: `verified` returns a `Membership` or raises `CertificateFault`, whatever the bytes; past it every field is within
+its bounds. There is one spelling of each membership, so equal memberships have equal certificates. Whether one has
+expired is judged by those who learn of it, when they do; a pair that knows each other needs no clock.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from kvbaton.control.key_files import is_public_key
+from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, WorkerId, is_worker_id
+from kvbaton.protocol.privileges import Role
+
+CERTIFICATE_BYTES_MAX = 384
+SEED_BYTES = 32
+LIFE_S = 3600.0
+"""For how long a certificate is good; renewed when half of it is over."""
+SKEW_S = 60.0
+"""By which clocks of a cluster may differ: one that ran out this recently is still taken."""
+_DOMAIN = b"kvbaton membership certificate 1\n"
+_SIGNATURE_BYTES = 64
+
+Certificate = Annotated[bytes, Meta(max_length=CERTIFICATE_BYTES_MAX)]
+
+
+class CertificateFault(Exception):
+    """A certificate that proves nothing; the text says why."""
+
+
+class Membership(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """A member, as its certificate says."""
+
+    name: Annotated[WorkerId, Meta(max_length=WORKER_ID_CHARS_MAX)]
+    public: Annotated[str, Meta(min_length=40, max_length=40)]
+    role: Role
+    token: Annotated[str, Meta(max_length=16)]  # id of the token that it came by; "": minted, and vouched for
+    until: Annotated[int, Meta(ge=0, lt=1 << 40)]  # s, wall clock
+
+    def is_over(self, wall: float) -> bool:
+        return wall > self.until + SKEW_S
+
+
+@functools.lru_cache(maxsize=8192)
+def sign(membership: Membership, seed: bytes) -> bytes:
+    """Remembered: a registry tells the same certificates with every list."""
+    body = _encoder.encode(membership)
+    return bytes(_private(seed).sign(_DOMAIN + body)) + body
+
+
+def admission_public(seed: bytes) -> bytes:
+    """The key by which everybody checks what this seed signs."""
+    raw = importlib.import_module("cryptography.hazmat.primitives.serialization")
+    public = _private(seed).public_key()
+    return bytes(public.public_bytes(raw.Encoding.Raw, raw.PublicFormat.Raw))
+
+
+@functools.lru_cache(maxsize=8192)
+def verified(certificate: bytes, admission: bytes) -> Membership:
+    """What it says, if the admission key has signed it; not whether it has expired."""
+    if not _SIGNATURE_BYTES < len(certificate) <= CERTIFICATE_BYTES_MAX:
+        raise CertificateFault(f"certificate: {len(certificate)} bytes")
+    signature, body = certificate[:_SIGNATURE_BYTES], certificate[_SIGNATURE_BYTES:]
+    _check_signature(signature, _DOMAIN + body, admission)
+    try:
+        found = _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise CertificateFault(f"certificate: {error}") from None
+    if not is_worker_id(found.name) or not is_public_key(found.public) or _encoder.encode(found) != body:
+        raise CertificateFault("certificate: not in its one spelling")
+    return found
+
+
+def _check_signature(signature: bytes, said: bytes, admission: bytes) -> None:
+    ed25519, invalid = _ed25519(), importlib.import_module("cryptography.exceptions").InvalidSignature
+    try:
+        ed25519.Ed25519PublicKey.from_public_bytes(admission).verify(signature, said)
+    except (invalid, ValueError):
+        raise CertificateFault("certificate: not signed by this cluster's admission key") from None
+
+
+@functools.lru_cache(maxsize=8)
+def _private(seed: bytes) -> Any:
+    return _ed25519().Ed25519PrivateKey.from_private_bytes(seed)
+
+
+def _ed25519() -> Any:
+    """When the first certificate is seen: commands that see none start sooner."""
+    return importlib.import_module("cryptography.hazmat.primitives.asymmetric.ed25519")
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Membership)

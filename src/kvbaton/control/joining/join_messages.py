@@ -1,0 +1,149 @@
+"""What a process says at the join door, and the door to it.
+
+Law: `decode` raises `JoinFault` and nothing else, whatever the bytes; past it every field is within its bounds. A
+question fits in `QUESTION_BYTES_MAX`; longer ones are hung up on by the socket.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvbaton.control.joining.certificate import Certificate
+from kvbaton.control.key_files import TICKET_KEY_BYTES, TICKET_KEYS_MAX, is_public_key
+from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id
+from kvbaton.protocol.numbers import Version
+from kvbaton.protocol.privileges import Role
+
+JOIN_VERSION = 1
+QUESTION_BYTES_MAX = 1024
+ANSWER_BYTES_MAX = 64 << 10
+CARDS_MAX = 128
+DETAIL_CHARS_MAX = 256
+
+_Key = Annotated[str, Meta(min_length=40, max_length=40)]
+_Name = Annotated[str, Meta(max_length=WORKER_ID_CHARS_MAX)]
+_TicketKey = Annotated[bytes, Meta(min_length=TICKET_KEY_BYTES, max_length=TICKET_KEY_BYTES)]
+
+
+class JoinFault(Exception):
+    """A message that breaks the rules; the text names the field."""
+
+
+class MemberCard(msgspec.Struct, frozen=True):
+    """A minted member that others dial by name: a registry or a store."""
+
+    name: _Name
+    public: _Key
+    role: Role
+    also: Annotated[tuple[_Key, ...], Meta(max_length=1)] = ()
+
+
+class ClusterCard(msgspec.Struct, frozen=True):
+    """All that a member without a key directory needs of one; it holds the ticket keys, so its `repr` is short."""
+
+    ticket_keys: Annotated[tuple[_TicketKey, ...], Meta(max_length=TICKET_KEYS_MAX + 1)]
+    members: Annotated[tuple[MemberCard, ...], Meta(max_length=CARDS_MAX)]
+
+    def __repr__(self) -> str:
+        return f"ClusterCard(members={len(self.members)}, ticket_keys={len(self.ticket_keys)})"
+
+
+class RefusalKind(enum.StrEnum):
+    """Why somebody is not let in; what a caller does next depends on it."""
+
+    TOKEN = "token"  # not one of ours, or not proven: the same answer for both
+    EXPIRED = "expired"
+    USED_UP = "used-up"
+    REVOKED = "revoked"
+    ROLE = "role"
+    NAME = "name"  # minted, or of a kind of name that is kept for another role
+    TAKEN = "taken"  # by another key that is alive; may be free later
+    REMOVED = "removed"
+    CERTIFICATE = "certificate"  # does not verify, is another's, or has expired
+    FULL = "full"
+    BUSY = "busy"  # the registry cannot write its directory now
+
+
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """Let me in: my key is this connection's."""
+
+    token: Annotated[str, Meta(max_length=16)]
+    name: _Name
+    role: Role
+    proof: Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+class Present(msgspec.Struct, frozen=True, tag="present"):
+    """I am a member already, by another registry or from before."""
+
+    certificate: Certificate
+
+
+class JoinAdmitted(msgspec.Struct, frozen=True, tag="admitted"):
+    certificate: Certificate
+    admission: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    cluster: ClusterCard
+
+    def __repr__(self) -> str:
+        return "JoinAdmitted(…)"
+
+
+class JoinRefused(msgspec.Struct, frozen=True, tag="refused"):
+    kind: RefusalKind
+    detail: Annotated[str, Meta(max_length=DETAIL_CHARS_MAX)] = ""
+
+
+Question = Join | Present
+Answer = JoinAdmitted | JoinRefused
+
+_encoder = msgspec.msgpack.Encoder()
+_frames = msgspec.msgpack.Decoder(tuple[Version, msgspec.Raw])
+_questions = msgspec.msgpack.Decoder(Question)
+_answers = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Question | Answer) -> bytes:
+    return _encoder.encode((JOIN_VERSION, message))
+
+
+def decode_question(frame: bytes) -> Question:
+    try:
+        question: Question = _questions.decode(_body(frame))
+    except _BAD as error:
+        raise JoinFault(f"message: {error}") from None
+    if isinstance(question, Join) and not is_worker_id(question.name):
+        raise JoinFault("name: letters, digits, '.', '_' and '-' only, at most 64")
+    return question
+
+
+def decode_answer(frame: bytes) -> Answer:
+    try:
+        answer: Answer = _answers.decode(_body(frame))
+    except _BAD as error:
+        raise JoinFault(f"message: {error}") from None
+    if isinstance(answer, JoinAdmitted):
+        check_card(answer.cluster)
+    return answer
+
+
+def check_card(card: ClusterCard) -> None:
+    """What the decoder cannot."""
+    if not card.ticket_keys:
+        raise JoinFault("cluster.ticket_keys: none")
+    for member in card.members:
+        if not is_worker_id(member.name) or not all(map(is_public_key, (member.public, *member.also))):
+            raise JoinFault("cluster.members: a name or key that is none")
+
+
+def _body(frame: bytes) -> msgspec.Raw:
+    version, body = _frames.decode(frame)
+    if version != JOIN_VERSION:
+        raise JoinFault(f"version: got {version}, expected {JOIN_VERSION}; run one release on both sides")
+    return body
+
+
+_BAD = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)

@@ -1,0 +1,87 @@
+"""Ray's prefill and decode servers, with kvbaton's ways: the decode server's requests go through an `Orchestrator`.
+
+Law: what is said here is what Ray must be told, or asked; what is decided is in modules that need no Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from ray import serve
+from ray.llm._internal.serve.core.configs.openai_api_models import ChatCompletionRequest
+from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PDDecodeServer, PDPrefillServer
+from ray.serve._private.http_util import session_id_from_headers
+from ray.util.metrics import Counter
+
+from kvbaton.integrations.ray import fail_stop
+from kvbaton.integrations.ray.orchestration_settings import FIELD, OrchestrationSettings
+from kvbaton.integrations.ray.orchestrator import Orchestrator
+from kvbaton.router.openai_api import MODE_HEADER
+
+
+class BatonPrefillServer(PDPrefillServer):  # type: ignore[misc]
+    """P: ends with its engine, and outlives its last answer long enough for the KV to be fetched."""
+
+    async def start(self) -> None:
+        await super().start()
+        self._watching = asyncio.create_task(fail_stop.end_with(self.engine))
+
+    async def __del__(self) -> None:
+        watching = getattr(self, "_watching", None)
+        if watching is not None:  # else its engine never started
+            watching.cancel()
+            await asyncio.sleep(_settings(self._llm_config).linger_s)
+        await super().__del__()
+
+
+class BatonDecodeServer(PDDecodeServer):  # type: ignore[misc]
+    """D, and what asks P on its behalf."""
+
+    async def start(self) -> None:
+        await super().start()
+        self._watching = asyncio.create_task(fail_stop.end_with(self.engine))
+        outcomes = Counter(
+            "kvbaton_ray_prompts", "Prompts of a decode replica, by where they were computed.", ("outcome",)
+        )
+        self._orchestrator = Orchestrator(
+            _settings(self._llm_config),
+            self._get_connector_backend(),
+            self._decode,
+            lambda outcome: outcomes.inc(1, {"outcome": outcome}),
+        )
+
+    async def __del__(self) -> None:
+        watching = getattr(self, "_watching", None)
+        if watching is not None:
+            watching.cancel()
+        await super().__del__()
+
+    async def _pd_handle_request(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+        """Ray's hook: the whole life of a chat or completion."""
+        headers = {} if raw_request_info is None else dict(raw_request_info.headers or {})
+        asked = next((str(value) for name, value in headers.items() if name.lower() == MODE_HEADER), "")
+        method = self._method_of(request, headers)
+        async for chunk in self._orchestrator.answer(method, request, raw_request_info, asked):
+            yield chunk
+
+    async def _decode(self, request: Any, raw_request_info: Any) -> AsyncGenerator[Any, None]:
+        """This replica's own engine, by the way of a server that orchestrates nothing."""
+        plain: Any = super(PDDecodeServer, self)
+        method = plain.chat if isinstance(request, ChatCompletionRequest) else plain.completions
+        found: AsyncGenerator[Any, None] = await method(request, raw_request_info)
+        return found
+
+    def _method_of(self, request: Any, headers: dict[str, str]) -> Any:
+        """P's method, with what Ray routes by: adapter and session."""
+        adapter = serve.get_multiplexed_model_id()
+        session = session_id_from_headers(headers) if headers else None
+        options = {"multiplexed_model_id": adapter, "session_id": session}
+        options = {name: value for name, value in options.items() if value}
+        handle = self._prefill_handle.options(**options) if options else self._prefill_handle
+        return handle.chat if isinstance(request, ChatCompletionRequest) else handle.completions
+
+
+def _settings(llm_config: Any) -> OrchestrationSettings:
+    return OrchestrationSettings.parse(llm_config.experimental_configs.get(FIELD))

@@ -1,0 +1,176 @@
+"""D's way with one request: ask a P for the prompt's KV, another P if that fails, and compute alone if all fail.
+
+With Ray's own decode server a dead P is an error for every request until Ray has replaced it.
+
+Laws: a failure of P is never the client's: a request that D can compute gets D's answer. Nothing that P must do is
+waited for without a deadline. Once D has said something, P no longer matters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+from kvbaton.api.params import Mode
+from kvbaton.integrations.ray.orchestration_settings import OrchestrationSettings
+from kvbaton.integrations.ray.prefill_breaker import ANY, PrefillBreaker
+from kvbaton.integrations.ray.prefill_leg import NotAskedError, PrefillLeg
+from kvbaton.integrations.ray.request_shaping import decode_request, has_one_prompt, is_for_d_alone, is_servers_fault
+from kvbaton.observe.codes.saying import worth_saying
+
+log = logging.getLogger(__name__)
+
+MODE = "mode"
+NONCE = "nonce"
+CHOICES_MAX = 6
+Stream = AsyncGenerator[Any, None]
+
+
+class PrefillFailedError(Exception):
+    """P gave no KV; `is_final`: neither would another P."""
+
+    def __init__(self, why: str, *, is_final: bool = False) -> None:
+        super().__init__(why)
+        self.is_final = is_final
+
+
+class Orchestrator:
+    """Of one decode replica.
+
+    `backend` shapes the requests, `decode` runs one on the replica's own engine, `count` is told how each was served:
+    `prefill`, `retried` (at another P; once for each that failed) or `alone`.
+    """
+
+    def __init__(
+        self,
+        settings: OrchestrationSettings,
+        backend: Any,
+        decode: Callable[[Any, Any], Awaitable[Stream]],
+        count: Callable[[str], None] = lambda outcome: None,
+    ) -> None:
+        self._settings = settings
+        self._backend = backend
+        self._decode = decode
+        self._count = count
+        self._breaker = PrefillBreaker(settings.rest_s)
+        self._failures = 0
+
+    async def answer(self, method: Any, request: Any, info: Any, asked_mode: str = "") -> Stream:
+        """Everything that the client gets. `method`: of Ray's handle of the prefill deployment."""
+        mode = Mode(asked_mode) if asked_mode in tuple(Mode) else self._backend.mode
+        if not has_one_prompt(request):
+            mode = Mode.PULL
+        for _ in range(0 if is_for_d_alone(request) else self._settings.prefill_tries):
+            leg: PrefillLeg | None = None
+            local: Stream | None = None
+            served = False
+            try:
+                leg, replica, decoding = await self._begin(method, request, info, mode)
+                if decoding is None:  # pull: what D is to do is in P's answer
+                    decoding = decode_request(request, await self._answer_of(leg, replica))
+                local = await self._decode(decoding, info)
+                first = await self._first_of(local, leg, replica)
+                served = True  # P's own answer may still be on its way: it is nobody's, and costs nothing
+            except PrefillFailedError as error:
+                self._say(error)
+                if local is not None:
+                    with contextlib.suppress(Exception):
+                        await local.aclose()
+                if error.is_final:
+                    break
+                self._count("retried")
+                continue
+            except StopAsyncIteration:
+                return
+            finally:
+                if leg is not None and not served:
+                    leg.give_up()
+            self._count("prefill")
+            async with contextlib.aclosing(local):
+                yield first
+                async for chunk in local:
+                    yield chunk
+            return
+        self._count("alone")
+        async with contextlib.aclosing(await self._decode(decode_request(request, None), info)) as local:
+            async for chunk in local:
+                yield chunk
+
+    async def _begin(self, method: Any, request: Any, info: Any, mode: Mode) -> tuple[PrefillLeg, str, Any]:
+        """A P has taken the request; with it D's own, unless that must wait for P's answer."""
+        if not self._breaker.allows(ANY):
+            raise PrefillFailedError("no prefill replica took a request lately", is_final=True)
+        for _ in range(CHOICES_MAX):  # Ray chooses, and may choose one that rests
+            with contextlib.suppress(NotAskedError):
+                return await self._taken(method, request, info, mode)
+        raise PrefillFailedError("all prefill replicas failed lately", is_final=True)
+
+    async def _taken(self, method: Any, request: Any, info: Any, mode: Mode) -> tuple[PrefillLeg, str, Any]:
+        nonce = secrets.token_hex(8)
+        decoding: list[Any] = []
+
+        def prepare(replica: str, peer: dict[str, Any]) -> Any:
+            if not self._breaker.allows(replica):
+                return None
+            told = {**peer, MODE: mode, NONCE: nonce}
+            if mode is not Mode.PULL:
+                decoding.append(self._backend.prepare_decode_request(request=request, peer=told, prefill_response=None))
+            return self._backend.prepare_prefill_request(request=request, peer=told)
+
+        leg = PrefillLeg(method, request, info, prepare)
+        try:
+            replica = await asyncio.wait_for(asyncio.shield(leg.taken), self._settings.choose_timeout_s)
+        except NotAskedError:
+            raise
+        except TimeoutError:
+            leg.give_up()
+            self._breaker.failed(ANY)
+            raise PrefillFailedError("no prefill replica took the request in time", is_final=True) from None
+        except asyncio.CancelledError:
+            leg.give_up()
+            raise
+        except Exception as error:  # noqa: BLE001 - Ray's: no such deployment, or a replica died under the request
+            raise PrefillFailedError(f"{type(error).__name__}: {error}") from None
+        return leg, replica, decoding[0] if decoding else None
+
+    async def _answer_of(self, leg: PrefillLeg, replica: str) -> Any:
+        """P's parameters for D. A P that refuses the request is not at fault: D will say what is wrong with it."""
+        try:
+            said = await asyncio.wait_for(asyncio.shield(leg.answer), self._settings.prefill_timeout_s)
+        except TimeoutError:
+            self._breaker.failed(replica)
+            raise PrefillFailedError(f"replica {replica} did not answer in time") from None
+        except Exception as error:  # noqa: BLE001 - Ray's or P's
+            self._breaker.failed(replica)
+            raise PrefillFailedError(f"replica {replica}: {type(error).__name__}: {error}") from None
+        if said is None or is_servers_fault(said):
+            self._breaker.failed(replica)
+            raise PrefillFailedError(f"replica {replica} answered {said!r}")
+        self._breaker.worked(replica)
+        if getattr(said, "error", None) is not None:
+            raise PrefillFailedError(f"replica {replica} refused: {said!r}", is_final=True)
+        return said.kv_transfer_params
+
+    async def _first_of(self, local: Stream, leg: PrefillLeg, replica: str) -> Any:
+        """The first that D says, or P's failure if that comes before: D would wait for KV that nobody sends."""
+        first = asyncio.ensure_future(anext(local))
+        answered = asyncio.ensure_future(self._answer_of(leg, replica))
+        try:
+            await asyncio.wait({first, answered}, return_when=asyncio.FIRST_COMPLETED)
+            if not first.done():
+                await answered
+            return await first
+        finally:
+            for each in (first, answered):
+                each.cancel()
+            with contextlib.suppress(BaseException):
+                await asyncio.gather(first, answered, return_exceptions=True)
+
+    def _say(self, error: PrefillFailedError) -> None:
+        self._failures += 1
+        if worth_saying(self._failures):
+            log.warning("[prefill-failed] kvbaton: no KV from a prefill replica: %s", error)

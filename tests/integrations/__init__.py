@@ -1,0 +1,1 @@
+"""Import paths and servers of other systems: what of them needs neither."""

@@ -1,0 +1,67 @@
+"""Installs a wheel into a fresh environment, away from the checkout, and runs the main job with it.
+
+    python tools/try_wheel.py dist/kvbaton-*.whl [--extras serve]
+
+Each wheel gets an environment of its own in a temporary directory, is installed with its dependencies from the package
+index, must hold what a release promises (the block mover, unless it is the pure wheel; `py.typed`; the licence), and
+runs `kvbaton up --check` there: a cluster whose every answer is compared with one engine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from pathlib import Path
+
+CHECK_S = 600
+LOOK = """\
+import importlib.metadata, importlib.util, pathlib, sys
+import kvbaton
+root = pathlib.Path(kvbaton.__file__).parent
+assert sys.prefix in str(root), f"kvbaton is imported from {root}, which is not this environment"
+assert (root / "py.typed").is_file(), "py.typed is missing: type checkers ignore the package"
+told = importlib.metadata.metadata("kvbaton")
+assert told["Version"] == kvbaton.__version__, (told["Version"], kvbaton.__version__)
+assert told["License-Expression"] == "Apache-2.0" and told.get_all("License-File"), "no licence"
+print("mover" if importlib.util.find_spec("kvbaton.transports.core._mover") else "pure")
+"""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheels", nargs="+", type=Path)
+    parser.add_argument("--extras", default="serve", help="extras to install with each wheel (default: %(default)s)")
+    args = parser.parse_args()
+    for wheel in args.wheels:
+        with tempfile.TemporaryDirectory(prefix="kvbaton-wheel-") as place:
+            tried(wheel.resolve(), args.extras, Path(place))
+    return 0
+
+
+def tried(wheel: Path, extras: str, place: Path) -> None:
+    print(f"{wheel.name}: into a fresh environment", flush=True)
+    venv.create(place / "env", with_pip=True)
+    python = str(place / "env" / "bin" / "python")
+    clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+
+    def run(*argv: str) -> str:
+        done = subprocess.run(
+            [python, *argv], cwd=place, env=clean, timeout=CHECK_S, check=True, stdout=subprocess.PIPE
+        )
+        return done.stdout.decode()
+
+    run("-m", "pip", "install", "-q", "--disable-pip-version-check", f"{wheel}[{extras}]")
+    found = run("-I", "-c", LOOK).strip()
+    expected = "pure" if wheel.name.endswith("-none-any.whl") else "mover"
+    if found != expected:
+        raise SystemExit(f"{wheel.name}: expected the {expected} form, the installed one is {found}")
+    print(run("-m", "kvbaton.cli.main", "up", "--check"), end="")
+    print(f"{wheel.name}: kvbaton up --check passed, in an environment that has only this wheel", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
