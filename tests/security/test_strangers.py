@@ -106,8 +106,14 @@ def test_a_thousand_silent_connections_at_every_port_take_nobodys_place(town: Si
     well(town)
 
 
+def unasked_bytes(log: Path) -> int:
+    """What a log holds besides the lines of honest requests, of which a fast machine answers many."""
+    lines = log.read_bytes().splitlines(keepends=True)
+    return sum(len(line) for line in lines if b"POST /v1/completions 200 " not in line)
+
+
 def test_the_store_and_the_workers_know_the_strangers_only_by_number(town: Siege) -> None:
     """What strangers said is in no log, however much they said."""
     logs = town.key_directory().parent.glob("*.log")
-    sizes = {log.name: log.stat().st_size for log in logs}
+    sizes = {log.name: unasked_bytes(log) for log in logs}
     assert sizes and all(size < 64 << 10 for size in sizes.values()), sizes
