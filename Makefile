@@ -243,12 +243,12 @@ conformance: $(VENV)/.dev $(VLLM_VENV)/.ready ## the connector held to vLLM's sc
 vllm-test: $(VLLM_VENV)/.planes $(ROUTER_VENV)/.ready ## real vLLM engines: answers, planes, store, routers
 	KVBATON_VLLM_ROUTER=$(ROUTER_VENV)/bin/vllm-router $(VLLM_BIN)/python -m pytest --junitxml=$(TIMES)/$@.xml \
 		tests/vllm/test_one_p_one_d.py tests/vllm/test_data_parallel.py tests/vllm/test_pages.py::test_what_one_engine_put_another_loads \
-		tests/vllm/test_routers.py tests/vllm/test_multi_connector.py tests/vllm/test_route_table.py
+		tests/vllm/test_multi_connector.py tests/vllm/test_route_table.py
 
 vllm-full: $(VLLM_VENV)/.nixl $(VLLM_VENV)/.planes ## real vLLM engines: shapes, expiry, faults
 	$(VLLM_BIN)/python -m pytest -s -rA tests/vllm/test_shapes.py tests/vllm/test_expiry.py tests/vllm/test_faults.py \
 		tests/vllm/test_real_router_formats.py tests/vllm/test_conformance.py tests/vllm/test_store_mooncake.py \
-		tests/vllm/test_data_parallel_shapes.py tests/vllm/test_pages.py
+		tests/vllm/test_data_parallel_shapes.py tests/vllm/test_routers.py tests/vllm/test_pages.py
 
 # The real Dynamo package: that its workers take our connector once vLLM has loaded its plugins (docs/dynamo.md).
 dynamo-test: $(DYNAMO_VENV)/.ready ## the real Dynamo package takes the connector

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvbaton.local_cluster import vllm_engine
-from tests.vllm.engines import Engine, free_port, start_engine
+from tests.vllm.engines import IN_THE_CORE, Engine, free_port, start_engine
 
 SEED = 1
 StartEngine = Callable[..., Engine]
@@ -47,7 +47,7 @@ def tiny(vllm_python: str) -> Callable[[str], Path]:
 def plain(vllm_python: str, tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     """One aggregated engine without a connector, whose answers are right; wait for it."""
     log = tmp_path_factory.mktemp("plain") / "plain.log"
-    engine = start_engine(vllm_python, tiny("llama"), free_port(), log=log)
+    engine = start_engine(vllm_python, tiny("llama"), free_port(), extra_args=IN_THE_CORE, log=log)
     try:
         yield engine
     finally:

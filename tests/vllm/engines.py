@@ -141,6 +141,11 @@ class Engine:
         return EngineError(f"engine on port {self.port} {said}; {self.log} ends with:\n{self.tail()}")
 
 
+IN_THE_CORE = ("--distributed-executor-backend", "vllm.v1.executor.uniproc_executor.UniProcExecutor")
+"""The model runs in the engine core's process, as with one GPU; vLLM for CPUs gives it one of its own where not told.
+A server then is two processes instead of three, each of which imports vLLM for ten seconds of a core."""
+
+
 def start_engine(
     python: str | Path,
     model: str | Path,

@@ -1,7 +1,8 @@
 """A dense model on two data-parallel ranks, P and D alike: every answer is that of one engine, in every mode, whichever
-ranks serve it; behind kvbaton's router and behind the real vllm-router.
+ranks serve it; behind kvbaton's router and behind the real vllm-router. The KV goes over NIXL.
 
-All cases share one pair of servers, since a request says how its KV goes over. Other shapes: test_data_parallel_shapes.
+All cases share one pair of servers, since a request says how its KV goes over. Other shapes: test_data_parallel_shapes;
+one rank a side over NIXL, without a registry: test_routers.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.duo import MODES, TOKENS, Duo, answers_behind, by_rank, ends, prompt_of, running_duo, same
-from tests.vllm.engines import free_port
+from tests.vllm.duo import MODES, TOKENS, Duo, answers_behind, by_rank, ends, label, prompt_of, running_duo, same
+from tests.vllm.engines import IN_THE_CORE, free_port
 from tests.vllm.router_process import moriio_router
 
 pytestmark = pytest.mark.timeout(1200)
@@ -32,9 +33,11 @@ def discovery() -> str:
 def duo(
     vllm_python: str, tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, discovery: str
 ) -> Iterator[Duo]:
-    extra = {"mode": "push", "moriio": {"router": discovery, "transfer_mode": "WRITE"}}
+    extra = {"mode": "push", "transport": "nixl", "moriio": {"router": discovery, "transfer_mode": "WRITE"}}
     directory = tmp_path_factory.mktemp("ranks")
-    with running_duo(vllm_python, tiny("llama"), directory, p_extra=extra, d_extra=extra, ranks=(2, 2)) as duo:
+    with running_duo(
+        vllm_python, tiny("llama"), directory, p_extra=extra, d_extra=extra, p_args=IN_THE_CORE, ranks=(2, 2)
+    ) as duo:
         yield duo
 
 
@@ -84,7 +87,19 @@ def test_push_behind_the_real_router_while_leases_end_that_nobody_came_for(duo: 
     asyncio.run(behind_it())
 
 
+def test_an_address_that_no_engine_has_costs_a_local_prefill(duo: Duo) -> None:
+    stranger = "___prefill_addr_host:10.255.255.1,handshake:6301,notify:61005___decode_addr_host:127.0.0.1,"
+    stranger += f"handshake:1,notify:1_{'a' * 32}"
+    params = {"do_remote_prefill": True, "transfer_id": "tx-" + "a" * 32}
+    prompt = prompt_of(200, "stranger")
+    told = duo.d.ask(prompt, TOKENS, kv_transfer_params=params, headers={"X-Request-Id": stranger})
+    assert same(told, duo.p.ask(prompt, TOKENS))
+    assert ends(duo.d).get("peer_unknown") == 1
+
+
 def test_zz_no_handoff_met_another_rank_than_it_was_for(duo: Duo) -> None:
     found = ends(duo.d)
-    assert set(found) == {"delivered"}, found
+    assert set(found) == {"delivered", "peer_unknown"}, found
+    planes = {label(name, "transport") for name in duo.d.metrics() if name.startswith("kvbaton_links_total{")}
+    assert planes == {"nixl"}
     assert all(by_rank(duo.p, "vllm:prompt_tokens_total").values()), "both ranks of P computed prompts"
