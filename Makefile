@@ -64,8 +64,9 @@ test: ## set up and check everything that this project claims
 	@rm -rf $(TIMES) $(COMPUTED_LOG) $(CONFORMANCE_LOG); mkdir -p $(TIMES)
 	@$(MAKE) --no-print-directory $(VLLM_VENV)/.engine > $(SETUP_LOG) 2>&1 & setup=$$!; \
 	trap 'exit 130' INT TERM; trap 'kill $$setup $$computed $$held 2> /dev/null' EXIT; \
-	$(MAKE) --no-print-directory lint $(FOR_TESTS) || exit 1; \
+	$(MAKE) --no-print-directory lint || exit 1; \
 	nice -n 10 $(MAKE) --no-print-directory JOBS=1 computed > $(COMPUTED_LOG) 2>&1 & computed=$$!; \
+	$(MAKE) --no-print-directory $(FOR_TESTS) || exit 1; \
 	$(MAKE) --no-print-directory timed || exit 1; \
 	! grep -q '\*\*\*.*Error' $(COMPUTED_LOG) || { cat $(COMPUTED_LOG); exit 1; }; \
 	wait $$setup || { cat $(SETUP_LOG); exit 1; }; \
@@ -128,7 +129,7 @@ runtime: $(VENV)/.dev ## tests of nodes, ranks and flight records
 
 # Real sockets, real processes, a real model.
 processes: $(VENV)/.planes $(ROUTER_VENV)/.ready ## tests of nodes, engines, data planes, routers, stores, commands
-	KVBATON_TEST_ALL=1 $(PYTEST) -n 4 $(RUNTIME) tests/engines tests/integrations tests/transports tests/control tests/api tests/router tests/cli tests/bench tests/gpu_test \
+	KVBATON_TEST_ALL=1 $(PYTEST) -n 6 $(RUNTIME) tests/engines tests/integrations tests/transports tests/control tests/api tests/router tests/cli tests/bench tests/gpu_test \
 		tests/store tests/mooncake_store
 
 # Whole clusters, what is seen of them, and what is written about them.
@@ -136,7 +137,7 @@ processes: $(VENV)/.planes $(ROUTER_VENV)/.ready ## tests of nodes, engines, dat
 HEAVY := tests/e2e/test_cluster.py tests/e2e/test_several_registries.py tests/e2e/test_rolling_restart.py
 SEEING := tests/observe/metrics tests/observe/prometheus tests/observe/dashboard
 clusters: $(FOR_TESTS) ## tests of whole clusters: failures, security, chaos; of what they show; of the docs
-	KVBATON_TEST_ALL=1 $(PYTEST) -n 3 --dist loadfile tests/e2e tests/security tests/chaos tests/observe/tracing tests/docs $(SEEING) \
+	KVBATON_TEST_ALL=1 $(PYTEST) -n 4 --dist loadfile tests/e2e tests/security tests/chaos tests/observe/tracing tests/docs $(SEEING) \
 		$(addprefix --ignore ,$(HEAVY))
 	$(BIN)/pytest --junitxml=$(TIMES)/$@-heavy.xml $(HEAVY)
 

@@ -36,8 +36,9 @@ def duo(
     extra = {"mode": "push", "transport": "nixl", "moriio": {"router": discovery, "transfer_mode": "WRITE"}}
     directory = tmp_path_factory.mktemp("ranks")
     with running_duo(
-        vllm_python, tiny("llama"), directory, p_extra=extra, d_extra=extra, p_args=IN_THE_CORE, ranks=(2, 2)
-    ) as duo:
+        vllm_python, tiny("llama"), directory,
+        p_extra=extra, d_extra=extra, p_args=IN_THE_CORE, d_args=IN_THE_CORE, ranks=(2, 2),
+    ) as duo:  # fmt: skip
         yield duo
 
 

@@ -1,7 +1,7 @@
 """One P and one D on real vLLM: every answer is that of one engine, and nothing is left behind.
 
-The three modes share one pair of engines, since a request says how its KV goes over. P's model runs in a process of its
-own, D's in that of its engine core.
+The three modes share one pair of engines, since a request says how its KV goes over. Their models run in processes of
+their own; those of test_data_parallel in the processes of their engine cores.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tests.vllm.duo import (
     running_duo,
     same,
 )
-from tests.vllm.engines import IN_THE_CORE, Answer, Engine, EngineError, free_port, post, until
+from tests.vllm.engines import Answer, Engine, EngineError, free_port, post, until
 from tests.vllm.router_process import moriio_router, nixl_router
 from tests.vllm.toy_proxy import toy_proxy
 
@@ -78,9 +78,8 @@ def setup(
     p_extra = {**extra, "drain_file": str(directory / "drain")}
     (directory / "drain").touch()  # of an earlier life
     with running_duo(
-        vllm_python, tiny("llama"), directory,
-        p_extra=p_extra, d_extra=extra, d_args=IN_THE_CORE, before_waiting=learn,
-    ) as duo:  # fmt: skip
+        vllm_python, tiny("llama"), directory, p_extra=p_extra, d_extra=extra, before_waiting=learn
+    ) as duo:
         yield duo, lambda prompt: answers[tuple(prompt)]
 
 

@@ -5,6 +5,7 @@ Law: a failure names one command that replays it. Needs vLLM's Python; `kvbaton 
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import logging
@@ -133,13 +134,18 @@ def _begin() -> None:
 
 def _run(task: str | int) -> Any:
     """A case by its name, or a seed."""
-    from kvbaton.proof.conformance.case_registry import all_cases, run_case
+    from kvbaton.proof.conformance.case_registry import run_case
     from kvbaton.proof.conformance.interleave import run_seed
 
     _tidy()
-    if isinstance(task, int):
-        return run_seed(task)
-    return run_case(next(each for each in all_cases() if each.name == task))
+    return run_seed(task) if isinstance(task, int) else run_case(_by_name()[task])
+
+
+@functools.cache
+def _by_name() -> dict[str, Any]:
+    from kvbaton.proof.conformance.case_registry import all_cases
+
+    return {each.name: each for each in all_cases()}
 
 
 def _tidy() -> None:

@@ -44,6 +44,9 @@ SETTINGS: dict[str, Any] = {
     "max_hold_s": 10.0,
 }
 _PAUSE_S = 0.0003
+_PAUSE_MAX_S = 0.003
+"""While nothing is computed, between two looks; the first few are shorter, since most waits are for a thread that is
+about to answer, and the long ones for leases that run out: turning fast meanwhile would take half of the processors."""
 
 
 class BrokenLabError(Exception):
@@ -211,20 +214,24 @@ class Lab:
 
     # --- time
 
-    def turn(self) -> None:
-        """One step of every engine that would take one."""
+    def turn(self) -> bool:
+        """One step of every engine that would take one; whether any of them computed something."""
         before = [runner.computed for engine in self.engines.values() for runner in engine.runners]
         for engine in list(self.engines.values()):
             engine.step()
-        if before == [runner.computed for engine in self.engines.values() for runner in engine.runners]:
-            time.sleep(_PAUSE_S)  # nothing was computed: let the loops' threads have the processor
+        if before != [runner.computed for engine in self.engines.values() for runner in engine.runners]:
+            return True
+        time.sleep(_PAUSE_S)  # let the loops' threads have the processor
+        return False
 
     def until(self, condition: Callable[[], object], what: str, patience_s: float = PATIENCE_S) -> None:
-        deadline = time.monotonic() + patience_s
+        deadline, idle = time.monotonic() + patience_s, 0
         while not condition():
             if time.monotonic() > deadline:
                 raise BrokenLabError(f"not within {patience_s:g} s: {what}; {self.story()}")
-            self.turn()
+            idle = 0 if self.turn() else idle + 1
+            if idle:
+                time.sleep(min(idle * _PAUSE_S / 8, _PAUSE_MAX_S))
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
