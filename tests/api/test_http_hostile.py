@@ -157,6 +157,18 @@ def test_a_plain_body_is_answered(header: str, chunked: bool) -> None:
     assert status_of(run(story())) == 200
 
 
+def test_an_expectation_that_nobody_understands_is_refused_in_json_and_not_repeated() -> None:
+    async def story() -> bytes:
+        async with door(guarded=False) as url:
+            return await said(url, post(PLAIN, f"Expect: {SECRET}"))
+
+    answer = run(story())
+    error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
+    assert (status_of(answer), error["param"]) == (417, "Expect")
+    assert f"X-Request-Id: {error['request_id']}\r\n".encode() in answer
+    assert SECRET.encode() not in answer
+
+
 HOSTILE = {
     "a header of 64 KiB": post(PLAIN, f"Authorization: {SECRET}{'x' * (64 << 10)}"),
     "a header without end": f"POST / HTTP/1.1\r\nAuthorization: {SECRET}{'x' * (64 << 10)}".encode(),

@@ -183,6 +183,12 @@ class TestRefusals:
         status, _, err = call(capsys, "router", "--config", path)
         assert status == 2 and f"{path}:2: plain_discovery: 10.0.0.1 is not loopback" in err
 
+    def test_what_is_left_to_flags_keeps_nothing_from_being_checked(self, file: Any, capsys: Any) -> None:
+        path = file("worker:\n  keys: k\n  registry: nonsense\n")
+        status, out, _ = call(capsys, "config", "--check", path)
+        assert status == 1 and f"{path}:3: worker.registry: got 'nonsense', expected an endpoint" in out
+        assert call(capsys, "config", "--check", file("worker:\n  registry: tcp://127.0.0.1:7700\n"))[0] == 0
+
     def test_what_is_no_file_of_settings(self, tmp_path: Path, capsys: Any) -> None:
         os.mkfifo(tmp_path / "pipe")
         (tmp_path / "huge").write_bytes(b"#" * (FILE_BYTES_MAX + 1))

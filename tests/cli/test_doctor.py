@@ -76,7 +76,7 @@ def test_this_machine_as_one_object(capsys: pytest.CaptureFixture[str]) -> None:
 def test_this_machine_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "well" and any(line.split()[:2] == ["tcp", "offered"] for line in lines)
+    assert lines[-1] == "no errors found" and any(line.split()[:2] == ["tcp", "offered"] for line in lines)
 
 
 def test_a_choice_that_this_machine_cannot_serve(
@@ -91,7 +91,7 @@ def test_a_choice_that_this_machine_cannot_serve(
         "error [no-plane] --transport: transport mori cannot be used here: gone\n  fix: it requires: mori: amd_mori"
         in text
     )
-    assert text.endswith("not well: see above; kvbaton explain CODE says more\n")
+    assert text.endswith("errors found: see above; kvbaton explain CODE says more\n")
 
 
 def test_which_planes_a_cluster_took(capsys: pytest.CaptureFixture[str], serve: Callable[[Pages], str]) -> None:

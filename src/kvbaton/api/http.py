@@ -147,6 +147,14 @@ class ToldHandler(web.RequestHandler):
         response.force_close()
         return response
 
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        if isinstance(resp, web.HTTPExpectationFailed):  # aiohttp's own, before any middleware: it repeats the header
+            fault = ApiError(417, "Expect: only 100-continue is understood; leave the header out", param="Expect")
+            resp = error_response(fault.told_to(request.path, request_id(request)))
+        return await super().finish_response(request, resp, start_time)
+
 
 async def send_events(
     request: web.Request,

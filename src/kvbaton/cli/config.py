@@ -7,6 +7,7 @@ settings go together. Nothing is opened, bound or connected, and no secret is pr
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,6 +23,13 @@ from kvbaton.cli.settings_file import PROBLEMS_MAX, Problem, SettingsFile, read
 from kvbaton.processes.operator_errors import CommandError
 
 HIDDEN = "(not shown)"
+_STAND_INS = {
+    "name": ("p0",),
+    "role": ("prefill", "decode"),
+    "keys": ("keys",),
+    "registry": ("tcp://127.0.0.1:7700",),
+}
+"""What a section may leave to flags; with each of these the rest is checked all the same."""
 DEFAULT = re.compile(r"\s*\(default: ((?:[^()]|\([^()]*\))*)\)")
 
 
@@ -75,8 +83,8 @@ def _check(path: str, variables: Mapping[str, str], as_json: bool) -> int:
         settings += [(name, each) for each in found.given.values()]
         if name in {section for _, section in file.sections}:
             needs[name] = [key for key, action in layers.keys_of(one).items() if _is_missing(action, found)]
-            if not found.problems and not needs[name]:
-                problems += _together(name, one, found)
+            if not found.problems:
+                problems += _in_any_case(name, one, found, needs[name])
     problems = sorted(problems, key=lambda each: each.line)[:PROBLEMS_MAX]
     needs = {name: keys for name, keys in needs.items() if keys}
     if as_json:
@@ -86,10 +94,22 @@ def _check(path: str, variables: Mapping[str, str], as_json: bool) -> int:
     return 1 if problems else 0
 
 
-def _together(name: str, one: Parser, found: layers.SettingLayers) -> Iterator[Problem]:
+def _in_any_case(name: str, one: Parser, found: layers.SettingLayers, needs: Sequence[str]) -> Sequence[Problem]:
+    """What is wrong whatever the flags bring that are still needed: for a worker mostly its name and role."""
+    if not set(needs) <= set(_STAND_INS):
+        return ()
+    cases = [dict(zip(needs, case, strict=True)) for case in itertools.product(*(_STAND_INS[key] for key in needs))]
+    told = [list(_together(name, one, found, case)) for case in cases]
+    wrong = told[0] if all(told) else []
+    return [each for each in wrong if each.line or not needs]  # flags may bring more than what is needed
+
+
+def _together(name: str, one: Parser, found: layers.SettingLayers, case: Mapping[str, str]) -> Iterator[Problem]:
     """How the settings of a section go together, as its command would say it."""
-    args = argparse.Namespace(command=name, config=None, check=False, debug=False)
-    for action in layers.keys_of(one).values():
+    args = argparse.Namespace(command=name, config=None, check=False, debug=False, **case)
+    for key, action in layers.keys_of(one).items():
+        if key in case:
+            continue
         value = one._get_value(action, action.default) if isinstance(action.default, str) else action.default
         setattr(args, action.dest, found.given[action.dest].value if action.dest in found.given else value)
     args.given = found.given

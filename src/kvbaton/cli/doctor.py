@@ -140,19 +140,20 @@ def report(found: Diagnosis, screen: Screen) -> Iterator[str]:
     yield f"beside it: {packages or 'none of the packages that it can work with'}"
     yield f"GPUs: {', '.join(f'{number}: {name}' for number, name in enumerate(found.gpus)) or 'none'}"
     yield f"RDMA devices: {', '.join(found.rdma_devices) or 'none'}"
-    yield "data planes, best first:"
+    yield "transports, best first:"
     gpu_only = set(planes.of_kind("cuda")) - set(planes.of_kind("cpu"))  # GPUs are told of above
     for plane in found.planes:
         state = "offered" if plane.offered else "not offered" if plane.usable else "unusable"
         yield f"  {plane.name:<10} {state:<15} {plane.what}"
         if plane.problem and plane.name not in gpu_only:
-            yield f"  {'':<10} {'':<15} {plane.problem}; requires: {plane.needs}"
+            needs = "" if plane.needs in plane.problem else f"; requires: {plane.needs}"
+            yield f"  {'':<10} {'':<15} {plane.problem}{needs}"
     for worker in found.workers:
         yield from cluster_checks.lines(worker)
     for each in (*found.findings, *found.notes):
         yield f"{screen.style(each.severity.value, STYLES[each.severity])} [{each.code}] {each.where}: {each.found}"
         yield f"  fix: {each.fix}"
-    yield "well" if found.well else "not well: see above; kvbaton explain CODE says more"
+    yield "no errors found" if found.well else "errors found: see above; kvbaton explain CODE says more"
 
 
 # --- requested checks

@@ -20,13 +20,21 @@ from playwright.sync_api import Page
 from kvbaton.observe.metrics import scraping
 
 UNITS_MS = {"µs": 1e-3, "ms": 1.0, "s": 1e3}
+UNITS_B = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 STAGES = ("claim", "queue", "first_byte", "copy", "commit", "deliver")
 MINUTE_S = 58.0
 """Of what the page calls a minute, which begins with a bucket of two seconds."""
 LAG_S = 6.0
 """A figure on the page is one of this long ago, or newer: reports come every half second, states every second."""
+RATE_S = 10.0
+"""The window of everything that the page tells per second."""
+STEP_S = 0.5
+"""A sample may be this much later than what it is to show."""
 CELLS = {"running": 'kvbaton_engine_requests{state="running"}', "waiting": 'kvbaton_engine_requests{state="waiting"}',
          "pinned": "kvbaton_pinned_blocks", "leases": "kvbaton_leases_held"}  # fmt: skip
+RATES = {"handoffs": ("decode", "kvbaton_handoffs_total"), "bytes": ("", "kvbaton_bytes_total"),
+         "tokens": ("router", "kvbaton_router_token_chunks_total")}  # fmt: skip
+"""Of each tile that tells of something per second: who counts it ("": every worker), and under which name."""
 
 
 _OF_A_WORKER = re.compile(r'(?<=\{)role="[^"]*",worker="[^"]*",?')
@@ -59,6 +67,20 @@ def times_ms(text: str) -> list[float]:
     return [
         float(value.replace(",", "")) * UNITS_MS[unit] for value, unit in re.findall(r"([\d.,]+) (µs|ms|s)\b", text)
     ]
+
+
+def per_second(text: str) -> float:
+    """12.5, or 1.14 MB/s in bytes."""
+    unit = re.search(r"([kMG]?B)/s", text)
+    return number(text) * (UNITS_B[unit[1]] if unit else 1.0)
+
+
+def cache_shares(page: Page) -> dict[str, float]:
+    """Of each worker, the percentage of its KV cache that is in use."""
+    script = """() => Object.fromEntries([...document.querySelectorAll("#workers tbody tr")].map((row) =>
+        [row.dataset.worker, row.querySelector('[data-cell="cache"]').textContent]))"""
+    found: dict[str, str] = page.evaluate(script)
+    return {worker: number(text) for worker, text in found.items()}
 
 
 def rows(page: Page) -> dict[str, dict[str, float]]:
@@ -115,8 +137,9 @@ class Sampler:
     """What the processes themselves said in the last seconds, by place and figure."""
 
     def __init__(self, router: str) -> None:
-        workers = {each["name"]: each["url"] for each in asked(f"{router}/workers")["workers"]}
-        self._places = {"router": router, **workers}
+        listed = asked(f"{router}/workers")["workers"]
+        self._places = {"router": router, **{each["name"]: each["url"] for each in listed}}
+        self._roles = {"router": "router", **{each["name"]: each["role"] for each in listed}}
         self._seen: dict[tuple[str, str], deque[tuple[float, float]]] = {}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -127,8 +150,23 @@ class Sampler:
         values = [value for at, value in list(self._seen[place, name]) if at >= since]
         return bool(values) and min(values) <= shown <= max(values)
 
+    def allows_rate(self, name: str, shown: float) -> bool:
+        """Whether so much was counted per second, in a window of the page's rates that ended lately."""
+        now, role = time.monotonic(), RATES[name][0]
+        places = [place for place, its in self._roles.items() if role == its or (not role and its != "router")]
+        ends = [now - STEP_S * step for step in range(int(LAG_S / STEP_S) + 1)]
+        sums = [sum(self._counted(place, name, end) for place in places) for end in ends]
+        return min(sums) * 0.994 <= shown * RATE_S <= max(sums) * 1.006
+
+    def _counted(self, place: str, name: str, end: float) -> float:
+        """What this place counted in the window before `end`; it counted nothing before the first sample."""
+        samples = list(self._seen[place, name])
+        first = samples[0][1]
+        before = max((value for at, value in samples if at <= end - RATE_S), default=first)
+        return max((value for at, value in samples if at <= end), default=first) - before
+
     def last(self, place: str) -> dict[str, float]:
-        return {name: seen[-1][1] for (known, name), seen in self._seen.items() if known == place}
+        return {name: seen[-1][1] for (known, name), seen in self._seen.items() if known == place and name in CELLS}
 
     def _run(self) -> None:
         while not self._stop.wait(0.1):
@@ -139,9 +177,12 @@ class Sampler:
         for place, url in self._places.items():
             found = metrics(url)
             wanted = {"in_flight": "kvbaton_router_in_flight"} if place == "router" else CELLS
-            for name, metric in wanted.items():
-                seen = self._seen.setdefault((place, name), deque(maxlen=400))
-                seen.append((time.monotonic(), found[metric]))
+            values = {name: found[metric] for name, metric in wanted.items()}
+            values |= {name: _sum(found, metric) for name, (_, metric) in RATES.items()}
+            if blocks := found.get("kvbaton_engine_blocks"):
+                values["cache"] = round(100 * (1 - found["kvbaton_engine_free_blocks"] / blocks), 1)
+            for name, value in values.items():
+                self._seen.setdefault((place, name), deque(maxlen=1000)).append((time.monotonic(), value))
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Sampler]:
@@ -152,6 +193,11 @@ class Sampler:
         finally:
             self._stop.set()
             self._thread.join(60)
+
+
+def _sum(found: Mapping[str, float], metric: str) -> float:
+    """Of a metric, whatever its labels say."""
+    return sum(value for name, value in found.items() if name.partition("{")[0] == metric)
 
 
 def differing(page: Page, found: Expected) -> list[str]:

@@ -146,3 +146,16 @@ def test_whatever_was_recorded_can_be_joined_and_no_stage_is_negative(flights: l
     assert journey.seconds >= 0
     assert len(journey.lanes) == len(flights)
     assert msgspec.json.decode(msgspec.json.encode(journey), type=Journey) == journey
+
+
+@pytest.mark.parametrize(
+    ("told", "shown"), [(j.FORGOTTEN, j.WITHDRAWN), (j.NOT_YET, j.NOT_YET), (j.GONE, j.GONE)], ids=lambda text: text
+)
+def test_where_d_refused_first_p_is_not_said_to_have_forgotten_what_it_never_began(told: str, shown: str) -> None:
+    both = router(moments=moments((("received", 0.0), ("prefill_sent", 0.002), ("decode_sent", 0.002),
+                                   ("decode_refused", 0.004))), end="invalid_value", mistake=True)  # fmt: skip
+    journey = join([both], why=lambda _, __: told)
+    assert [(side.seat, side.why) for side in journey.missing] == [
+        (FlightSeat.PREFILL, shown),
+        (FlightSeat.DECODE, j.REFUSED),
+    ]

@@ -36,7 +36,7 @@ def bars(lines: list[str], bar: str = "█") -> dict[str, tuple[int, int]]:
 
 def test_every_stage_of_a_whole_handoff_is_on_the_picture() -> None:
     text = "\n".join(draw(WHOLE))
-    for word in ("request mine", "router router", "P p0@00000000", "D d0@00000000", "compute the prompt", "claim"):
+    for word in ("request mine", "\nrouter\n", "P p0@00000000", "D d0@00000000", "compute the prompt", "claim"):
         assert word in text
     assert "p0 → d0" in text
     assert "over shm" in text
@@ -69,8 +69,23 @@ def test_a_failure_names_its_reason_and_the_next_step() -> None:
     lines = draw(journey)
     assert lines[-1] == "next: kvbaton explain lease_expired"
     assert "D d0: lease_expired: P let go" in lines
-    assert "router router: worker_died: d0 says no" in lines
+    assert "router: worker_died: d0 says no" in lines
     assert journey_reason(join([router(end="no_pair")])) == "no_pair"
+
+
+def test_a_failed_handoff_has_nothing_to_deliver_and_says_how_often_it_asked() -> None:
+    ended = moments((("asked", 0.010), ("ended", 8.0)))
+    text = "\n".join(draw(join([router(), decode(end="peer_gone", detail="", retries=14, moments=ended)])))
+    assert "claim, unfinished" in text
+    assert "deliver" not in text
+    assert "D d0: peer_gone (14 messages repeated)" in text
+
+
+def test_one_of_something_is_one() -> None:
+    text = "\n".join(draw(join([router(tokens=1), decode(tokens=1, blocks=1, retries=1)])))
+    assert ", 1 token," in text
+    assert "in 1 block " in text
+    assert "(1 message repeated)" in text
 
 
 def test_who_is_missing_and_who_is_gone_is_said() -> None:
@@ -91,7 +106,7 @@ def test_what_is_under_way_shows_how_far_it_is() -> None:
     text = "\n".join(draw(join([router(end="", moments=router().moments[:3])])))
     assert "wait for P, unfinished" in text
     assert "wait for D" not in text
-    assert "router router: under way" in text
+    assert "router: under way" in text
 
 
 def test_without_its_characters_a_terminal_gets_plain_ones() -> None:

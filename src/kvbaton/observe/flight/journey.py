@@ -21,6 +21,7 @@ FOREIGN = "does not report"
 FORGOTTEN = "no longer known there"
 NOT_SEEN = "not seen here"
 REFUSED = "refused the request before a handoff began"
+WITHDRAWN = "asked no further, as the other side had refused the request"
 
 ROUTER_STAGES = {
     "choose": ("received", "chosen"),
@@ -271,9 +272,14 @@ def _missing(known: Sequence[Flight], router: Flight | None, why: Why) -> tuple[
         if router is not None and router.at(f"{seat}_sent") is None:
             continue  # it was never asked
         worker = _named(known, router, seat, index)
-        refused = router is not None and router.at(f"{seat}_refused") is not None
-        found.append(Missing(seat, worker, REFUSED if refused else why(seat, worker)))
+        found.append(Missing(seat, worker, _refused(router, seat) or why(seat, worker)))
+    if any(side.why == REFUSED for side in found):  # then the other side has nothing to tell, and forgot nothing
+        found = [msgspec.structs.replace(side, why=WITHDRAWN) if side.why == FORGOTTEN else side for side in found]
     return tuple(found)
+
+
+def _refused(router: Flight | None, seat: FlightSeat) -> str:
+    return REFUSED if router is not None and router.at(f"{seat}_refused") is not None else ""
 
 
 def _named(known: Sequence[Flight], router: Flight | None, seat: FlightSeat, index: int) -> str:

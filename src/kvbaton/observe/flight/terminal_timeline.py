@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from kvbaton.observe.flight.flight_records import DELIVERED, QUIET, FlightSeat
-from kvbaton.observe.flight.journey import REFUSED, STAGES, Journey, JourneyLane, Missing, Stage
+from kvbaton.observe.flight.journey import REFUSED, STAGES, WITHDRAWN, Journey, JourneyLane, Missing, Stage
 
 WIDTH_MIN = 60
 WIDTH_MAX = 160
@@ -102,7 +102,7 @@ def _later(journey: Journey, said: str) -> str:
     return "" if journey.answered_by is None else said.format(journey.answered_by + 1)
 
 
-BRIEF_HEADER = ["request", "transfer", "mode", "P → D", "first byte", "transfer", "end"]
+BRIEF_HEADER = ["request", "handoff", "mode", "P → D", "first byte", "transfer", "end"]
 
 
 def duration(seconds: float) -> str:
@@ -114,6 +114,10 @@ def duration(seconds: float) -> str:
     if seconds < 1.0:
         return f"{seconds * 1e3:.{1 if seconds >= 0.01 else 2}f} ms"
     return f"{seconds:.2f} s" if seconds < 100 else f"{seconds:.0f} s"
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def amount(count: float, unit: str = "B") -> str:
@@ -133,10 +137,13 @@ def _head(journey: Journey, width: int, ink: Ink) -> list[str]:
     lines = [ink.style(f"request {name}{which}", "bold")]
     pair = " → ".join(_worker(journey, seat) or "?" for seat in (FlightSeat.PREFILL, FlightSeat.DECODE))
     what = [f"mode {journey.mode}" if journey.mode else "", "" if journey.mode == "alone" else f"from {pair}"]
-    what += [f"{journey.tokens} tokens" if journey.tokens else "", journey.transport and f"over {journey.transport}"]
+    what += [
+        counted(journey.tokens, "token") if journey.tokens else "",
+        journey.transport and f"over {journey.transport}",
+    ]
     if journey.bytes:
         rate = f" at {amount(journey.bytes_per_s, 'B/s')}" if journey.bytes_per_s else ""
-        what.append(f"{amount(journey.bytes)} in {journey.blocks} blocks{rate}")
+        what.append(f"{amount(journey.bytes)} in {counted(journey.blocks, 'block')}{rate}")
     lines += _wrapped(", ".join(each for each in what if each), width)
     if journey.handoff:
         lines.append(ink.style(f"handoff {journey.handoff}", "dim"))
@@ -185,6 +192,8 @@ def _opened(lane: JourneyLane, name: str) -> Stage | None:
     begun = next((moment.at for moment in lane.moments if moment.step == first), None)
     if begun is None or any(moment.step == last for moment in lane.moments) or name in _INNER:
         return None
+    if name == "deliver" and lane.failed:  # there was nothing to deliver
+        return None
     return Stage(name, lane.seat, lane.worker, begun, max(lane.moments[-1].at, begun))
 
 
@@ -227,25 +236,31 @@ def journey_reason(journey: Journey) -> str:
 
 
 def _ending(lane: JourneyLane, ink: Ink) -> str:
-    name = f"{_NAMES[lane.seat]} {lane.worker}".strip()
+    name = _named(lane.seat, lane.worker)
     if not lane.end:
         said = "gone; this is its last report" if lane.gone else "under way"
         return f"{name}: {ink.style(said, 'warn' if lane.gone else 'dim')}"
     good = lane.end in (DELIVERED, *QUIET)
     detail = f": {lane.detail[:DETAIL_CHARS_MAX]}" if lane.detail else ""
-    more = f" (said {lane.retries} times again)" if lane.retries and lane.seat is not FlightSeat.ROUTER else ""
+    repeated = lane.retries if lane.seat is not FlightSeat.ROUTER else 0
+    more = f" ({counted(repeated, 'message')} repeated)" if repeated else ""
     return f"{name}: {ink.style(lane.end, 'good' if good else 'bad')}{detail}{more}{' (gone)' if lane.gone else ''}"
 
 
 def _lane_name(lane: JourneyLane) -> str:
     life = f"@{lane.incarnation[:8]}" if lane.incarnation else ""
     own = f"  {lane.request}" if lane.seat is not FlightSeat.ROUTER and lane.request else ""
-    return f"{_NAMES[lane.seat]} {lane.worker}{life}{own}"
+    return f"{_named(lane.seat, lane.worker)}{life}{own}"
+
+
+def _named(seat: FlightSeat, worker: str) -> str:
+    """P p0; of a router that has no other name, its seat."""
+    return _NAMES[seat] if worker in ("", _NAMES[seat]) else f"{_NAMES[seat]} {worker}"
 
 
 def _absent(missing: Missing) -> str:
-    said = missing.why if missing.why == REFUSED else f"no record: {missing.why}"
-    return f"{_NAMES[missing.seat]} {missing.worker}".rstrip() + f": {said}"
+    said = missing.why if missing.why in (REFUSED, WITHDRAWN) else f"no record: {missing.why}"
+    return f"{_named(missing.seat, missing.worker)}: {said}"
 
 
 def _worker(journey: Journey, seat: FlightSeat) -> str:

@@ -149,7 +149,7 @@ export class Drawer {
 function ids(summary, found) {
   const row = (name, value) => (value ? [h("dt", {}, name), h("dd", {}, h("code", { class: "wrap" }, value), copyButton(value, name))] : []);
   const own = found.lanes.filter((lane) => lane.seat !== "router" && lane.request && lane.request !== summary.request);
-  return h("dl", { class: "ids" }, ...row("request", summary.request), ...row("transfer", summary.handoff),
+  return h("dl", { class: "ids" }, ...row("request", summary.request), ...row("handoff", summary.handoff),
     ...own.flatMap((lane) => row(lane.seat === "prefill" ? "request at P" : "request at D", lane.request)), ...row("trace", summary.trace),
     h("dt", {}, "began"), h("dd", {}, `${clock(found.first)} · ${ago(Date.now() / 1000 - found.first)}`));
 }
