@@ -71,8 +71,8 @@ class PinBudget:
         return found is not None and now < found[1] and not self._is_next(request)
 
     def holds(self, request: RequestId) -> bool:
-        """Whether it was admitted and is not over."""
-        return request in self._promised
+        """Whether it was admitted and is not over: only then may it be leased."""
+        return request in self._promised or self.blocks_max == math.inf
 
     def left(self, request: RequestId) -> None:
         """The request is over in the engine: what it has not pinned by now it never will."""
