@@ -38,7 +38,7 @@ class PinBudget:
     ) -> None:
         self.blocks_max = blocks_max
         self.refused_total = 0
-        self._wait_s = wait_s
+        self.wait_s = wait_s
         self._waiting_max = waiting_max
         self._pins: Counter[int] = Counter()  # leases by the block that they pin
         self._of: dict[LeaseId, RequestId] = {}
@@ -59,7 +59,7 @@ class PinBudget:
             if self._waiting and len(self._waiting) >= self._waiting_max:
                 self._refuse(request)
                 return Room.REFUSED
-            self._waiting[request] = blocks, now + self._wait_s
+            self._waiting[request] = blocks, now + self.wait_s
         if not self._is_next(request):
             return Room.WAITING
         self._promised[request] = self._waiting.pop(request)[0]

@@ -104,6 +104,7 @@ class RouterStats:
     probes: Counter[str] = field(default_factory=Counter)  # of broken workers, by outcome
     tickets: int = 0
     discards: int = 0  # tickets given up, of which P was told
+    passed_full: int = 0  # choices that passed over a worker that said it is full
     dropped: int = 0  # legs broken off because their worker left the list
     waits: Waits = field(default_factory=Waits)
     room: ClientQuotas = field(default_factory=ClientQuotas)  # what is held for clients
@@ -152,6 +153,7 @@ class RouterStats:
             "tickets_minted_total": self.tickets,
             "tickets_discarded_total": self.discards,
             "legs_dropped_total": self.dropped,
+            "passed_full_total": self.passed_full,
             "held_bytes": self.room.bytes,
             "held_refused_total": dict(self.room.refused),
             "connections_turned_away_total": dict(self.room.turned_away),

@@ -14,7 +14,7 @@ REASONS = tuple(sorted(Reason))
 
 
 def _counter(name: str, text: str, *labels: Label, from_zero: bool = False) -> Metric:
-    return Metric(f"kvbaton_{name}_total", MetricKind.COUNTER, text, labels, from_zero=from_zero)
+    return Metric(f"kvbaton_{name}_total", MetricKind.COUNTER, text, ENGINES, labels, from_zero=from_zero)
 
 
 def _gauge(name: str, text: str) -> Metric:
