@@ -112,7 +112,7 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
         if presence is None or not reporting.turn.comes():
             return None
         node, ledger = presence.node, presence.node.ledger
-        more = {"data_refused_total": presence.links.data_refused()}
+        more: dict[str, Any] = {"data_refused_total": presence.links.data_refused()}
         if node.facts.role != "prefill":
             more |= reporting.prompts.figures()
         budget = dict(node.doorway.budget.figures(node.facts.blocks - 1))
