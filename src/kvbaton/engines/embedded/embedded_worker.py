@@ -165,7 +165,7 @@ class EmbeddedWorker:
             **node_figures.figures(ledger, node.control.counters, time.monotonic(), engine.blocks),
             "data_refused_total": node_figures.data_refused(node.ranks),
             **node.doorway.budget.figures(engine.blocks),
-            **self.admitting.prompts.figures(),
+            **(self.admitting.prompts.figures() if self.options.role != "prefill" else {}),
             "full": int(self._is_full()),
             "peers": max(len(node.book) - 1, 0),
             "pins": node.doorway.pinned_blocks,
@@ -195,7 +195,7 @@ class EmbeddedWorker:
             "waiting": engine.waiting,
             "loading": engine.loading,
             "full": float(self._is_full()),
-            **self.admitting.prompts.gauges(),
+            **(self.admitting.prompts.gauges() if self.options.role != "prefill" else {}),
             **({"store_pins": self.store.storing.stats()["store_pins"]} if self.store is not None else {}),
         }
 
