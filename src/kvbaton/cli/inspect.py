@@ -36,11 +36,11 @@ PICTURES_MAX = 3
 """More journeys than this are shown as a list, unless one was requested by its id."""
 
 
-class InspectAnswer(msgspec.Struct, frozen=True):
+class InspectAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """The router's response."""
 
     journeys: tuple[Journey, ...]
-    prompts: PromptShare = PromptShare()  # who computed them, in the whole cluster
+    prompts: PromptShare | None = None  # who computed them, in the whole cluster
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,13 +64,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     last = args.last or (LAST_MAX if args.id else 1)
-    prompts = PromptShare()
+    prompts: PromptShare | None = None
     if args.files:
         found = from_files(args.files, last, args.failed, args.id or "")
     else:
         answer = from_router(args.router, last, args.failed, args.id or "")
         found = list(answer.journeys)
-        prompts = msgspec.convert(printable_all(msgspec.to_builtins(answer.prompts)), PromptShare)
+        prompts = msgspec.convert(printable_all(msgspec.to_builtins(answer.prompts)), PromptShare | None)
     found = msgspec.convert(printable_all(msgspec.to_builtins(found)), list[Journey])  # files may hold anything
     if args.json:
         print(msgspec.json.encode(InspectAnswer(tuple(found), prompts)).decode(), flush=True)
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         _show(found, is_list=args.list or (len(found) > PICTURES_MAX and not args.id))
     else:
         print(_nothing(args), flush=True)
-    if not args.json and (said := share_line({"all": prompts.tokens}, _by_reason(prompts))):
+    if prompts and not args.json and (said := share_line({"all": prompts.tokens}, _by_reason(prompts))):
         print(f"\nin the cluster: {said}")
     return 0 if found else 1
 
