@@ -31,8 +31,11 @@ class AdmittingConnector:
         budget: PinBudget,
         blocks_of: Callable[[int], int],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        decodes: bool = True,
     ) -> None:
         self.inner = inner
+        self._decodes = decodes  # what is answered here counts; else it is nobody's prompt but P's
         self.prompts = PromptAccount()
         self._budget = budget
         self._blocks_of = blocks_of
@@ -47,7 +50,8 @@ class AdmittingConnector:
         self.inner.bind(pool)
 
     def on_new_request(self, request: EngineRequest) -> None:
-        self.prompts.came(request.request_id, len(request.prompt), _word(request))
+        if self._decodes:
+            self.prompts.came(request.request_id, len(request.prompt), _word(request))
         self.inner.on_new_request(request)
 
     def match(self, request: EngineRequest, local_tokens: int) -> Match:

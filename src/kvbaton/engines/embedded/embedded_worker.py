@@ -110,7 +110,7 @@ class EmbeddedWorker:
         )
         doorway.budget = budget_of(config.cache.blocks - 1, options.pin_share, options.pin_wait_s)
         needed = partial(pinned_blocks, config.model.groups, options.block_tokens)
-        self.admitting = AdmittingConnector(connector, doorway.budget, needed)
+        self.admitting = AdmittingConnector(connector, doorway.budget, needed, decodes=options.role != "prefill")
         self.fullness = Fullness()
         self.engine = Engine(config, self.admitting, views)
         self.thread = EngineThread(self.engine, doorway)
@@ -165,7 +165,7 @@ class EmbeddedWorker:
             **node_figures.figures(ledger, node.control.counters, time.monotonic(), engine.blocks),
             "data_refused_total": node_figures.data_refused(node.ranks),
             **node.doorway.budget.figures(engine.blocks),
-            **(self.admitting.prompts.figures() if self.options.role != "prefill" else {}),
+            **self.admitting.prompts.figures(),
             "full": int(self._is_full()),
             "peers": max(len(node.book) - 1, 0),
             "pins": node.doorway.pinned_blocks,
