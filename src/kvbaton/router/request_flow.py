@@ -99,14 +99,11 @@ class Flow:
         self._loads = Loads() if loads is None else loads
         self._prefixes = Prefixes(settings.prefix_pieces_max) if prefixes is None else prefixes
         self._chooser = Chooser(
-            roster, settings, self._loads, can_sign=minter is not None, on_passed_full=self._note_passed_full
+            roster, settings, self._loads, can_sign=minter is not None, on_passed_full=stats.waits.passed_full
         )
         self._replies = Replies(roster.health, stats, settings.settle_s)
         self._deadlines = Deadlines()
         self._now = self._deadlines.loop.time
-
-    def _note_passed_full(self) -> None:
-        self._stats.passed_full += 1
 
     @property
     def loads(self) -> Mapping[PeerId, int]:

@@ -15,7 +15,7 @@ from kvbaton.router.processes.process_link import CountedFigures, CountedTimes
 from kvbaton.router.processes.shared_counts import summed
 from kvbaton.router.router_stats import RouterStats, Waits
 
-_NUMBERS = ("tickets", "discards", "dropped", "passed_full")
+_NUMBERS = ("tickets", "discards", "dropped")
 _COUNTERS = ("tries", "alone", "ends", "responses", "failures", "retries", "probes")
 _OF_THE_ROOM = ("refused", "turned_away")
 _OF_THE_WAITS = ("tokens", "legs")
