@@ -77,6 +77,9 @@ MEANINGS: Mapping[str, str] = {
     "master",
     "store_name": "a kvbaton store's identity in the key directory",
     "store_timeout": "seconds for a look-up in it; five times that for a load",
+    "pin_share": "of P: the share of its KV cache that handoffs may pin, above 0 and at most 1 (no limit). Beyond it "
+    "requests wait, and are then refused as [`pins_full`](reasons.md#pins_full) ([more](operations.md#pressure))",
+    "pin_wait_s": "of P: seconds that a request waits for such room before it is refused",
     "transfer_timeout": "seconds within which a copy must make progress",
     "defer_timeout": "seconds to wait for the other side to know the request, or for D to find blocks",
     "claim_timeout": "seconds to wait for an answer to handshake and claim",

@@ -216,6 +216,11 @@ def _(make: Make) -> Load:
     return ended(make(), Reason.SOURCE_PREEMPTED)
 
 
+@story(Reason.PINS_FULL)
+def _(make: Make) -> Load:
+    return ended(make(), Reason.PINS_FULL)
+
+
 @story(Reason.SOURCE_ABORTED)
 def _(make: Make) -> Load:
     return ended(make(), Reason.SOURCE_ABORTED)

@@ -41,7 +41,7 @@ def test_commits_are_partly_stale(seen: SeenSeeds, how: str) -> None:
 @pytest.mark.parametrize(
     "fault",
     ["nibbled", "early_blocks", "store_read_on", "cache_replaced", "port_threw_late", "store_threw_late",
-     "receive_threw", "ticket_of_nobody", "plane_shut", "lost"],
+     "receive_threw", "ticket_of_nobody", "plane_shut", "lost", "pins_waited", "pins_refused"],
 )  # fmt: skip
 def test_it_is_met(seen: SeenSeeds, fault: str) -> None:
     assert seen.faults[fault] > 0

@@ -12,6 +12,7 @@ import msgspec
 
 from kvbaton.api.api_errors import bad_field
 from kvbaton.observe.tracing.trace_context import parse as parse_trace
+from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX
 
 FIELD = "kv_transfer_params"
@@ -79,6 +80,8 @@ NOTHING_FOR_D: dict[str, Any] = {
     "do_remote_prefill": True, "do_remote_decode": False, "mode": "pull", "ticket": None, "empty": True
 }  # fmt: skip
 """Tells D that P has computed the prompt and can hand nothing of it over. Routers pass it on like a ticket."""
+REFUSED_FOR_D: dict[str, Any] = {**NOTHING_FOR_D, "refused": str(Reason.PINS_FULL)}
+"""The same from a P that has no room to keep one more: kvbaton's router asks another P, other routers pass it on."""
 
 
 def target_params(mode: Mode, ticket: str | None) -> dict[str, Any]:

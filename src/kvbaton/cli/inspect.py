@@ -17,10 +17,12 @@ import msgspec
 
 from kvbaton.cli import screen
 from kvbaton.cli.arguments import url, whole
+from kvbaton.doctor.alone_checks import share_line
 from kvbaton.observe.flight import dumps, terminal_timeline
 from kvbaton.observe.flight.collector import LAST_MAX
 from kvbaton.observe.flight.joining import joined
 from kvbaton.observe.flight.journey import Journey
+from kvbaton.observe.flight.prompt_share import PromptShare
 from kvbaton.observe.flight.sanitize import printable, printable_all
 from kvbaton.observe.flight.terminal_timeline import Ink
 from kvbaton.processes.http_question import asked
@@ -34,10 +36,11 @@ PICTURES_MAX = 3
 """More journeys than this are shown as a list, unless one was requested by its id."""
 
 
-class InspectAnswer(msgspec.Struct, frozen=True):
+class InspectAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
     """The router's response."""
 
     journeys: tuple[Journey, ...]
+    prompts: PromptShare | None = None  # who computed them, in the whole cluster
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,17 +64,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     last = args.last or (LAST_MAX if args.id else 1)
+    prompts: PromptShare | None = None
     if args.files:
         found = from_files(args.files, last, args.failed, args.id or "")
     else:
-        found = from_router(args.router, last, args.failed, args.id or "")
+        answer = from_router(args.router, last, args.failed, args.id or "")
+        found = list(answer.journeys)
+        prompts = msgspec.convert(printable_all(msgspec.to_builtins(answer.prompts)), PromptShare | None)
     found = msgspec.convert(printable_all(msgspec.to_builtins(found)), list[Journey])  # files may hold anything
     if args.json:
-        print(msgspec.json.encode(InspectAnswer(tuple(found))).decode(), flush=True)
+        print(msgspec.json.encode(InspectAnswer(tuple(found), prompts)).decode(), flush=True)
     elif found:
         _show(found, is_list=args.list or (len(found) > PICTURES_MAX and not args.id))
     else:
         print(_nothing(args), flush=True)
+    if prompts and not args.json and (said := share_line({"all": prompts.tokens}, _by_reason(prompts))):
+        print(f"\nin the cluster: {said}")
     return 0 if found else 1
 
 
@@ -90,7 +98,13 @@ def from_files(paths: Sequence[Path], last: int, failed: bool, find: str) -> lis
     return joined(flights, last=last, failed=failed, find=find)
 
 
-def from_router(router: str, last: int, failed: bool, find: str) -> list[Journey]:
+def _by_reason(prompts: PromptShare) -> dict[str, int]:
+    """All that was computed alone; reasons that a report has no room for are one."""
+    other = prompts.alone - sum(prompts.reasons.values())
+    return {**prompts.reasons, **({"other": other} if other > 0 else {})}
+
+
+def from_router(router: str, last: int, failed: bool, find: str) -> InspectAnswer:
     """The records of the router, and those that it can still get from its workers."""
     query = {"last": str(last), **({"failed": "1"} if failed else {}), **({"id": find} if find else {})}
     question = f"{router}/flights?{urllib.parse.urlencode(query)}"
@@ -104,7 +118,7 @@ def from_router(router: str, last: int, failed: bool, find: str) -> list[Journey
             f"no response from a router at {router} ({why}); give --router URL, or --files with dumps of its processes"
         ) from None
     try:
-        return list(msgspec.json.decode(data, type=InspectAnswer).journeys)
+        return msgspec.json.decode(data, type=InspectAnswer)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CommandError(f"{router} is not a kvbaton router of this release: {error}") from None
 

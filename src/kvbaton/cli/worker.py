@@ -65,6 +65,8 @@ _HELP: Mapping[str, str] = {
     "block_tokens": "tokens per block",
     "max_num_seqs": "concurrently running requests",
     "waiting_max": "requests that wait; more are refused",
+    "pin_share": "share of P's KV blocks that handoffs may pin, above 0 to 1 (no limit); beyond it requests wait",
+    "pin_wait_s": "seconds that a request waits for such room before it is refused with 429",
     "seed": "seed of the model's weights; the same on P and D",
     "store": "tcp:// of a kvbaton store, or mooncake://host:port; empty: none",
     "store_name": "that store's name in the key directory",
@@ -90,7 +92,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "handoffs": (
         "transport", "checksum", "encrypt", "require_enforcement", "modes", "policy", "lease_s", "transfer_timeout",
-        "defer_timeout", "claim_timeout", "drain_s",
+        "defer_timeout", "claim_timeout", "drain_s", "pin_share", "pin_wait_s",
     ),
     "its engine": ("tp", "blocks", "block_tokens", "max_num_seqs", "waiting_max", "seed"),
     "shared store": ("store", "store_name", "store_timeout"),
@@ -98,7 +100,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 _METAVARS: Mapping[str, str] = {
     "announce_to": "HOST:PORT", "keys": "DIR", "registry": "ENDPOINT", "join_at": "ENDPOINT",
-    "store": "WHERE", "otlp_endpoint": "URL",
+    "store": "WHERE", "otlp_endpoint": "URL", "pin_share": "SHARE",
 }  # fmt: skip
 
 
@@ -121,7 +123,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         elif field.name in _CHOICES:
             more["choices"] = _CHOICES[field.name]
         else:
-            more |= {"type": port if field.name.endswith("_port") else _TYPES[field.type], "metavar": _metavar(field)}
+            read = _share if field.name.endswith("_share") else _TYPES[field.type]
+            more |= {"type": port if field.name.endswith("_port") else read, "metavar": _metavar(field)}
         place.get(field.name, parser).add_argument(flag_of(field.name), **more)
     log_arguments.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout when it serves")
@@ -184,6 +187,16 @@ def _metavar(field: msgspec.structs.FieldInfo) -> str:
     if field.name in _METAVARS:
         return _METAVARS[field.name]
     return {int: "N", float: "SECONDS"}.get(field.type, field.name.rpartition("_")[2].upper())
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a share above 0, at most 1") from None
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"got {text}, expected a share above 0, at most 1")
+    return value
 
 
 def _modes(text: str) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
+from kvbaton.doctor.alone_checks import alone_findings, by_label, share_line
 from kvbaton.doctor.finding import Finding, finding
 from kvbaton.observe.flight.sanitize import printable, printable_all
 from kvbaton.processes.http_question import asked
@@ -37,6 +38,8 @@ class SeenWorkerState(msgspec.Struct, frozen=True):
     links: dict[str, str] = {}  # source worker -> current transport
     links_total: dict[str, int] = {}
     given_up_total: dict[str, int] = {}
+    prompt_tokens: dict[str, int] = {}  # by where their KV came from
+    alone_tokens: dict[str, int] = {}  # computed by D although a P should have, by reason
     problem: str = ""
     clock_off_s: float = 0.0  # its clock minus ours, by the Date header of its response
 
@@ -60,6 +63,8 @@ class _Stats(msgspec.Struct, frozen=True):
     links: dict[str, str] = {}
     links_total: dict[str, int] = {}
     planes_given_up_total: dict[str, int] = {}
+    prompt_tokens_total: dict[str, int] = {}
+    alone_tokens_total: dict[str, int] = {}
 
 
 def workers(router: str, timeout_s: float) -> Iterator[SeenWorkerState]:
@@ -88,6 +93,7 @@ def findings(states: tuple[SeenWorkerState, ...]) -> Iterator[Finding]:
             way = "ahead of" if state.clock_off_s > 0 else "behind"
             found = f"its clock is {abs(state.clock_off_s):.0f} s {way} this machine's; tickets expire by the clock"
             yield finding("clock-off", where, found, "timedatectl set-ntp true on both hosts")
+        yield from alone_findings(where, state.prompt_tokens, state.alone_tokens)
 
 
 def lines(state: SeenWorkerState) -> Iterator[str]:
@@ -99,6 +105,8 @@ def lines(state: SeenWorkerState) -> Iterator[str]:
     offers = ", ".join(state.planes) or "what it was told"
     yield f"worker {state.worker}: offers {offers}; reads from {took or 'no peer now'}"
     yield f"  pairings so far: {_said(state.links_total)}; given up: {_said(state.given_up_total)}"
+    if said := share_line(state.prompt_tokens, state.alone_tokens):
+        yield f"  {said}"
 
 
 def _worker(listed: _ListedWorkers, timeout_s: float, until: float) -> SeenWorkerState:
@@ -121,6 +129,8 @@ def _worker(listed: _ListedWorkers, timeout_s: float, until: float) -> SeenWorke
         links=stats.links,
         links_total=stats.links_total,
         given_up_total=stats.planes_given_up_total,
+        prompt_tokens=stats.prompt_tokens_total,
+        alone_tokens=stats.alone_tokens_total,
         clock_off_s=answer.clock_off_s,
     )
 
@@ -131,13 +141,15 @@ def _vllm_worker(name: str, url: str, offers: tuple[str, ...], timeout_s: float,
         answer = _get(f"{url}/metrics", _left(timeout_s, until))
         text = answer.body.decode()
         links, given_up = _by_plane(text, "links_total"), _by_plane(text, "planes_given_up_total")
+        prompts, alone = by_label(text, "prompt_tokens_total", "source"), by_label(text, "alone_tokens_total", "reason")
     except (OSError, http.client.HTTPException) as error:
         return SeenWorkerState(name, url, problem=printable(f"does not respond: {error}"))
     except (ValueError, OverflowError) as error:
         return SeenWorkerState(name, url, problem=printable(f"does not respond like a worker: {error}"))
     return SeenWorkerState(
-        name, url, planes=offers, links_total=links, given_up_total=given_up, clock_off_s=answer.clock_off_s
-    )
+        name, url, planes=offers, links_total=links, given_up_total=given_up, clock_off_s=answer.clock_off_s,
+        prompt_tokens=prompts, alone_tokens=alone,
+    )  # fmt: skip
 
 
 def _by_plane(text: str, metric: str) -> dict[str, int]:

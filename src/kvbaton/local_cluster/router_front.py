@@ -38,6 +38,7 @@ from kvbaton.router.processes.router_parent import router_processes
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.announced import AnnouncedDirectory, Directories
 from kvbaton.router.workers.directory import ListedEngine, StaticDirectory, WorkerDirectory
+from kvbaton.router.workers.full_workers import FullWorkers
 from kvbaton.router.workers.registered import RegistryDirectory
 
 log = logging.getLogger(__name__)
@@ -88,7 +89,8 @@ async def fronted(
     async with contextlib.AsyncExitStack() as stack:
         parts: list[WorkerDirectory] = []
         registry = readers = plain = door = discard = show = None
-        listed, reported = functools.partial(_listed, gathering), functools.partial(_reported, gathering)
+        full: list[FullWorkers] = []  # once there is a list to mark them in
+        listed, reported = functools.partial(_listed, gathering), functools.partial(_reported, gathering, full)
         if keyring is not None and sources.registry_bind:
             admission = Admission(keyring) if sources.join_bind else None
             registry = RegistryServer(
@@ -119,7 +121,8 @@ async def fronted(
                 log.warning("[registry-silent] no registry has told of a worker within %g s; serving without", READ_S)
         if (source := readers or registry) is not None:
             registered = RegistryDirectory(source)
-            parts.append(registered)
+            full.append(FullWorkers(registered))
+            parts.append(full[0])
             discard, show = registered.discard, registered.show
         if sources.workers:
             parts.append(StaticDirectory(sources.workers))
@@ -194,7 +197,9 @@ def _listed(gathering: Gathering, workers: Sequence[RosterEntry]) -> None:
     gathering.listed({each.worker: (each.incarnation, each.role) for each in told})
 
 
-def _reported(gathering: Gathering, worker: WorkerId, incarnation: Incarnation, data: bytes) -> None:
+def _reported(
+    gathering: Gathering, full: Sequence[FullWorkers], worker: WorkerId, incarnation: Incarnation, data: bytes
+) -> None:
     """On the registry's thread. A report that cannot be decoded is skipped and counted."""
     try:
         report = decode(data)
@@ -203,6 +208,8 @@ def _reported(gathering: Gathering, worker: WorkerId, incarnation: Incarnation, 
         if worth_saying(gathering.counters["bad_reports"]):
             log.warning("[member-message] a report from %s was skipped: %s", worker, error)
         return
+    for each in full:
+        each.heard(worker, incarnation, report.gauges)
     gathering.heard(worker, incarnation, report)
 
 

@@ -18,6 +18,7 @@ from itertools import chain
 import msgspec
 
 from kvbaton.node.epochs import EpochTable
+from kvbaton.node.pin_budget import PinBudget
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import ProtocolError, Reason
@@ -88,6 +89,7 @@ class Doorway:
     def __init__(self, config: DoorwayConfig, epochs: EpochTable) -> None:
         self.config = config
         self.epochs = epochs
+        self.budget = PinBudget()  # of leases; the adapter sets the limit
         self.wake_node: Callable[[], None] = lambda: None
         self.wake_engine: Callable[[], None] = lambda: None
         self._to_node: deque[ev.Event] = deque()
@@ -116,6 +118,7 @@ class Doorway:
         self._last += 1
         lease = LeaseId(self._last)
         self._pins[lease] = []
+        self.budget.begun(lease, request)
         groups = self.config.groups
         begun = ev.LeaseBegun(lease, handoff, digest, tokens, groups, max_readers, target, deferred, request, trace)
         self._post(begun)
@@ -128,6 +131,7 @@ class Doorway:
             return ()
         real = _real(blocks)
         pins.extend(real)
+        self.budget.pin(lease, real)
         # Read here, on the thread that alone raises epochs: between this and the engine's touch no block can be
         # reused, so the epochs are those of the content that is leased. A commit is judged by whether they still hold.
         epochs = tuple(tuple(self.epochs.all_of(group)) for group in blocks)
@@ -343,6 +347,8 @@ class Doorway:
 
     def _unpinned(self, key: LeaseId | tuple[str, PutId]) -> list[Duty]:
         pins = self._pins.pop(key, None)
+        if pins is not None and not isinstance(key, tuple):
+            self.budget.unpin(key, pins)
         return [UnpinBlocks(tuple(pins))] if pins is not None else []
 
 

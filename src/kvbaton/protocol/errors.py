@@ -40,6 +40,7 @@ class Reason(enum.StrEnum):
     OTHER = "other"
     PEER_GONE = "peer_gone"
     PEER_UNKNOWN = "peer_unknown"
+    PINS_FULL = "pins_full"
     QUARANTINE_FULL = "quarantine_full"
     SOURCE_PREEMPTED = "source_preempted"
     SOURCE_ABORTED = "source_aborted"
@@ -77,6 +78,7 @@ MEANING: dict[Reason, tuple[Blame, str]] = {
     Reason.OTHER: (Blame.PEER, "The peer gave a reason that this version does not know."),
     Reason.PEER_GONE: (Blame.PEER, "The peer shut down or was replaced by a new incarnation."),
     Reason.PEER_UNKNOWN: (Blame.CALLER, "No registered peer has that name."),
+    Reason.PINS_FULL: (Blame.OPERATOR, "P's cache has no room that may be pinned for handoffs; pin_share limits it."),
     Reason.QUARANTINE_FULL: (Blame.OPERATOR, "Too many blocks wait for transfers that are not at rest."),
     Reason.SOURCE_PREEMPTED: (Blame.NOBODY, "P preempted the request while streaming its KV."),
     Reason.SOURCE_ABORTED: (Blame.NOBODY, "P's request ended before its prefill was complete."),

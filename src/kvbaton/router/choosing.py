@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 from kvbaton.api.api_errors import ApiError, unavailable
 from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import Mode
+from kvbaton.protocol.ids import PeerId
 from kvbaton.router import dialect_table, policy
 from kvbaton.router.attempt import ChosenRoute, RoutedCall, Tries
 from kvbaton.router.policy import Pair, Weights
@@ -25,11 +26,21 @@ from kvbaton.router.workers.worker_load import Loads
 class Chooser:
     """Chooses for every try of every request. One per router."""
 
-    def __init__(self, roster: AvailableWorkers, settings: RouterSettings, loads: Loads, *, can_sign: bool) -> None:
+    def __init__(
+        self,
+        roster: AvailableWorkers,
+        settings: RouterSettings,
+        loads: Loads,
+        *,
+        can_sign: bool,
+        on_passed_full: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_passed_full`: a worker that said that it is full was not asked, since another was not."""
         self._roster = roster
         self._settings = settings
         self._loads = loads
         self._can_sign = can_sign
+        self._on_passed_full = on_passed_full
         self._turns: dict[Mode | None, Iterator[int]] = defaultdict(itertools.count)
 
     def route(self, call: RoutedCall, tries: Tries, now: float) -> ChosenRoute:
@@ -45,6 +56,7 @@ class Chooser:
                 if able:
                     pair = policy.choose(able, next(self._turns[mode]), weights, tries.doubts)
                     if pair is not None:
+                        self._note_passed(view, {pair.prefill.peer, pair.decode.peer})
                         return ChosenRoute(mode, pair.decode, pair.prefill)
                     # Pairs serve this mode, but this request has failed on all of them. Another mode would ask the same
                     # workers again under another name.
@@ -55,7 +67,12 @@ class Chooser:
         worker = policy.alone(view.workers, next(self._turns[None]), weights, tries.doubts)
         if worker is None:
             raise self._nobody(call, tries, view)
+        self._note_passed(view, {worker.peer})
         return ChosenRoute(call.modes[0], worker, None)
+
+    def _note_passed(self, view: View, chosen: Set[PeerId]) -> None:
+        if view.full and view.full.isdisjoint(chosen):
+            self._on_passed_full()
 
     def other_decoder(self, pair: Pair, mode: Mode, tries: Tries, now: float) -> ListedEngine | None:
         """Another D for P's ticket, which names none, if the one that was chosen drains or left meanwhile."""

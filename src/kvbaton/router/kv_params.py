@@ -64,6 +64,7 @@ class Handover(msgspec.Struct, frozen=True):
 
     do_remote_prefill: bool = False
     ticket: str | None = None
+    refused: str | None = None  # P keeps nothing, for this reason
 
 
 _ticket = msgspec.msgpack.Decoder(tuple[Version, Ticket])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -21,6 +22,7 @@ from kvbaton.observe.flight.collector import LAST_MAX, Gathering
 from kvbaton.observe.flight.flight_records import FlightSeat
 from kvbaton.observe.flight.joining import FIND_CHARS_MIN
 from kvbaton.observe.flight.journey import Journey
+from kvbaton.observe.flight.prompt_share import share_of
 from kvbaton.router.http.http_types import Answer, Events, Handler, Request, json_answer
 from kvbaton.router.router_settings import OperatorPages
 
@@ -130,8 +132,11 @@ class FlightsPage:
     async def answer(self, request: Request) -> Answer | Events:
         wanted = FlightsQuery.parse(request.query)
         found = await self.journeys(wanted)
+        told: dict[str, Any] = {"journeys": found}
+        if (prompts := share_of(self._gathering.workers())).tokens:
+            told["prompts"] = prompts
         async with self._turn:
-            return await asyncio.to_thread(json_answer, {"journeys": found}, headers={"Cache-Control": "no-store"})
+            return await asyncio.to_thread(json_answer, told, headers={"Cache-Control": "no-store"})
 
     async def journeys(self, wanted: FlightsQuery) -> list[Journey]:
         """What is known, and what workers can still tell of it: they report twice a second, so the newest may lack."""

@@ -2,7 +2,8 @@
 
 Laws: only workers that can hand KV to each other are paired: a mode, a dialect and a transport in common, equal
 compatibility digests, two different workers. A pair with fewer doubts (suspect, shunned) goes before one with more,
-whatever it costs. Among equals the policy decides, and where it sees no difference turns 0, 1, 2, … take all in turn.
+whatever it costs, and then one with room before one that says it is full: advice, which never leaves nobody. Among
+equals the policy decides, and where it sees no difference turns 0, 1, 2, … take all in turn.
 
 A policy is a function that gives pairs a cost, in the table `POLICIES`; docs/router.md says how to write another one.
 """
@@ -26,7 +27,7 @@ HOME_SHARE = 0.5
 """The part of a prompt that its home is taken to have seen: other routers may have sent its beginning there."""
 WEIGHED_MAX = 256
 """Pairs that are weighed for one request; of more, those of the least loaded workers."""
-_NEVER = (WorkerListState.DRAINING, WorkerListState.BROKEN, WorkerListState.NO_HTTP)
+NEVER = (WorkerListState.DRAINING, WorkerListState.BROKEN, WorkerListState.NO_HTTP)
 
 
 class Pair(msgspec.Struct, frozen=True):
@@ -138,8 +139,8 @@ def mismatch(prefill: ListedEngine, decode: ListedEngine, mode: Mode) -> str | N
 
 def pairs(workers: Sequence[ListedEngine], mode: Mode) -> list[Pair]:
     """All pairs that can serve `mode`, ordered so that neighbours share as few workers as possible."""
-    prefills = [worker for worker in workers if worker.prefills and worker.state not in _NEVER]
-    decodes = [worker for worker in workers if worker.decodes and worker.state not in _NEVER]
+    prefills = [worker for worker in workers if worker.prefills and worker.state not in NEVER]
+    decodes = [worker for worker in workers if worker.decodes and worker.state not in NEVER]
     if not prefills or not decodes:
         return []
     found = []
@@ -161,7 +162,7 @@ def choose(able: Sequence[Pair], turn: int, weights: Weights = PLAIN, doubts: Do
         able = _least_loaded_part(able, weights)
     cost_of = policy.cost(able, weights)
     best: list[Pair] = []
-    least = (0, 0.0)
+    least = (0, 0, 0.0)
     has_doubts = doubts is not NO_DOUBTS
     for pair in able:
         suspects = (pair.prefill.state is WorkerListState.SUSPECT) + (pair.decode.state is WorkerListState.SUSPECT)
@@ -169,7 +170,7 @@ def choose(able: Sequence[Pair], turn: int, weights: Weights = PLAIN, doubts: Do
             if _is_out(pair, doubts):
                 continue
             suspects += (pair.prefill.peer in doubts.shun) + (pair.decode.peer in doubts.shun)
-        cost = (suspects, cost_of(pair))
+        cost = (suspects, pair.prefill.full + pair.decode.full, cost_of(pair))
         if not best or cost < least:
             best, least = [pair], cost
         elif cost == least:
@@ -182,18 +183,16 @@ def alone(
 ) -> ListedEngine | None:
     """A worker that answers by itself, prompt and all."""
     able = [
-        worker
-        for worker in workers
-        if worker.decodes and worker.state not in _NEVER and worker.peer not in doubts.avoid
+        worker for worker in workers if worker.decodes and worker.state not in NEVER and worker.peer not in doubts.avoid
     ]
     if not able:
         return None
     by_load = POLICIES[weights.policy].by_load
     order = able[turn % len(able) :] + able[: turn % len(able)]
 
-    def cost(worker: ListedEngine) -> tuple[int, float]:
+    def cost(worker: ListedEngine) -> tuple[int, bool, float]:
         load = weights.loads.get(worker.peer, 0) if by_load else 0
-        return _doubt(worker, doubts), load - weights.seen.get(worker.peer, 0.0)
+        return _doubt(worker, doubts), worker.full, load - weights.seen.get(worker.peer, 0.0)
 
     return min(order, key=cost)
 
@@ -244,7 +243,7 @@ def explain(workers: Sequence[ListedEngine], mode: Mode) -> str:
             return f"every {role} worker is draining; start one with: kvbaton worker --role {role} …"
         if all(worker.state is WorkerListState.NO_HTTP for worker in candidates):
             return f"no {role} worker has an HTTP address; those here are inside other servers, which ask them"
-        if all(worker.state in _NEVER for worker in candidates):
+        if all(worker.state in NEVER for worker in candidates):
             return f"no {role} worker responds; the router probes them and uses one when it does"
     reasons = [
         reason for prefill in prefills for decode in decodes if (reason := mismatch(prefill, decode, mode)) is not None

@@ -39,6 +39,7 @@ from kvbaton.observe.flight.flight_records import WHOLE
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router import dialect_table, kv_params
+from kvbaton.router.alone_words import check_kept, word_for, word_params
 from kvbaton.router.attempt import ChosenRoute, RoutedCall, Tries
 from kvbaton.router.choosing import Chooser
 from kvbaton.router.deadlines import Deadline, Deadlines
@@ -97,7 +98,9 @@ class Flow:
         self._log_book = log_book or LogBook(Gathering())
         self._loads = Loads() if loads is None else loads
         self._prefixes = Prefixes(settings.prefix_pieces_max) if prefixes is None else prefixes
-        self._chooser = Chooser(roster, settings, self._loads, can_sign=minter is not None)
+        self._chooser = Chooser(
+            roster, settings, self._loads, can_sign=minter is not None, on_passed_full=stats.waits.passed_full
+        )
         self._replies = Replies(roster.health, stats, settings.settle_s)
         self._deadlines = Deadlines()
         self._now = self._deadlines.loop.time
@@ -188,7 +191,7 @@ class Flow:
         try:
             if ask.target is None:
                 try:
-                    found = _handed(source, await self._legs.whole(source, self._patience(call)), ask.needs_answer)
+                    found = _handed(source, await self._prefilled(source, self._patience(call)), ask.needs_answer)
                     trip.answered(kv_params.handoff_of(found[1]))
                     times.append(self._now())
                 finally:
@@ -214,7 +217,9 @@ class Flow:
         load = self._loads.take(route.decode.peer, tries.tokens + answer_tokens(call.fields))
         try:
             headers = call.named(None, tries.trip.leg("decode"))
-            answer = await self._decode(call, tries.trip, headers, route.decode, None)
+            word = word_for(tries.alone, tries.last, self._roster.view(self._now()).workers)
+            said = word_params(word, route.decode)
+            answer = await self._decode(call, tries.trip, headers, route.decode, said)
             return Reply(self._replies, route, answer, load, tries.trip)
         except BaseException:
             load.give()
@@ -255,7 +260,7 @@ class Flow:
         # P's leg is a task, because it may end long after D's first byte, when this method has returned: whatever must
         # happen at its end is a callback of the task. D's is one, because either may fail first.
         times = [self._now()]
-        source = asyncio.create_task(self._legs.whole(leg, self._patience(call)))
+        source = asyncio.create_task(self._prefilled(leg, self._patience(call)))
         source.add_done_callback(lambda _: prefilling.give())
         source.add_done_callback(lambda _: times.append(self._now()))
         source.add_done_callback(functools.partial(_answered, trip))
@@ -282,6 +287,11 @@ class Flow:
             finally:  # also where a second cancellation ends the wait
                 unused()  # P may have leased already, and D will not come for it
             raise
+
+    async def _prefilled(self, leg: Leg, timeout_s: float) -> WorkerAnswer:
+        answer = await self._legs.whole(leg, timeout_s)
+        check_kept(leg, answer.data)
+        return answer
 
     def _patience(self, call: RoutedCall) -> float:
         """Ends a silent leg just before the deadline ends the request."""

@@ -50,7 +50,7 @@ class Waits:
         self.whole = Histograms(metric_names.ROUTER_REQUEST_SECONDS)
         self.between = Histograms(metric_names.ROUTER_INTER_TOKEN_SECONDS)
         self.tokens: Counter[str] = Counter()  # by what (prompt, output; chunks of streams that bear one) and mode
-        self.legs: Counter[str] = Counter()  # by what (asked, failed), side and worker
+        self.legs: Counter[str] = Counter()  # by what (asked, failed; passed over as full), side and worker
         self.sum_s = 0.0
         self.count = 0
 
@@ -75,6 +75,10 @@ class Waits:
     def leg(self, what: Literal["asked", "failed"], side: str, worker: str) -> None:
         """A worker was asked for its part of a request, or failed at it."""
         count(self.legs, worker, f"{what}:{side}", LEGS_MAX)
+
+    def passed_full(self) -> None:
+        """A choice passed over a worker that said that it is full."""
+        self.legs["passed:full"] += 1
 
     @property
     def histograms(self) -> tuple[Histograms, ...]:
@@ -152,6 +156,7 @@ class RouterStats:
             "tickets_minted_total": self.tickets,
             "tickets_discarded_total": self.discards,
             "legs_dropped_total": self.dropped,
+            "passed_full_total": sum(_of("passed", self.waits.legs).values()),
             "held_bytes": self.room.bytes,
             "held_refused_total": dict(self.room.refused),
             "connections_turned_away_total": dict(self.room.turned_away),

@@ -17,6 +17,8 @@ import pytest
 
 import kvbaton
 from kvbaton.engines.vllm.metrics_outbox import FLIGHTS_MAX, Tray
+from kvbaton.node.pin_budget import PinBudget
+from kvbaton.node.prompt_account import PromptAccount
 from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics.metric_names import Where
@@ -96,14 +98,15 @@ class Side:
             port_faults={},
             control=SimpleNamespace(counters={"connections": 3, "admitted": 2}),
             loop=SimpleNamespace(faults=0),
-            doorway=SimpleNamespace(pinned_blocks=5, put_blocks=1),
-            facts=SimpleNamespace(blocks=60),
+            doorway=SimpleNamespace(pinned_blocks=5, put_blocks=1, budget=PinBudget(45)),
+            facts=SimpleNamespace(blocks=60, role="decode"),
             peer=SimpleNamespace(worker="d0"),
         )
         links = SimpleNamespace(data_refused=lambda: self.turned_away, mapped_bytes=lambda: 1 << 30)
-        self.presence = SimpleNamespace(node=node, links=links)
+        self.presence = SimpleNamespace(node=node, links=links, is_full=lambda: True)
         self.stored = SimpleNamespace(figures=lambda: {"store_puts_total": 4}, held_blocks=1)
         self.reporting = SimpleNamespace(
+            prompts=PromptAccount(),
             refused=Counts({"peer_unknown": 1}),
             told=Counts(),
             gauges_told={},
@@ -138,6 +141,8 @@ def test_only_what_is_new_is_told(stats: ModuleType) -> None:
     first = stats.BatonStats.of(side)
     assert first.data["counts"]["leases_total"] == 2 and first.data["counts"]["ends_total peer_unknown"] == 1
     assert (first.data["gauges"]["pinned_blocks"], first.data["gauges"]["store_pins"]) == (6, 2)
+    assert [first.data["gauges"][name] for name in ("pin_max_blocks", "pin_waiting", "full")] == [45, 0, 1.0]
+    assert first.data["counts"]["prompt_tokens_total alone"] == 0 == first.data["counts"]["pin_refused_total"]
     assert stats.BatonStats.of(side) is None
     side.counts["leases"] += 1
     second = stats.BatonStats.of(side)

@@ -58,6 +58,10 @@ def test_everything_can_be_said() -> None:
         ({"fault_copy_delay_s": -1}, "fault_copy_delay_s"),
         ({"copy_share": 0}, "copy_share"),
         ({"copy_share": 1.5}, "copy_share"),
+        ({"pin_share": 0}, "pin_share: got 0.0, expected a share of the cache"),
+        ({"pin_share": 1.5}, "pin_share"),
+        ({"pin_share": float("nan")}, "pin_share"),
+        ({"pin_wait_s": 0}, "pin_wait_s: got 0.0, expected seconds"),
         ({"checksum": "some"}, "checksum"),
     ],
 )

@@ -61,6 +61,13 @@ def responses(good: float, bad: float, wrong: float = 0) -> Series:
     return found
 
 
+def prompts(alone: float, handed: float) -> Series:
+    found: Series = {}
+    for source, step in (("alone", alone), ("handoff", handed), ("cached", 0)):
+        found |= counted("kvbaton_prompt_tokens_total", f'{D0},source="{source}"', step)
+    return found
+
+
 def lease(age: float) -> Series:
     hold = stands("kvbaton_lease_hold_max_seconds", P0, 180)
     return {**hold, **stands("kvbaton_oldest_lease_seconds", P0, age)}
@@ -121,6 +128,8 @@ FIRES: dict[str, list[Series]] = {
     "KvbatonPinsLeaked": [moving(4, 0, 0), LEAKED],
     "KvbatonLeasesExpire": [expiry(10, 1), expiry(1, 1)],
     "KvbatonHandoffsFail": [ends(9, 1), ends(0, 1)],
+    "KvbatonDecodeAlone": [prompts(20, 100), prompts(100, 0)],
+    "KvbatonPinsRefused": [counted("kvbaton_pin_refused_total", P0, 1)],
     "KvbatonTransferShareHigh": [waits(10, 4), waits(10, 4, "push")],
     "KvbatonPeerRefused": [
         counted("kvbaton_hello_refused_total", f'{P0},reason="incompatible"', 1),
@@ -147,6 +156,8 @@ IS_SILENT: dict[str, list[Series]] = {
     "KvbatonPinsLeaked": [moving(0, 0, 0), moving(4, 1, 0), moving(4, 0, 1), JUST_STARTED],
     "KvbatonLeasesExpire": [expiry(100, 1), expiry(0, 0)],
     "KvbatonHandoffsFail": [ends(99, 1), ends(9, 0, aborted=50), ends(0, 0)],
+    "KvbatonDecodeAlone": [prompts(1, 100), prompts(0, 100), prompts(0, 0), prompts(5, 5)],
+    "KvbatonPinsRefused": [stands("kvbaton_pin_refused_total", P0, 90), counted("kvbaton_pin_refused_total", P0, 0.1)],
     "KvbatonTransferShareHigh": [waits(10, 2), waits(0, 0)],
     "KvbatonPeerRefused": [
         counted("kvbaton_hello_refused_total", f'{P0},reason="incompatible"', 0),

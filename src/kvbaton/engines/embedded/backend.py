@@ -212,12 +212,15 @@ def _engine_request(request: GenerateRequest) -> EngineRequest:
         seed=request.seed,
         logprobs=request.logprobs,
     )
-    return EngineRequest(RequestId(request.request_id), request.prompt, sampling, request.cache_salt, request.handoff)
+    name, handoff = RequestId(request.request_id), request.handoff
+    return EngineRequest(name, request.prompt, sampling, request.cache_salt, handoff, request.said)
 
 
 def _finished(output: Output) -> Finished:
     if output.status is RequestStatus.ERROR:
         raise RefusedError("handoff", output.reason, output.reason.partition(":")[0])
+    if output.status is RequestStatus.REFUSED:
+        raise RefusedError("full", output.reason, output.reason.partition(":")[0])
     if output.status is RequestStatus.ABORTED:
         raise RefusedError("stopping", "the request was aborted")
     reason = "stop" if output.status is RequestStatus.STOPPED else "length"

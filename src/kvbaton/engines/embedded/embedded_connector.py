@@ -135,6 +135,14 @@ class EmbeddedConnector:
                 return LoadOrder(tokens)
         return LoadOrder(missing) if strict and missing > 0 else Nothing()
 
+    def failure_of(self, request: RequestId) -> End | None:
+        """How its handoff failed, while no other source has been found."""
+        return self._lost.get(request)
+
+    def is_from_store(self, request: RequestId) -> bool:
+        """Whether the last answer to `match` was a load from the store."""
+        return request in self._from_store
+
     def allocated(self, request: EngineRequest, blocks: BlockIds, external_tokens: int) -> None:
         if external_tokens == 0:
             self._begin(request)
@@ -226,6 +234,11 @@ class EmbeddedConnector:
         )
         self._begun.add(request.request_id)
         self._outgoing[request.request_id] = Outgoing(lease)
+
+    def refused(self, request: EngineRequest, reason: Reason) -> None:
+        """The prompt will not be computed here: a D that waits for it is told so."""
+        self._begin(request)
+        self._end_outgoing(request.request_id, reason)
 
     def layer_done(self, layer: int, chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:

@@ -76,6 +76,7 @@ class Engine:
         self.connector.step_begin()
         outputs += self.scheduler.take_reports()
         work = self.scheduler.schedule()
+        outputs += self.scheduler.take_refused()
         self.tokens_last_step = sum(each.tokens for each in work)
         if work:
             outputs += self._compute(work)

@@ -12,6 +12,7 @@ import logging
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ from kvbaton.control.registry.registry_messages import HeldReport
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.announcing import Herald, announcement
 from kvbaton.engines.embedded.backend import MODEL_NAME, EngineBackend, EngineThread
+from kvbaton.engines.embedded.embedded_admission import AdmittingConnector, pinned_blocks
 from kvbaton.engines.embedded.embedded_connector import EmbeddedConnector
 from kvbaton.engines.embedded.embedded_engine import Engine
 from kvbaton.engines.embedded.embedded_storing import NO_STATS
@@ -50,6 +52,8 @@ from kvbaton.node.cluster_node import (
     make_doorway,
     new_life,
 )
+from kvbaton.node.fullness import Fullness
+from kvbaton.node.pin_budget import budget_of
 from kvbaton.observe.metrics import node_metrics as node_figures
 from kvbaton.protocol.events import DrainStarted
 from kvbaton.protocol.ids import PeerId, RequestId, rank_peer
@@ -104,7 +108,11 @@ class EmbeddedWorker:
         connector = EmbeddedConnector(
             doorway, config.model.groups, options.block_tokens, options.policy, storing=storing
         )
-        self.engine = Engine(config, connector, views)
+        doorway.budget = budget_of(config.cache.blocks - 1, options.pin_share, options.pin_wait_s)
+        needed = partial(pinned_blocks, config.model.groups, options.block_tokens)
+        self.admitting = AdmittingConnector(connector, doorway.budget, needed, decodes=options.role != "prefill")
+        self.fullness = Fullness()
+        self.engine = Engine(config, self.admitting, views)
         self.thread = EngineThread(self.engine, doorway)
         self.node = ClusterNode(
             facts,
@@ -156,6 +164,9 @@ class EmbeddedWorker:
             "incarnation": f"{node.peer.incarnation:016x}",
             **node_figures.figures(ledger, node.control.counters, time.monotonic(), engine.blocks),
             "data_refused_total": node_figures.data_refused(node.ranks),
+            **node.doorway.budget.figures(engine.blocks),
+            **self.admitting.prompts.figures(),
+            "full": int(self._is_full()),
             "peers": max(len(node.book) - 1, 0),
             "pins": node.doorway.pinned_blocks,
             "pinned_ratio": round(node.doorway.pinned_blocks / engine.blocks, 4),
@@ -183,8 +194,14 @@ class EmbeddedWorker:
             "running": engine.running,
             "waiting": engine.waiting,
             "loading": engine.loading,
+            "full": float(self._is_full()),
+            **(self.admitting.prompts.gauges() if self.options.role != "prefill" else {}),
             **({"store_pins": self.store.storing.stats()["store_pins"]} if self.store is not None else {}),
         }
+
+    def _is_full(self) -> bool:
+        engine = self.engine.stats()
+        return self.fullness.look(engine.free_blocks, engine.blocks, self.node.doorway.budget.waiting)
 
     def _make_lookup(self, keyring: Keyring) -> ForeignLookup:
         options = self.options

@@ -13,6 +13,7 @@ import msgspec
 
 from kvbaton.engines.embedded.block_cache import HashChain
 from kvbaton.engines.embedded.block_tables import Tables
+from kvbaton.observe.codes.alone_reasons import UNASKED
 from kvbaton.protocol.ids import RequestId
 
 
@@ -23,6 +24,7 @@ class RequestStatus(enum.Enum):
     LENGTH = "length"
     ABORTED = "abort"
     ERROR = "error"
+    REFUSED = "refused"  # the connector has no room for it: elsewhere, or later
 
 
 class RequestState(enum.Enum):
@@ -69,6 +71,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     sampling: Sampling = Sampling()
     cache_salt: str = ""
     handoff: object = None  # the connector's; the engine never looks at it
+    said: str = UNASKED  # why nothing is handed over, as the router said it; for the connector too
 
 
 class Output(msgspec.Struct, frozen=True):

@@ -35,7 +35,13 @@ class LoadOrder(msgspec.Struct, frozen=True):
     tokens: int
 
 
-Match = NotYet | Nothing | LoadOrder
+class NoRoom(msgspec.Struct, frozen=True):
+    """The request is refused: it ends at once, and `request_finished` follows."""
+
+    reason: str
+
+
+Match = NotYet | Nothing | LoadOrder | NoRoom
 
 
 class LoadOutcome(msgspec.Struct, frozen=True):

@@ -29,7 +29,7 @@ from kvbaton.engines.embedded.engine_request import (
     RequestStatus,
     Sequence,
 )
-from kvbaton.engines.embedded.hooks import Connector, LoadOrder, LoadOutcome, NotYet
+from kvbaton.engines.embedded.hooks import Connector, LoadOrder, LoadOutcome, NoRoom, NotYet
 from kvbaton.protocol.ids import RequestId
 
 
@@ -58,6 +58,7 @@ class Scheduler:
         self.sequences: dict[RequestId, Sequence] = {}
         self.waiting: list[Sequence] = []  # WAITING, LOADING or LOADED, in order of arrival
         self.running: list[Sequence] = []  # in order of admission
+        self._refused: list[Output] = []  # by the connector, in this step
 
     def add(self, request: EngineRequest) -> None:
         """Accept a request, or raise `RejectedError`."""
@@ -103,6 +104,11 @@ class Scheduler:
         if len(self.running) == running_before:  # nobody was preempted: there is room for more
             work += self._admit(budget)
         return work
+
+    def take_refused(self) -> list[Output]:
+        """Requests that the connector refused in the last `schedule`."""
+        refused, self._refused = self._refused, []
+        return refused
 
     def advance(self, sequence: Sequence, tokens: int) -> None:
         """`tokens` more of a request have their KV; full blocks can now be found by others."""
@@ -196,6 +202,9 @@ class Scheduler:
         hit = self._lookup(sequence)
         answer = self.connector.match(sequence.request, hit.tokens)
         if isinstance(answer, NotYet):
+            return _Turn.LATER
+        if isinstance(answer, NoRoom):
+            self._refused.append(self._end(sequence, RequestStatus.REFUSED, answer.reason, RequestState.ENDED))
             return _Turn.LATER
         if not isinstance(answer, LoadOrder):
             return _Turn.RUN if self._take(sequence, hit, 0) else _Turn.NO_ROOM

@@ -17,10 +17,12 @@ from kvbaton.api.api_errors import bad_field, unknown_model
 from kvbaton.api.bodies import Body, BodyKind
 from kvbaton.api.foreign import ForeignLookup
 from kvbaton.api.merge import AnswerPart, split
-from kvbaton.api.params import TransferParams
+from kvbaton.api.params import FIELD, TransferParams
 from kvbaton.api.responses import Asked, ResponseShape
 from kvbaton.engines.embedded import responses_plan, tokenizer
 from kvbaton.engines.embedded.handoff_params import handoffs_of
+from kvbaton.node.prompt_account import word_of
+from kvbaton.observe.codes.alone_reasons import UNASKED
 
 LOGPROBS_MAX = 20
 MAX_TOKENS_DEFAULT = {BodyKind.COMPLETION: 16, BodyKind.CHAT: 128, BodyKind.RESPONSES: 128}
@@ -56,6 +58,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: int | None = None  # None: none; 0: of the chosen token; k: of the k likeliest too
     cache_salt: str = ""
     handoff: TransferParams | None = None
+    said: str = UNASKED  # why nothing is handed over
 
 
 class PlannedJob(msgspec.Struct, frozen=True):
@@ -91,6 +94,7 @@ def plan(body: Body, name: str, cards: Sequence[ModelCard], lookup: ForeignLooku
     jobs = []
     for part, handoff in zip(split(body), handoffs, strict=True):
         request = _request(part.fields, body.kind, name, card, handoff)
+        request = msgspec.structs.replace(request, said=word_of(body.fields.get(FIELD)))
         shape = _shape(body, card.id, name, created_unix_s, request.logprobs)
         is_source = handoff is not None and handoff.do_remote_decode  # its one token is nobody's answer
         if is_source and request.max_tokens > 1:

@@ -20,6 +20,7 @@ from kvbaton.control.joining.member_names import AUTO
 from kvbaton.control.joining.own_address import own_address
 from kvbaton.control.moriio import FORGET_S
 from kvbaton.control.registry.registry_places import registry_places
+from kvbaton.node.pin_budget import PIN_SHARE, PIN_WAIT_S
 from kvbaton.observe.tracing.export import traces_url
 from kvbaton.protocol import privileges
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id
@@ -46,6 +47,9 @@ DIALECTS: Mapping[Dialect, ModeName] = {"moriio-read": "pull", "moriio-write": "
 PORT_MAX = 65535
 TP_MAX = 64
 BLOCKS_MAX = 1 << 20
+_SECONDS = (
+    "lease_s", "transfer_timeout", "defer_timeout", "claim_timeout", "drain_s", "store_timeout", "pin_wait_s",
+)  # fmt: skip
 STORE_TIMEOUT_S_MAX = 6.0  # five times this is what a store may be asked for at most
 
 
@@ -82,6 +86,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_tokens: int = 16
     max_num_seqs: int = 32
     waiting_max: int = 1024
+    pin_share: float = PIN_SHARE  # of P's cache, that handoffs may pin; 1: no limit
+    pin_wait_s: float = PIN_WAIT_S  # how long a request waits for room to pin before it is refused
     seed: int = 7  # of the model's weights; P and D must agree
     store: str = ""  # of a shared store, if any: `runtime.store_places`
     store_name: str = "store"  # of a kvbaton store, in the key directory
@@ -103,7 +109,9 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
             self._check_announcement()
         for field in ("http_port", "control_port"):
             self._check_range(field, 0, PORT_MAX)
-        for field in ("lease_s", "transfer_timeout", "defer_timeout", "claim_timeout", "drain_s", "store_timeout"):
+        if not 0 < self.pin_share <= 1:  # false for NaN as well
+            raise _bad("pin_share", self.pin_share, "a share of the cache, above 0 and at most 1")
+        for field in _SECONDS:
             value = getattr(self, field)
             least = LEASE_S_MIN if field == "lease_s" else DURATION_S_MIN
             if not least <= value <= TERM_S_MAX:  # false for NaN as well

@@ -20,6 +20,7 @@ from kvbaton.control.joining.member_names import AUTO
 from kvbaton.control.joining.own_address import own_address
 from kvbaton.control.rank_names import data_parallel_name
 from kvbaton.control.registry.registry_places import registry_places
+from kvbaton.node.pin_budget import PIN_SHARE, PIN_WAIT_S
 from kvbaton.observe.tracing.export import traces_url
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId, is_worker_id
@@ -39,6 +40,7 @@ GET_PER_LOOKUP = 5.0  # a load may take this many times as long as a look-up: it
 PUT_S_MAX = 20.0
 _SECONDS = (
     "ticket_ttl_s", "transfer_timeout", "defer_timeout", "claim_timeout", "lease_s", "max_hold_s", "store_timeout",
+    "pin_wait_s",
 )  # fmt: skip
 STORE_TIMEOUT_S_MAX = 6.0  # five times this is what a store may be asked for at most
 
@@ -80,6 +82,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     store: str = ""  # a shared store: tcp://host:port of a kvbaton store, mooncake://host:port of a mooncake_master
     store_name: str = STORE_NAME  # a kvbaton store's identity in the key directory
     store_timeout: float = 2.0  # of a look-up; a load may take five times as long
+    pin_share: float = PIN_SHARE  # of P's cache, that handoffs may pin; 1: no limit
+    pin_wait_s: float = PIN_WAIT_S  # how long a request waits for room to pin before it is refused
     transfer_timeout: float = 30.0
     defer_timeout: float = 60.0
     claim_timeout: float = 10.0
@@ -140,6 +144,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if self.store_timeout > STORE_TIMEOUT_S_MAX:
             raise _bad("store_timeout", self.store_timeout, f"at most {STORE_TIMEOUT_S_MAX} s")
         _checked("copy_share", self.copy_share, check_share)
+        if not 0 < self.pin_share <= 1:  # false for NaN as well
+            raise _bad("pin_share", self.pin_share, "a share of the cache, above 0 and at most 1")
         if not (math.isfinite(self.fault_copy_delay_s) and self.fault_copy_delay_s >= 0):
             raise _bad("fault_copy_delay_s", self.fault_copy_delay_s, "seconds, 0 or more")
         try:

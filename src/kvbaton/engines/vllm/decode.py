@@ -9,8 +9,6 @@ of the cache (decision 0002).
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,18 +18,16 @@ from kvbaton.api.params import Mode
 from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.engines.vllm.guard import note
 from kvbaton.engines.vllm.load_admission import LoadAdmission
+from kvbaton.engines.vllm.prompt_counting import FailedLoads
 from kvbaton.engines.vllm.request_content import content_digest, handed_position
 from kvbaton.engines.vllm.step_metadata import LoadVerdict
 from kvbaton.engines.vllm.transfer_params import Target
 from kvbaton.engines.vllm.vllm_block_tables import Grouping, Tables, real
 from kvbaton.node.doorway import Doorway, LoadReport, MatchState
-from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.ids import RequestId
-
-log = logging.getLogger(__name__)
 
 NOT_YET: tuple[int | None, bool] = (None, False)
 NOTHING: tuple[int | None, bool] = (0, False)
@@ -64,7 +60,7 @@ class Decode:
     _doomed: dict[str, End] = field(default_factory=dict)
     _loads: dict[str, _Load] = field(default_factory=dict)
     _verdicts: list[LoadVerdict] = field(default_factory=list)
-    _said: Counter[str] = field(default_factory=Counter)
+    failed: FailedLoads = field(default_factory=FailedLoads)
 
     def accepted(self, request: Any, target: Target) -> None:
         """A request came whose prompt KV is promised: claim it now, long before there is room for it."""
@@ -200,13 +196,7 @@ class Decode:
         self._verdicts.append(LoadVerdict(request_id, failed=not end.delivered and not bad, bad_blocks=tuple(bad)))
 
     def _say(self, request_id: str, end: End) -> None:
-        """Log a failure, of each reason the first few and then ever fewer."""
-        if end.delivered or end.reason is Reason.ABORTED:
-            return
-        self._said[str(end.reason)] += 1
-        if worth_saying(self._said[str(end.reason)]):
-            what = "its prompt is computed here" if self.recomputes else "it fails"
-            log.warning("[no-kv] kvbaton: no KV for request %s (%s: %s); %s", request_id, end.reason, end.detail, what)
+        self.failed.say(request_id, end, recomputes=self.recomputes)
 
     def _bad_blocks(self, load: _Load, end: End) -> Iterable[int]:
         """What must be computed again, where vLLM can keep the rest, and some of it is good."""

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbaton.api.params import NOTHING_FOR_D, Mode, target_params
+from kvbaton.api.params import NOTHING_FOR_D, REFUSED_FOR_D, Mode, target_params
 from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.engines.vllm.request_content import content_digest, handed_position, shorten
 from kvbaton.engines.vllm.step_metadata import Leaving
@@ -60,12 +60,13 @@ class Prefill:
     prompts: dict[str, PrefillPrompt] = field(default_factory=dict)
     _announced: deque[_Announcement] = field(default_factory=deque)
     _declined: set[str] = field(default_factory=set)  # D is to compute these itself, and waits for a word
+    refused: set[str] = field(default_factory=set)  # for want of room to pin: likewise
 
     def accepted(self, request: Any, source: ParamsSource) -> None:
         """A request came whose KV is wanted elsewhere. Where layers keep states, it is shortened."""
         stateful = self.grouping.stateful
         position = handed_position(request.num_prompt_tokens, self.grouping.slides, stateful)
-        if stateful and (position == 0 or _wants_whole_prompt(request)):
+        if stateful and (position == 0 or wants_whole_prompt(request)):
             if source.mode is Mode.PULL:
                 self._declined.add(request.request_id)
             return
@@ -82,6 +83,9 @@ class Prefill:
         """A request got its first blocks: whoever reads behind it may claim from now on."""
         prompt = self.prompts.get(request.request_id)
         if prompt is None or prompt.source.mode is Mode.PULL or prompt.lease is not None or prompt.spoilt:
+            return
+        if not self.door.budget.holds(RequestId(request.request_id)):
+            prompt.spoilt = True  # nobody has asked whether there is room
             return
         try:
             ticket = self.door.open_ticket(prompt.source.ticket or "")
@@ -144,8 +148,13 @@ class Prefill:
         if prompt is None:
             declined = request.request_id in self._declined
             self._declined.discard(request.request_id)
+            if request.request_id in self.refused:
+                self.refused.discard(request.request_id)
+                return dict(REFUSED_FOR_D) if well else None
             return dict(NOTHING_FOR_D) if declined and well else None
         whole_prompt = well and request.num_computed_tokens >= prompt.position
+        if not self.door.budget.holds(RequestId(request.request_id)):
+            whole_prompt = False  # vLLM did not ask about it: nothing was promised
         if self.grouping.stateful and request.num_computed_tokens > prompt.position:
             whole_prompt = False  # its states have counted more tokens than are handed over
         try:
@@ -228,7 +237,7 @@ class Prefill:
             self.pool.unpin(real(kept))
 
 
-def _wants_whole_prompt(request: Any) -> bool:
+def wants_whole_prompt(request: Any) -> bool:
     """Whether its answer is of the prompt itself, which then cannot be shortened."""
     reads_all = bool(getattr(request, "skip_reading_prefix_cache", False))
     return reads_all or getattr(request, "pooling_params", None) is not None

@@ -24,11 +24,14 @@ from kvbaton.control.joining.enrolment import Enrolment
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.moriio import FORGET_S, MoriioAnnouncer
 from kvbaton.control.moriio import registration as moriio_registration
+from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.engines.vllm.connector_settings import ConnectorSettings, Moriio
 from kvbaton.engines.vllm.data_parallel import DataParallelPlace
 from kvbaton.engines.vllm.server_draining import DrainWatch
 from kvbaton.node.cluster_node import ClusterNode, ClusterSettings, EngineFacts, make_doorway
+from kvbaton.node.fullness import Fullness
 from kvbaton.node.observation import dump_on_signal
+from kvbaton.node.prompt_account import PromptAccount
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.ranks.engine_store import EngineStore
@@ -73,14 +76,31 @@ class Presence:
             _cluster_settings(settings),
             store=self.shelf,
             links=self.links,
-            gauges=lambda: {"blocks": float(facts.blocks)},
+            gauges=self._gauges,
             member=enrolment.member,
         )
         self.node.know({WorkerId(name): (endpoint, "") for name, endpoint in settings.peers.items()})
+        self._pool: PinnedPool | None = None
+        self._prompts = PromptAccount()
+        self._fullness = Fullness()
         self._announcer: MoriioAnnouncer | None = None
         self._closing = threading.Event()
         self._undrained = threading.Lock()  # taken once, by the first order
         self._herald = threading.Thread(target=self._be_listed, name="kvbaton-herald", daemon=True)
+
+    def observe(self, pool: PinnedPool, prompts: PromptAccount) -> None:
+        """What is told of the engine: its free blocks, and who computed its prompts."""
+        self._pool, self._prompts = pool, prompts
+
+    def is_full(self) -> bool:
+        """From any thread: reads of ints."""
+        free = self._pool.free_blocks if self._pool is not None else self.node.facts.blocks
+        return self._fullness.look(free, self.node.facts.blocks - 1, self.node.doorway.budget.waiting)
+
+    def _gauges(self) -> dict[str, float]:
+        facts = self.node.facts
+        prompts = self._prompts.gauges() if facts.role != "prefill" else {}
+        return {"blocks": float(facts.blocks), "full": float(self.is_full()), **prompts}
 
     def start(self) -> None:
         node = self.node

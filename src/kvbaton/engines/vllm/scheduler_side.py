@@ -22,7 +22,7 @@ import msgspec
 
 from kvbaton.control.joining.enrolment import Enrolment
 from kvbaton.control.registry.registry_messages import Role
-from kvbaton.engines.vllm import interpreter, request_content
+from kvbaton.engines.vllm import interpreter, prompt_counting, request_content
 from kvbaton.engines.vllm.block_pool import PinnedPool, is_exact
 from kvbaton.engines.vllm.cache_specs import state_blocks
 from kvbaton.engines.vllm.connector_settings import ConnectorSettings
@@ -32,11 +32,12 @@ from kvbaton.engines.vllm.guard import guarded, makes, note, returns
 from kvbaton.engines.vllm.load_admission import LoadAdmission
 from kvbaton.engines.vllm.no_store import NoStore
 from kvbaton.engines.vllm.pacing import LOAD_NAP_S, NAP_S, Pace
+from kvbaton.engines.vllm.pin_admission import PinAdmission
 from kvbaton.engines.vllm.prefill import Prefill
 from kvbaton.engines.vllm.presence import Presence
 from kvbaton.engines.vllm.step_metadata import BatonStep, Leaving, LoadVerdict, RankCard, StepDone
 from kvbaton.engines.vllm.store_side import Storing
-from kvbaton.engines.vllm.transfer_params import Ask, ForeignLookup, ParamsSource, Target, ask_of
+from kvbaton.engines.vllm.transfer_params import Ask, ForeignLookup, ParamsSource, Target, ask_of, wants_kv
 from kvbaton.engines.vllm.vllm_block_tables import Grouping, Tables
 from kvbaton.engines.vllm.vllm_compat import compat_key
 from kvbaton.engines.vllm.vllm_layout import RankFacts, engine_layout, vllm_groups
@@ -44,6 +45,7 @@ from kvbaton.engines.vllm.vllm_stats import Reporting
 from kvbaton.engines.vllm.waiting import Waiting, status_aside
 from kvbaton.node.cluster_node import EngineFacts, new_life
 from kvbaton.node.doorway import Doorway, DropBlocks, LoadReport, UnpinBlocks
+from kvbaton.node.pin_budget import budget_of
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.ranks.rank_messages import RankInvitation
@@ -124,7 +126,9 @@ class SchedulerSide:
         node, news = presence.node, self._pace.news
         door = node.doorway
         door.wake_engine = news.set
+        door.budget = budget_of(self._cache.num_blocks - 1, self._settings.pin_share, self._settings.pin_wait_s)
         pool = PinnedPool(self._block_pool, door.epochs)
+        presence.observe(pool, self.reporting.prompts)
         recomputes = self._config.kv_transfer_config.kv_load_failure_policy == "recompute"
         keeps_prefix = len(self._cache.kv_cache_groups) == 1 and not grouping.stateful
         lookup = ForeignLookup(
@@ -142,6 +146,7 @@ class SchedulerSide:
         )
         total = self._cache.num_blocks
         decode = Decode(door, pool, grouping, recomputes, keeps_prefix, self._count_end, room, total)
+        decode.failed = prompt_counting.FailedLoads(self.reporting.prompts)
         stored = NoStore()
         if presence.shelf is not None:
             presence.shelf.wake_engine = news.set
@@ -177,6 +182,7 @@ class SchedulerSide:
         if live is None:
             return
         self._do_duties(live)
+        prompt_counting.came(self.reporting.prompts, request)
         if getattr(request, "resumable", False):  # a session whose prompt grows: there is no one prompt to hand over
             live.decode.disowned(request, Reason.ABORTED)
             return
@@ -185,7 +191,7 @@ class SchedulerSide:
         try:
             ask = ask_of(request, live.lookup)
         except ProtocolError as error:
-            if self._decodes and _wants_kv(request.kv_transfer_params):
+            if self._decodes and wants_kv(request.kv_transfer_params):
                 live.decode.refused(request, End(error.reason, error.detail))
             return
         is_used = ask is not None or isinstance(live.stored, Storing)
@@ -223,11 +229,15 @@ class SchedulerSide:
                 return NOT_YET  # vLLM has looked up more of it than it is now
         if live.waiting.comes_back(request.request_id):
             return NOT_YET
+        if live.pins.is_put_off(request):
+            live.waiting.waits(request)
+            return NOT_YET
         # A handoff goes before the store: P holds blocks for it until it is told what became of them. The store is
         # asked where there is no handoff, or it has failed.
         answer = live.decode.match(request, local_tokens)
-        if answer == NOTHING:
+        if of_store := answer == NOTHING:
             answer = live.stored.match(request, local_tokens)
+        self.reporting.prompts.looked(request.request_id, local_tokens, of_store=of_store)
         if getattr(request, "skip_reading_prefix_cache", False):
             return NOTHING  # it wants its whole prompt computed; vLLM before 0.31 takes an answer all the same
         if answer == NOT_YET:
@@ -259,6 +269,7 @@ class SchedulerSide:
         if live is None:
             return BatonStep(step)
         self._try_duties(live)
+        prompt_counting.begun(self.reporting.prompts, scheduled)
         leaving = self._leaving(live, scheduled)
         ends_prompts = live.stored.ends_prompts(step, scheduled, partial(self._tables, scheduled))
         return BatonStep(step, self._failures(live), leaving, ends_prompts, live.is_awaited)
@@ -341,6 +352,7 @@ class SchedulerSide:
         if isinstance(live.held.pop(request.request_id, None), Target):
             live.decode.disowned(request, Reason.ABORTED)
         live.waiting.left(request.request_id)
+        self.reporting.prompts.left(request.request_id)
         live.stored.finished(request, tables, well=well)
         try:  # each half must see the end, whatever the other did with it: both hold blocks for this request
             live.decode.finished(request)
@@ -348,6 +360,7 @@ class SchedulerSide:
             try:
                 answer = live.prefill.finished(request, tables, well=well)
             finally:
+                live.pins.left(request)
                 request_content.forget(request)
         return False, answer
 
@@ -399,7 +412,7 @@ class _Live:
     """What exists once the engine has its cache."""
 
     __slots__ = (
-        "arrived", "decode", "door", "failures", "held", "lookup", "pool", "prefill", "stored", "waiting"
+        "arrived", "decode", "door", "failures", "held", "lookup", "pins", "pool", "prefill", "stored", "waiting"
     )  # fmt: skip
 
     def __init__(
@@ -418,7 +431,8 @@ class _Live:
         self.lookup = lookup
         self.stored = stored
         self.held: dict[str, Ask | None] = {}  # requests that came, by what they ask, until their content is known
-        self.waiting = Waiting(decode.blocked, status_aside())
+        self.pins = pins = PinAdmission(prefill, door.budget)
+        self.waiting = Waiting(lambda each: decode.blocked(each) or pins.blocked(each), status_aside())
         self.arrived: list[str] = []  # loads of which vLLM is to be told
         self.failures: list[LoadVerdict] = []  # and those of which the workers are
 
@@ -434,8 +448,3 @@ class _Live:
                 self.arrived.append(verdict.request_id)
             else:
                 self.failures.append(verdict)
-
-
-def _wants_kv(raw: object) -> bool:
-    """Whether parameters that cannot be read were meant for a D: then the failure policy decides."""
-    return isinstance(raw, dict) and raw.get("do_remote_decode") is not True

@@ -17,7 +17,7 @@ from kvbaton.observe.tracing.trace_context import HEADER as TRACE_HEADER
 from kvbaton.observe.tracing.trace_context import parse as parse_trace
 from kvbaton.protocol.errors import ProtocolError, Reason
 
-__all__ = ["Ask", "ForeignLookup", "ParamsSource", "Target", "ask_of"]
+__all__ = ["Ask", "ForeignLookup", "ParamsSource", "Target", "ask_of", "wants_kv"]
 
 
 class ParamsSource(msgspec.Struct, frozen=True):
@@ -55,6 +55,11 @@ def ask_of(request: Any, lookup: ForeignLookup) -> Ask | None:
     if params.do_remote_decode:
         return ParamsSource(params.mode, params.ticket, trace)
     return Target(params.mode, params.ticket or "", trace)
+
+
+def wants_kv(raw: object) -> bool:
+    """Whether parameters that cannot be read were meant for a D: then the failure policy decides."""
+    return isinstance(raw, dict) and raw.get("do_remote_decode") is not True
 
 
 def _trace_of(request: Any) -> str:

@@ -23,6 +23,7 @@ from kvbaton.control.rank_names import data_parallel_name
 from kvbaton.engines.vllm import guard
 from kvbaton.engines.vllm.guard import guarded, returns
 from kvbaton.engines.vllm.metrics_outbox import Tray
+from kvbaton.node.prompt_account import PromptAccount
 from kvbaton.observe.flight.flight_records import DELIVERED
 from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics import node_metrics as node_figures
@@ -84,6 +85,7 @@ class Reporting:
 
     turn: Turn = field(default_factory=Turn)
     tray: Tray = field(default_factory=Tray)  # ended handoffs
+    prompts: PromptAccount = field(default_factory=PromptAccount)
     refused: Counter[str] = field(default_factory=Counter)  # ends that never reached the ledger, by reason
     told: Counter[str] = field(default_factory=Counter)
     gauges_told: dict[str, float] = field(default_factory=dict)
@@ -110,8 +112,12 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
         if presence is None or not reporting.turn.comes():
             return None
         node, ledger = presence.node, presence.node.ledger
-        refused = {"data_refused_total": presence.links.data_refused()}
-        counts = _flat({**node_figures.counters(ledger, node.control.counters), **side.stored.figures(), **refused})
+        more: dict[str, Any] = {"data_refused_total": presence.links.data_refused()}
+        if node.facts.role != "prefill":
+            more |= reporting.prompts.figures()
+        budget = dict(node.doorway.budget.figures(node.facts.blocks - 1))
+        more["pin_refused_total"] = budget.pop("pin_refused_total")
+        counts = _flat({**node_figures.counters(ledger, node.control.counters), **side.stored.figures(), **more})
         counts["faults_total"] = sum(guard.faults.values()) + node.loop.faults + sum(node.port_faults.values())
         for reason, count in reporting.refused.items():
             counts[f"ends_total {reason}"] += count
@@ -123,6 +129,7 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
         gauges["pinned_blocks"] = node.doorway.pinned_blocks + side.stored.held_blocks
         gauges["pinned_ratio"] = round(gauges["pinned_blocks"] / node.facts.blocks, 4)
         gauges["store_pins"] = node.doorway.put_blocks + side.stored.held_blocks
+        gauges |= {**budget, "full": float(presence.is_full())}
         gauges["mapped_bytes"] = presence.links.mapped_bytes()
         rows = reporting.tray.take()
         if not fresh and not rows and gauges == reporting.gauges_told:

@@ -45,6 +45,8 @@ CODES: tuple[CodeEntry, ...] = (
             "name one that has vLLM and kvbaton: --vllm-python PATH"),
     finding("vllm-untested", WARNING, "This vLLM is newer than the versions that the connector was tested with.",
             "pip install 'vllm>=0.30,<0.33', or try it: the connector refuses to start if something is missing"),
+    finding("decode-alone", WARNING, "A decode engine computes prompts that a prefill engine should have computed.",
+            "see the reason in the finding: kvbaton explain REASON, or docs/metrics.md"),
     finding("worker-silent", ERROR, "A worker of the cluster does not answer.",
             "see its log; stop it to remove it from the registry"),
     # --- ports

@@ -129,6 +129,13 @@ ADVICE: dict[Reason, Advice] = {
          "the ticket is from another cluster"),
         ("curl ROUTER/workers: is it listed?", "if not, look for [not-listed] or [registry-silent] in its log"),
     ),
+    Reason.PINS_FULL: Advice(
+        ("P computes faster than D's read: leases pile up", "a D that claims and does not finish",
+         "a pin_share that is too small for the prompts"),
+        ("add decode capacity, or find the D whose handoffs do not end: kvbaton inspect --failed",
+         "raise pin_share on P (or --pin-share); pin_wait_s is how long a request waits for room"),
+        ("metrics kvbaton_pinned_ratio, kvbaton_pin_waiting and kvbaton_pin_refused_total of P",),
+    ),
     Reason.QUARANTINE_FULL: Advice(
         ("a data plane that cannot cancel (NIXL, Mooncake over TCP) has many transfers that never finish",
          "a peer that stopped in mid-transfer"),

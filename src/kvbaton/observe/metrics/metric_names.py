@@ -9,11 +9,22 @@ from __future__ import annotations
 
 from kvbaton.observe.flight.flight_records import DELIVERED, STAGES
 from kvbaton.observe.metrics.metric_types import Label, Metric, MetricError, MetricKind, Where
+from kvbaton.observe.metrics.pressure_names import (  # listed with all others, by `METRICS`
+    ALONE_TOKENS,
+    FULL,
+    PIN_MAX,
+    PIN_REFUSED,
+    PIN_WAITING,
+    PROMPT_TOKENS,
+)
 from kvbaton.protocol.errors import Reason
 from kvbaton.transports.catalogue import ORDER, SUMS
 from kvbaton.transports.core.refusals import Cause
 
-__all__ = ["BY_NAME", "METRICS", "Label", "Metric", "MetricError", "MetricKind", "Where", "named", "of"]
+__all__ = [
+    "ALONE_TOKENS", "BY_NAME", "FULL", "METRICS", "PIN_MAX", "PIN_REFUSED", "PIN_WAITING", "PROMPT_TOKENS", "Label",
+    "Metric", "MetricError", "MetricKind", "Where", "named", "of",
+]  # fmt: skip
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 180.0)
 SIZES = tuple(float(1 << power) for power in range(12, 36, 2))
@@ -305,6 +316,9 @@ ROUTER_ALONE = _counter(
     Label("reason", ("short", "cached", "fallback", "prompt_logprobs", "echo", "prompt_embeds", "search"), "why"),
     from_zero=True,
 )  # fmt: skip
+ROUTER_PASSED_FULL = _counter(
+    "router_passed_full", "Attempts in which a worker that said that it is full was passed over for another.", (_R,)
+)
 ROUTER_LEG_FAILURES = _counter(
     "router_leg_failures", "Requests of the router to workers that failed, by side and error code.", (_R,),
     Label("side", ("prefill", "decode", "mid_stream"), "the worker that failed; `mid_stream`: D, after its first byte"),

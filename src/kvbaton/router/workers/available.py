@@ -29,6 +29,7 @@ class View:
         self.workers = workers
         self.peers = frozenset(worker.peer for worker in workers)
         self.staying = frozenset(worker.peer for worker in workers if worker.state is not WorkerListState.DRAINING)
+        self.full = frozenset(worker.peer for worker in workers if worker.full)
         self._pairs: dict[Mode, list[Pair]] = {}
 
     def pairs(self, mode: Mode) -> list[Pair]:

@@ -47,6 +47,7 @@ class ListedEngine(msgspec.Struct, frozen=True, dict=True):
     tp_size: int = 1
     dp_rank: int = 0  # which of the engines behind its URL it is
     dp_size: int = 1  # how many those are, at least: with several a request names the one that it is for
+    full: bool = False  # it says that it has no room: asked after those that have
 
     @functools.cached_property
     def peer(self) -> PeerId:

@@ -41,6 +41,7 @@ EXCUSES: dict[Reason, tuple[str, ...]] = {
     _R.LEASE_EXPIRED: (SHORT, LATE_TICKETS, "preempted", *_LEFT, *_STUCK, *_APART),
     _R.PEER_GONE: (*_APART, *_STUCK),
     _R.PEER_UNKNOWN: ("ticket_of_nobody", *_APART, *_STUCK),
+    _R.PINS_FULL: ("pins_refused",),
     _R.QUARANTINE_FULL: (TIGHT, *_STUCK),  # a push that was delivered is not at rest before its loans are back
     _R.SOURCE_ABORTED: (*_LEFT, *_STUCK, *_APART),  # also a Quiesced of which only the repetition came
     _R.SOURCE_PREEMPTED: ("preempted",),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvbaton.proof.sim.checks.handoff_record import Record
+from kvbaton.proof.sim.checks.pin_checks import check_pins
 from kvbaton.proof.sim.promises import HANG, LEAK, NEEDLESS, RULE, WRONG, Broken
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import DrainStarted, PutWanted, Wanted
@@ -87,6 +88,7 @@ class Vigil:
         for put in self._life.store.open:
             if ("put", put) not in doorway._pins:
                 raise Broken(WRONG, f"{self._name}: a store reads put {put}, and its blocks are not pinned")
+        check_pins(self._life)
 
     # --- bounds
 

@@ -51,6 +51,7 @@ class Hardships(msgspec.Struct, frozen=True, kw_only=True):
     recorded: bool = True  # nodes keep flight records
     throws: float = 0.0  # share of stops, fences, closings and looks for news that raise
     stores_read_on: bool = False  # a store that was told to stop reads on for a while
+    pins: float = 1.0  # the share of P's cache that handoffs may pin; beyond it prompts wait, and are refused
 
 
 def beside(rng: random.Random, name: str) -> random.Random:
@@ -68,6 +69,7 @@ def draw(rng: random.Random, profile: str) -> Hardships:
     nibbles = profile in NIBBLED and one_in(NIBBLED[profile], "nibbles")
     lossy = not (expiry or nibbles) and one_in(2 if profile == "healthy" else 6, "lossy")
     quotas = profile != "healthy" and not lossy and one_in(6, "quotas")
+    squeezed = profile != "healthy" and not (lossy or nibbles) and one_in(3, "pins")
     planes: tuple[str, ...] = ()
     if nibbles:  # who enforces loans lets nobody read on
         planes = beside(rng, "planes").choice((("rdma",), ("cma",), ("shm",)))
@@ -95,4 +97,5 @@ def draw(rng: random.Random, profile: str) -> Hardships:
         recorded=not one_in(3, "recorded"),
         throws=0.2 if profile != "healthy" and one_in(6, "throws") else 0.0,
         stores_read_on=one_in(2, "stores_read_on"),
+        pins=beside(rng, "how many pins").choice((0.1, 0.3, 0.5)) if squeezed else 1.0,
     )

@@ -191,6 +191,7 @@ def _honest(rng: random.Random) -> Plan:
             lists_early=hard.lists_early,
             skips=hard.skips,
             recorded=hard.recorded,
+            pins=hard.pins,
             features=int(ALL_FEATURES & ~Feature.PUSH if mixed and rng.random() < 0.5 else ALL_FEATURES),
             required=1 << 40 if mixed and rng.random() < 0.2 else 0,
             store_fails=0.5 if engines or bad else 0.05,

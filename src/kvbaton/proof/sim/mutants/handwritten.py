@@ -12,6 +12,7 @@ from kvbaton.proof.sim.mutants.mutants_dialogue import DIALOGUE_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_discard import DISCARD_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_door import DOOR_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_liars import LIAR_MUTANTS
+from kvbaton.proof.sim.mutants.mutants_pins import PIN_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_planes import PLANE_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_push import PUSH_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_ranks import RANK_MUTANTS
@@ -28,6 +29,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *DOOR_MUTANTS,
     *DISCARD_MUTANTS,
     *DEVICE_MUTANTS,
+    *PIN_MUTANTS,
     *PLANE_MUTANTS,
     *RANK_MUTANTS,
     *VERSION_MUTANTS,

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -14,6 +15,7 @@ import msgspec
 from kvbaton.node.doorway import Doorway, DoorwayConfig
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import Node, Rank
+from kvbaton.node.pin_budget import budget_of
 from kvbaton.node.ports import StorePort
 from kvbaton.node.ticket_discard import discarded
 from kvbaton.observe.flight.recorder import Recorder
@@ -50,6 +52,7 @@ TICKET_KEY = b"simulated cluster key 0123456789"
 
 STEALS = 0.4
 LATE_S_MAX = 0.1
+PIN_WAIT_S = 1.0
 
 _STOPS_NODE = ("process", "loop")
 _STOPS_ENGINE = ("process", "engine")
@@ -78,6 +81,7 @@ class Character(msgspec.Struct, frozen=True):
     lists_early: bool = False
     skips: float = 0.0
     recorded: bool = True
+    pins: float = 1.0  # the share of its cache that handoffs may pin
     features: int = int(ALL_FEATURES)
     required: int = 0
     versions: Versions = SPOKEN
@@ -131,6 +135,7 @@ class Life:
         self.transports = self._make_transports(fabric)
         self.ranks = self._make_ranks(fabric)
         self.doorway = self._make_doorway()
+        self.pins_max = int((character.shape.blocks - 1) * character.pins) if character.pins < 1 else math.inf
         self.store = SimStore(world, character.store_fails, character.stores_read_on)
         self.store.set_waker(self.wake)
         self.node = self._make_node()
@@ -183,6 +188,10 @@ class Life:
     def receive(self, source: WorkerId, frame: bytes) -> None:
         self.control.inbox.append((source, frame))
         self.wake()
+
+    def lift_pins(self) -> None:
+        """All has healed: nobody is short of room any more."""
+        self.pins_max = self.doorway.budget.blocks_max = math.inf
 
     def take_back(self, ticket: str) -> None:
         """The registry passes on that nobody will use a ticket; whose it is is for the production code to say."""
@@ -329,6 +338,7 @@ class Life:
         )
         # The table grows with what the pool hands out: how many blocks there are may be known later than it is made.
         doorway = WatchedDoorway(config, EpochTable(self.peer.incarnation % (shape.blocks + 1)))
+        doorway.budget = budget_of(shape.blocks - 1, self.character.pins, PIN_WAIT_S)
         doorway.wake_node = self.wake
         doorway.wake_engine = self._wake_with_news
         return doorway

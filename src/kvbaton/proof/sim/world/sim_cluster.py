@@ -119,6 +119,7 @@ class Cluster:
                 self.worker_faults.resume(life)
         for life in self.lives.values():
             life.engine.preempt = life.engine.skips = life.store.throws = 0.0
+            life.lift_pins()
 
     def delivered(self) -> int:
         return sum(life.node.ledger.desk.counts["ends.delivered"] for life in self.every_life)

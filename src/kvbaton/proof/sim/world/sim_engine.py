@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kvbaton.node.doorway import Doorway, DropBlocks, LoadReport, MatchState, UnpinBlocks
+from kvbaton.node.pin_budget import Room
 from kvbaton.proof.sim.promises import DEATH, STRANGER, Broken
 from kvbaton.proof.sim.world.fetching import Fetching
 from kvbaton.proof.sim.world.sim_announcing import Announcer
@@ -26,6 +27,8 @@ from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.ids import HandoffId, RequestId
+
+LATE_LOOK_S = 0.01
 
 
 class SimEngine:
@@ -181,7 +184,30 @@ class SimEngine:
             return self._prefill(request)
         return self._decode(request) if request.phase is Phase.DECODING else []
 
+    def _is_put_off(self, request: SimRequest) -> bool:
+        """Whether a prompt that is computed for others has no room to be pinned, yet or for good."""
+        per_group = -(-request.tokens // self.shape.block_tokens)
+        groups = range(len(self.shape.group_layers))
+        blocks = sum(1 if group in self.shape.states else per_group for group in groups)
+        budget, now = self.doorway.budget, self.world.now
+        waited = budget.waits(request.id, now)
+        room = budget.ask(request.id, blocks, now)
+        if room is Room.WAITING and not waited:
+            self.world.faults["pins_waited"] += 1
+            self.world.after(budget.wait_s + LATE_LOOK_S, self.on_wake)
+        if room is Room.REFUSED:
+            self.world.faults["pins_refused"] += 1
+            if request.handoff:
+                self._begin_lease(request)
+                assert request.lease is not None
+                self.doorway.source_ended(request.lease, Reason.PINS_FULL)
+                request.lease = None
+            self._finish(request, "failed", str(Reason.PINS_FULL))
+        return room is not Room.ADMITTED
+
     def _schedule(self, request: SimRequest) -> None:
+        if request.role == "prefill" and self._is_put_off(request):
+            return
         if request.role == "decode" and request.ticket and not request.remote_done:
             match = self.doorway.match(request.id)
             if match.state is MatchState.NOT_YET:
@@ -328,6 +354,7 @@ class SimEngine:
         request.lease = self.doorway.begin(
             request.handoff, digest_of(request), request.tokens, target=request.target, max_readers=request.max_readers
         )
+        self.doorway.budget.begun(request.lease, request.id)
 
     def _chunk_end(self, request: SimRequest) -> int:
         """Whole blocks only, until the last chunk takes the tail along."""
@@ -393,6 +420,7 @@ class SimEngine:
 
     def _remove(self, request: SimRequest) -> None:
         self._free(request)
+        self.doorway.budget.left(request.id)
         del self.requests[request.id]
         if request.aborted:
             request.on_end("aborted", "")

@@ -1,0 +1,55 @@
+"""What the router tells a D that answers alone, so that its account can tell what was planned from what a P owed.
+
+And what a P tells the router that keeps nothing of a prompt, for want of room.
+
+Law: pure; words are of the closed list `alone_reasons`, and only workers of this cluster are told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvbaton.api.api_errors import RETRY_AFTER_S, ApiError
+from kvbaton.observe.codes.alone_reasons import FIELD, WORDS
+from kvbaton.protocol.errors import Reason
+from kvbaton.router import kv_params
+from kvbaton.router.policy import NEVER
+from kvbaton.router.worker_calls import Leg, LegError
+from kvbaton.router.workers.directory import ListedEngine, WorkerListState
+
+FALLBACK = "fallback"
+
+
+def word_for(alone: str, last: LegError | None, workers: Sequence[ListedEngine]) -> str:
+    """Why D computes the prompt: as planned, or what was wrong with the prefill workers."""
+    if alone != FALLBACK:
+        return alone
+    if last is not None and last.is_handoff:
+        return "handoff_failed"
+    if last is not None and last.side == "prefill":
+        return "prefill_full" if last.busy else "prefill_failed"
+    prefills = [worker for worker in workers if worker.prefills]
+    if not prefills:
+        return "no_prefill"
+    if all(worker.state is WorkerListState.DRAINING for worker in prefills):
+        return "prefill_draining"
+    return "prefill_broken" if all(worker.state in NEVER for worker in prefills) else "no_pair"
+
+
+def word_params(word: str, worker: ListedEngine) -> bytes | None:
+    """The parameters that carry the word; None for workers of other systems, and for words that D does not know."""
+    return msgspec.json.encode({FIELD: word}) if worker.is_own and word in WORDS else None
+
+
+def check_kept(leg: Leg, answer: bytes) -> None:
+    """`LegError` where P answers that it keeps nothing, for want of room: it is full, and another may not be."""
+    try:
+        found = kv_params.handover(answer)
+    except (ValueError, RecursionError):
+        return  # somebody else's to judge
+    if found is not None and found[1].refused == Reason.PINS_FULL:
+        said = f"prefill worker {leg.worker.name} has no room to keep the prompt's KV for a handoff; try again later"
+        fault = ApiError(429, said, type="overloaded_error", code=str(Reason.PINS_FULL), retry_after_s=RETRY_AFTER_S)
+        raise LegError(leg.side, leg.worker, fault, busy=True)
