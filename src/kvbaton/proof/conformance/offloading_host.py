@@ -59,6 +59,8 @@ class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
 class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]
     """One block a chunk."""
 
+    _worker: Any
+
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         if not self._worker:
             self._worker = HostOffloadingWorker(kv_caches, self.num_chunks)
