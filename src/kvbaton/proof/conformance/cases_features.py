@@ -56,7 +56,7 @@ def a_beginning_that_d_has_is_good_for_drafts_too(lab: Lab, mode: str) -> None:
     demand(d.watch.loaded_tokens[other.at_d] == 34 - 16, f"D loaded {d.watch.loaded_tokens[other.at_d]} tokens")
 
 
-@case(drafts=((0, 1), (1, 0), (1, 2)), overlapped=(False,))
+@case(drafts=((0, 1), (1, 0)), overlapped=(False,))
 def a_drafter_on_one_side_alone_is_refused_by_name(lab: Lab, drafts: tuple[int, int]) -> None:
     """D computes the prompt, and with it what its drafter needs."""
     p, d = lab.duo(*(EngineShape(drafts=each, blocks=81) for each in drafts), lease_s=1.0)
