@@ -197,6 +197,7 @@ docs: $(VENV)/.dev docs-env ## generate pages and build the site
 	$(BIN)/python tools/glossary_docs.py
 	$(BIN)/python tools/commands_docs.py
 	$(BIN)/python tools/settings_docs.py
+	$(BIN)/python tools/compatibility_docs.py
 	$(BIN)/python tools/docs_diagrams.py
 	$(BIN)/python tools/docs_pictures.py
 	$(BIN)/python tools/llms_docs.py
@@ -251,7 +252,8 @@ vllm-test: $(VLLM_VENV)/.planes $(ROUTER_VENV)/.ready ## real vLLM engines: answ
 vllm-full: $(VLLM_VENV)/.nixl $(VLLM_VENV)/.planes ## real vLLM engines: shapes, expiry, faults
 	$(VLLM_BIN)/python -m pytest -s -rA tests/vllm/test_shapes.py tests/vllm/test_expiry.py tests/vllm/test_faults.py \
 		tests/vllm/test_real_router_formats.py tests/vllm/test_conformance.py tests/vllm/test_store_mooncake.py \
-		tests/vllm/test_data_parallel_shapes.py tests/vllm/test_routers.py tests/vllm/test_pages.py
+		tests/vllm/test_data_parallel_shapes.py tests/vllm/test_routers.py tests/vllm/test_pages.py tests/vllm/test_cache_specs.py \
+		tests/vllm/test_features.py tests/vllm/test_weights.py
 
 # The real Dynamo package: that its workers take our connector once vLLM has loaded its plugins (docs/dynamo.md).
 dynamo-test: $(DYNAMO_VENV)/.ready ## the real Dynamo package takes the connector

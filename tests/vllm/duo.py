@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -143,8 +143,11 @@ def running_duo(
     d_args: Sequence[str] = (),
     ranks: tuple[int, int] = (1, 1),
     before_waiting: Callable[[], None] = lambda: None,
+    around: Callable[[str, dict[str, Any]], dict[str, Any]] = lambda name, config: config,
+    env: Mapping[str, str] | None = None,
 ) -> Iterator[Duo]:
-    """Everything up, and gone afterwards. `ranks`: data-parallel ones of P and of D."""
+    """Everything up, and gone afterwards. `ranks`: data-parallel ones of P and of D. `around` makes what vLLM is
+    configured with of what our connector is."""
     named = [*members("p0", ranks[0]), *members("d0", ranks[1])]
     key_directory = make_cluster_keys(directory / "keys", named)
     p_args, d_args = (
@@ -163,7 +166,10 @@ def running_duo(
                 )
                 log = directory / f"{name}.log"
                 which = python if name == "p0" else d_python or python
-                engines.append(start_engine(which, model, port, kv_transfer_config=config, extra_args=args, log=log))
+                config = around(name, config)
+                engines.append(
+                    start_engine(which, model, port, kv_transfer_config=config, extra_args=args, env=env, log=log)
+                )
             before_waiting()
             for engine in engines:
                 engine.wait_ready()

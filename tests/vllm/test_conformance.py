@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from kvbaton.engines.vllm import drafting
 from kvbaton.proof.conformance import configs
 from kvbaton.proof.conformance.case_registry import all_cases, run_case
 from kvbaton.proof.conformance.conformance_engine import LabEngine, StepOutcome
@@ -84,6 +85,18 @@ def test_layers_announced_before_the_device_has_computed_them_are_seen() -> None
         with pytest.raises(WrongKvError):
             for seed in range(6):  # the first step is only listened to
                 lab.finish(lab.hand_over("stream", prompt_of(60, seed)))
+    finally:
+        lab.close()
+
+
+def test_a_drafter_that_saw_a_guess_instead_of_the_prompt_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind a state P stops before the last token: what its drafter takes for it is P's own answer."""
+    monkeypatch.setattr(drafting, "answers_with", lambda request, token: None)
+    lab = Lab()
+    try:
+        lab.duo(configs.EngineShape(windows=(0, configs.STATE), drafts=1, blocks=81))
+        with pytest.raises(WrongKvError, match="the drafter of"):
+            lab.finish(lab.hand_over("pull", prompt_of(20)))
     finally:
         lab.close()
 

@@ -89,6 +89,11 @@ class PinnedPool:
         for each in ids:
             self._epochs.raise_epoch(each)
 
+    def forget_cached(self) -> None:
+        """Let no request find what is cached now; what is in use stays with those who use it."""
+        if hasattr(self._pool, "evict_blocks"):
+            self._pool.evict_blocks({block.block_id for block in self._pool.blocks if block.block_id != NULL_BLOCK_ID})
+
     @property
     def free_blocks(self) -> int:
         return int(self._pool.get_num_free_blocks())

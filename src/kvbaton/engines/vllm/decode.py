@@ -64,7 +64,8 @@ class Decode:
 
     def accepted(self, request: Any, target: Target) -> None:
         """A request came whose prompt KV is promised: claim it now, long before there is room for it."""
-        position = handed_position(request.num_prompt_tokens, self.grouping.slides, self.grouping.stateful)
+        grouping = self.grouping
+        position = handed_position(request.num_prompt_tokens, grouping.slides, grouping.stateful, grouping.lookahead)
         if position == 0:
             self.disowned(request, Reason.ABORTED)
             return

@@ -65,14 +65,15 @@ class Prefill:
     def accepted(self, request: Any, source: ParamsSource) -> None:
         """A request came whose KV is wanted elsewhere. Where layers keep states, it is shortened."""
         stateful = self.grouping.stateful
-        position = handed_position(request.num_prompt_tokens, self.grouping.slides, stateful)
-        if stateful and (position == 0 or wants_whole_prompt(request)):
+        grouping = self.grouping
+        position = handed_position(request.num_prompt_tokens, grouping.slides, stateful, grouping.lookahead)
+        if position == 0 or (stateful and wants_whole_prompt(request)):
             if source.mode is Mode.PULL:
                 self._declined.add(request.request_id)
             return
         digest = content_digest(request, position)
         if stateful:
-            shorten(request, position, self.hash_tokens)
+            shorten(request, position, self.hash_tokens, drafts=grouping.lookahead > 0)
         self.prompts[request.request_id] = PrefillPrompt(request, source, position, digest)
 
     def shortens(self, request_id: str) -> bool:
@@ -141,6 +142,15 @@ class Prefill:
         prompt = self.prompts.get(request_id)
         if prompt is not None:
             self._spoil(prompt, Reason.SOURCE_PREEMPTED)
+
+    def voided(self) -> None:
+        """Nothing of what is being computed may be handed over: weights were replaced. D computes it."""
+        for request_id, prompt in list(self.prompts.items()):
+            self._spoil(prompt, Reason.SOURCE_ABORTED)
+            prompt.spoilt = True
+            if prompt.source.mode is Mode.PULL:
+                del self.prompts[request_id]
+                self._declined.add(request_id)
 
     def finished(self, request: Any, tables: Tables, *, well: bool) -> dict[str, Any] | None:
         """A request is over. Returns what D needs to know, where it ended well."""

@@ -12,8 +12,10 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.engines.vllm import drafting
 from kvbaton.engines.vllm.adapters import ONLY_HERE, adapter_text
 from kvbaton.engines.vllm.background_lookup import Looker
+from kvbaton.engines.vllm.weights_epoch import salted
 from kvbaton.protocol.content import Content, digest
 
 
@@ -28,14 +30,17 @@ UNKNOWN = PromptParts(ONLY_HERE, ONLY_HERE.encode())
 """Of a request whose parts are not known in time."""
 
 
-def handed_position(prompt_tokens: int, windowed: bool, states: bool = False) -> int:
+def handed_position(prompt_tokens: int, windowed: bool, states: bool = False, lookahead: int = 0) -> int:
     """How many tokens of a prompt are handed over: all, or one fewer where a window slides or a layer keeps a state.
 
     D always computes the last token again, to have something to sample from. Behind a window that token still looks one
     token further back than the next one does, and vLLM drops that block at the end of a prefill: so D takes over one
     token less, and P pins what the last token needed. A state that has counted that token cannot be used to compute it:
-    P stops before it, and of a prompt of one token there is nothing to hand over.
+    P stops before it, and of a prompt of one token there is nothing to hand over. Where drafters look `lookahead`
+    tokens ahead, D computes as many positions itself (`drafting`).
     """
+    if lookahead > 1:
+        return max(prompt_tokens - lookahead, 0)
     if states:
         return prompt_tokens - 1
     return prompt_tokens - 1 if windowed and prompt_tokens > 1 else prompt_tokens
@@ -54,7 +59,7 @@ def content_of(request: Any, position: int) -> Content:
         position=position,
         lora=parts.lora,
         multimodal=tuple(_feature(feature) for feature in getattr(request, "mm_features", None) or ()),
-        salt=request.cache_salt or "",
+        salt=salted(request),
         embeddings=parts.embeddings,
     )
 
@@ -72,11 +77,14 @@ def is_known(request: Any) -> bool:
     return not takes_long(request) or looker.ask(request.request_id, lambda: parts_of(request))
 
 
-def shorten(request: Any, tokens: int, hash_tokens: int = 0) -> None:
+def shorten(request: Any, tokens: int, hash_tokens: int = 0, *, drafts: bool = False) -> None:
     """Let vLLM compute the first `tokens` tokens of a prompt and end, before it has looked at the request.
 
-    `hash_tokens`: how many tokens one of the request's block hashes covers, where that is known.
+    `hash_tokens`: how many tokens one of the request's block hashes covers, where that is known. `drafts`: a drafter
+    computes the prompt too, and must see which token comes after it.
     """
+    if drafts and request.prompt_token_ids is not None:
+        drafting.answers_with(request, request.prompt_token_ids[tokens])
     dropped = request.num_prompt_tokens - tokens
     if request.prompt_token_ids is not None:
         request.prompt_token_ids = request.prompt_token_ids[:tokens]

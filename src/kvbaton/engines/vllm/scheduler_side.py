@@ -28,6 +28,7 @@ from kvbaton.engines.vllm.cache_specs import state_blocks
 from kvbaton.engines.vllm.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.data_parallel import DataParallelPlace
 from kvbaton.engines.vllm.decode import NOT_YET, NOTHING, Decode
+from kvbaton.engines.vllm.drafting import lookahead
 from kvbaton.engines.vllm.guard import guarded, makes, note, returns
 from kvbaton.engines.vllm.load_admission import LoadAdmission
 from kvbaton.engines.vllm.no_store import NoStore
@@ -43,6 +44,7 @@ from kvbaton.engines.vllm.vllm_compat import compat_key
 from kvbaton.engines.vllm.vllm_layout import RankFacts, engine_layout, vllm_groups
 from kvbaton.engines.vllm.vllm_stats import Reporting
 from kvbaton.engines.vllm.waiting import Waiting, status_aside
+from kvbaton.engines.vllm.weights_epoch import WeightsEpoch
 from kvbaton.node.cluster_node import EngineFacts, new_life
 from kvbaton.node.doorway import Doorway, DropBlocks, LoadReport, UnpinBlocks
 from kvbaton.node.pin_budget import budget_of
@@ -81,6 +83,7 @@ class SchedulerSide:
         self.presence: Presence | None = None
         self.reporting = Reporting()
         self._live: _Live | None = None
+        self._weights = WeightsEpoch(str(vllm_config.model_config.model))
 
     @property
     def stored(self) -> NoStore:
@@ -99,7 +102,8 @@ class SchedulerSide:
             raise RuntimeError("kvbaton: a worker of this engine did not say where its KV cache lies")
         facts = [msgspec.msgpack.decode(card.facts, type=RankFacts) for card in ordered]
         invitations = [RankInvitation.decode(card.invitation) for card in ordered]
-        grouping = Grouping(engine_layout(facts), vllm_groups(facts), state_blocks(self._cache))
+        ahead = lookahead(self._config)
+        grouping = Grouping(engine_layout(facts), vllm_groups(facts), state_blocks(self._cache), ahead)
         compat = compat_key(self._config, facts[0].page, self._settings.model_id, versions)
         exact = is_exact(self._block_pool)
         role: Role = "both" if self._prefills and self._decodes else "prefill" if self._prefills else "decode"
@@ -118,6 +122,7 @@ class SchedulerSide:
         )
         self.presence = Presence(self._settings, self._enrolment, engine, invitations, self._place)
         self._live = self._come_alive(self.presence, grouping)
+        self._weights.watch(lambda: self._live)
         self.presence.node.watch.recorder.on_flight.append(self.reporting.tray.add)
         interpreter.share()
         self.presence.start()
@@ -183,6 +188,7 @@ class SchedulerSide:
             return
         self._do_duties(live)
         prompt_counting.came(self.reporting.prompts, request)
+        self._weights.mark(request)
         if getattr(request, "resumable", False):  # a session whose prompt grows: there is no one prompt to hand over
             live.decode.disowned(request, Reason.ABORTED)
             return

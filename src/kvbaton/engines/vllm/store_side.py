@@ -237,5 +237,7 @@ class Storing(NoStore):
             self.shelf.forget(ask)
 
     def _upto(self, prompt: StoredPrompt) -> int:
-        """Tokens that the store has of it, as far as they are of use."""
-        return min(prompt.known, prompt.usable) * self.grouping.block_tokens[0]
+        """Tokens that the store has of it, as far as they are of use. A drafter's KV at the end of a block hangs on the
+        block after it, which must be the same: as vLLM itself does, the last one is left out."""
+        known = prompt.known - (1 if self.grouping.lookahead else 0)
+        return min(max(known, 0), prompt.usable) * self.grouping.block_tokens[0]

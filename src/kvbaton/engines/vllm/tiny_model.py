@@ -28,11 +28,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from kvbaton.engines.vllm.tiny_drafts import BASES, DRAFTED, Drafted, add_mtp, words_of, write_head
 from kvbaton.engines.vllm.tiny_hybrids import HYBRIDS, Hybrid, hybrid, randomize_state
 
 Plain = Literal["llama", "mla", "gemma3", "small", "latent", "8b"]
-Kind = Plain | Hybrid
-KINDS: tuple[Kind, ...] = (*get_args(Plain), *HYBRIDS)
+Kind = Plain | Hybrid | Drafted
+KINDS: tuple[Kind, ...] = (*get_args(Plain), *HYBRIDS, *DRAFTED)
 FORMAT = 1  # raise when the same kind and seed would give other weights
 MARK = "kvbaton-model.json"
 POSITIONS_MAX = 4096
@@ -103,10 +104,15 @@ def _write(kind: Kind, seed: int, directory: Path) -> None:
         _shape_8b(tokenizer).save_pretrained(directory)
         return
     torch.manual_seed(seed)
-    model = _model(kind, tokenizer).to(torch.float32)
-    _randomize(model, _printable(tokenizer))
+    if kind == "eagle":
+        write_head(directory, _shared(tokenizer))
+        return
+    model, printable = _model(BASES.get(kind, kind), tokenizer).to(torch.float32), _printable(tokenizer)
+    _randomize(model, words_of(printable) if kind in DRAFTED else printable)
     model.generation_config.do_sample = False
     model.save_pretrained(directory)
+    if kind == "qwen3-next-mtp":
+        add_mtp(directory)
 
 
 def _tokenizer(positions: int) -> Any:

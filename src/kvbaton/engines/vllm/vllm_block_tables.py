@@ -20,8 +20,10 @@ Tables = Sequence[Sequence[int]]
 class Grouping:
     """How the protocol's groups relate to vLLM's."""
 
-    def __init__(self, layout: EngineLayout, vllm_groups: tuple[int, ...], state_blocks: int = 0) -> None:
-        """`state_blocks`: of a group of states, how many computing a request takes."""
+    def __init__(
+        self, layout: EngineLayout, vllm_groups: tuple[int, ...], state_blocks: int = 0, lookahead: int = 0
+    ) -> None:
+        """`state_blocks`: of a group of states, how many computing a request takes. `lookahead`: of a drafter."""
         self.layout = layout
         self.vllm_groups = vllm_groups
         self.count = len(vllm_groups)
@@ -33,6 +35,7 @@ class Grouping:
         self.stateful = any(self.states)
         self.slides = any(late and not state for late, state in zip(self.at_end, self.states, strict=True))
         self.state_blocks = state_blocks
+        self.lookahead = lookahead
 
     def needed(self, tokens: int) -> tuple[int, ...]:
         """How many blocks of each group hold that many tokens."""

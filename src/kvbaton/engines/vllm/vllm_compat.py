@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvbaton.engines.vllm.drafting import draft_key
+
 SAMPLES_PER_FILE = 64
 SAMPLE_BYTES = 4096
 HEADER_BYTES_MAX = 64 << 20
@@ -34,6 +36,7 @@ def compat_key(vllm_config: Any, page: str, model_id: str, versions: Mapping[str
         "quantization": str(model.quantization or "none"),
         "positions": _positions(model),
         "page": page,
+        **draft_key(vllm_config, weights_digest),
         "info.model": str(model.model)[-200:],
         "info.machine": platform.machine(),
         **{f"info.{name}": version for name, version in versions.items()},

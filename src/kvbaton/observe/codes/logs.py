@@ -136,6 +136,9 @@ CODES: tuple[CodeEntry, ...] = (
     log("reuse-untold", OPERATOR, "Another part of this vLLM tracks the same blocks; a late reader gets no KV.",
         "run kvbaton's connector without HiSparse or other connectors that keep blocks readable",
         causes=("vLLM's HiSparse, or another connector beside ours in a MultiConnector",)),
+    log("weights-replaced", OPERATOR, "vLLM's weights were replaced while it runs; KV from before is not handed over.",
+        "reload P and D from the same files, or name the same weight version on both, and they share KV again",
+        causes=("reload_weights, update_weights, or sleep of level 2",)),
     # --- router and HTTP
     log("answer-unsendable", MAKERS, "A response cannot be serialised.", REPORT),
     log("callback-failed", MAKERS, "A registry update could not be processed.", REPORT),

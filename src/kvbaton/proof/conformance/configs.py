@@ -51,9 +51,13 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
     blocks: int = 41  # one of them is vLLM's null block
     block_tokens: int = 4
     windows: tuple[int, ...] = (0, 0)  # one layer each; 0 is full attention, or STATE, or REFERENCE
+    kv_dtype: str = "auto"  # or fp8
     latent: bool = False  # rows are latents: one head, the same on every rank
     kv_heads: int = 4  # of the whole model
     ranks: int = 1
+    stages: int = 1  # of a pipeline: the layers are dealt out to them in order
+    drafts: int = 0  # modules of a drafter, a layer each, behind the model's
+    beside: tuple[str, ...] = ()  # in a MultiConnector: ours is called "baton", the other one "offloading"
     chunk_tokens: int = 16
     seqs: int = 8
     model_len: int = MODEL_LEN_MAX
@@ -77,6 +81,19 @@ class EngineShape(msgspec.Struct, frozen=True, kw_only=True):
     def state_tokens(self) -> int:
         """Of one block of states: a snapshot is kept for each, or one for all."""
         return self.block_tokens if self.prefix_caching else self.model_len
+
+    @property
+    def workers(self) -> int:
+        return self.stages * self.ranks
+
+    @property
+    def layer_windows(self) -> tuple[int, ...]:
+        """Of all layers, a drafter's among them."""
+        return (*self.windows, *(0,) * self.drafts)
+
+    def layers_of(self, stage: int) -> range:
+        count = len(self.layer_windows)
+        return range(stage * count // self.stages, (stage + 1) * count // self.stages)
 
     @property
     def heads_per_rank(self) -> int:
@@ -126,13 +143,14 @@ def vllm_config(shape: EngineShape, extra: Mapping[str, Any], *, module: str, co
         VllmConfig,
     )
 
-    transfer = KVTransferConfig(
-        kv_connector=connector,
-        kv_connector_module_path=module,
-        kv_role=shape.role,
-        kv_load_failure_policy=shape.policy,
-        kv_connector_extra_config=dict(extra),
-    )
+    own = {
+        "kv_connector": connector,
+        "kv_connector_module_path": module,
+        "kv_role": shape.role,
+        "kv_load_failure_policy": shape.policy,
+        "kv_connector_extra_config": dict(extra),
+    }
+    transfer = KVTransferConfig(**(_together(shape, own) if shape.beside else own))
     config = VllmConfig(
         model_config=copy.deepcopy(_model_config(shape.model_len)),
         cache_config=CacheConfig(
@@ -148,25 +166,50 @@ def vllm_config(shape: EngineShape, extra: Mapping[str, Any], *, module: str, co
             is_encoder_decoder=False,
             async_scheduling=shape.pipelined,
         ),
-        parallel_config=ParallelConfig(tensor_parallel_size=shape.ranks),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=shape.ranks,
+            pipeline_parallel_size=shape.stages,
+            **({"distributed_executor_backend": "mp"} if shape.stages > 1 else {}),
+        ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=transfer,
     )
     config.scheduler_config.async_scheduling = shape.pipelined  # the CPU platform switches it off; GPUs do not
     config.cache_config.kv_cache_layout = shape.layout
+    config.cache_config.cache_dtype = shape.kv_dtype
     config.cache_config.num_gpu_blocks = shape.blocks
+    if shape.drafts:
+        from kvbaton.proof.conformance.lab_drafter import LabDrafter
+
+        config.speculative_config = LabDrafter(shape.drafts, overlapped=shape.pipelined)
     if shape.stateful:  # as vLLM itself sets them for hybrid models
         config.cache_config.mamba_cache_mode = "align" if shape.prefix_caching else "none"
         config.cache_config.mamba_block_size = shape.state_tokens
     return config
 
 
-def kv_cache_config(config: Any, shape: EngineShape) -> Any:
-    """What vLLM plans for these layers: groups, tensors, strides."""
+def _together(shape: EngineShape, own: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's MultiConnector around ours and another."""
+    from kvbaton.proof.conformance.offloading_host import OFFLOADING
+
+    children = [own if each == "baton" else {**OFFLOADING, "kv_role": shape.role} for each in shape.beside]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": shape.role,
+        "kv_load_failure_policy": shape.policy,
+        "kv_connector_extra_config": {"connectors": children},
+    }
+
+
+def kv_cache_config(config: Any, shape: EngineShape, stage: int | None = None) -> Any:
+    """What vLLM plans for these layers: groups, tensors, strides; of all of them, or of those of one stage."""
     from vllm.v1.core import kv_cache_utils as planning
 
-    specs = {layer_name(index): _spec(shape, window) for index, window in enumerate(shape.windows)}
+    specs = {layer_name(index): _spec(shape, window) for index, window in enumerate(shape.layer_windows)}
     groups = planning.get_kv_cache_groups(config, specs)
+    if stage is not None and shape.stages > 1:
+        mine = {layer_name(index): specs[layer_name(index)] for index in shape.layers_of(stage)}
+        groups = planning._project_kv_cache_groups_to_worker(groups, mine)
     planned = planning.get_kv_cache_config_from_groups(config, groups, available_memory=1 << 30)
     planned.kv_cache_layout = shape.layout
     planned.kv_tp_replicas = planning.kv_cache_groups_tp_replicas(groups, shape.ranks)
@@ -181,7 +224,7 @@ def _spec(shape: EngineShape, window: int) -> Any:
         "block_size": shape.block_tokens,
         "num_kv_heads": shape.heads_per_rank,
         "head_size": HEAD_FLOATS,
-        "dtype": torch.float32,
+        "dtype": torch.float32 if shape.kv_dtype == "auto" else torch.float8_e4m3fn,
         "max_tp_shards": 1 if shape.latent else shape.kv_heads,
     }
     if window == STATE:
@@ -192,6 +235,7 @@ def _spec(shape: EngineShape, window: int) -> Any:
             dtypes=(torch.float32, torch.float32),
             page_size_padded=kinds.FullAttentionSpec(**common).page_size_bytes,
             mamba_cache_mode="align" if shape.prefix_caching else "none",
+            num_speculative_blocks=shape.drafts,
         )
     if window == REFERENCE:
         return kinds.RSWASpec(rswa_window=ANSWER_WINDOW, **common)

@@ -68,10 +68,11 @@ class LabEngine:
         self._aborts: list[str] = []
         self._names = itertools.count(1)
         config = configs.vllm_config(shape, extra, module=module, connector=connector)
-        assert config.max_concurrent_batches == (_PIPELINE_STEPS if shape.pipelined else 1)
+        assert shape.stages > 1 or config.max_concurrent_batches == (_PIPELINE_STEPS if shape.pipelined else 1)
+        self._depth: int = config.max_concurrent_batches
         planned = configs.kv_cache_config(config, shape)
-        self.runners = [self._runner(config, planned, rank) for rank in range(shape.ranks)]
-        handshakes = {(0, rank): across(self._handshake(rank)) for rank in range(shape.ranks)}
+        self.runners = [self._runner(config, rank) for rank in range(shape.workers)]
+        handshakes = {divmod(rank, shape.ranks): across(self._handshake(rank)) for rank in range(shape.workers)}
         kind = AsyncScheduler if shape.pipelined else Scheduler
         self.scheduler: Any = kind(
             vllm_config=config,
@@ -85,7 +86,7 @@ class LabEngine:
         self.connector = self.watch.over(
             self.scheduler.connector, before={"update_state_after_alloc": self._poison_fresh}
         )
-        self.aggregator = KVOutputAggregator.from_connector(self.connector, shape.ranks)
+        self.aggregator = KVOutputAggregator.from_connector(self.connector, shape.workers)
         if any(value is not None for value in handshakes.values()):
             self.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
         hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
@@ -94,27 +95,29 @@ class LabEngine:
 
     # --- workers
 
-    def _runner(self, config: Any, planned: Any, rank: int) -> CaseRunner:
+    def _runner(self, config: Any, rank: int) -> CaseRunner:
         from vllm.distributed.kv_transfer.kv_connector.base import KVConnectorBase
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
         mine = copy.deepcopy(config)
         mine.parallel_config.rank = rank
-        with as_rank(rank, self.shape.ranks):
+        planned = configs.kv_cache_config(config, self.shape, rank // self.shape.ranks)
+        with as_rank(rank, self.shape):
             worker = KVConnectorFactory.create_connector(
                 config=mine, role=KVConnectorRole.WORKER, kv_cache_config=copy.deepcopy(planned)
             )
             assert isinstance(worker, KVConnectorBase)
-            memory = Memory(self.shape, planned, rank)
+            memory = Memory(self.shape, planned, rank % self.shape.ranks)
             self.watch.over(worker)
             worker.register_kv_caches(memory.tensors)
             if self.shape.runner == "v2" and hasattr(worker, "reset_capture_state"):
                 worker.reset_capture_state()  # CUDA graphs have been captured
-        return CaseRunner(worker, memory, self._sample, is_v2=self.shape.runner == "v2", is_late=self.shape.pipelined)
+        is_v2, drafts = self.shape.runner == "v2", len(self.shape.windows) if self.shape.drafts else None
+        return CaseRunner(worker, memory, self._sample, is_v2=is_v2, is_late=self.shape.pipelined, drafts_from=drafts)
 
     def _handshake(self, rank: int) -> Any:
-        with as_rank(rank, self.shape.ranks):
+        with as_rank(rank, self.shape):
             return self.runners[rank].connector.get_handshake_metadata()
 
     def _sample(self, name: str, tokens: list[int]) -> int | None:
@@ -140,9 +143,9 @@ class LabEngine:
         at_once_aborted: bool = False,
         salt: str | None = None,
         computes_all: bool = False,
-        resumable: bool = False,
+        **more: Any,
     ) -> str:
-        """A request arrives at the engine core; returns its id."""
+        """A request arrives at the engine core; returns its id. `more`: further fields of vLLM's request."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request, RequestStatus
 
@@ -161,14 +164,15 @@ class LabEngine:
             block_hasher=self._hasher,
             cache_salt=salt,
             abort_immediately=at_once_aborted,
-            resumable=resumable,
+            **more,
         )
         request.skip_reading_prefix_cache = computes_all  # as for one that wants its prompt's log probabilities
         if eos_first:
             self.first_eos.add(name)
         hands_over = self.shape.stateful and isinstance(params, dict) and params.get("do_remote_decode")
-        shortened = hands_over and len(prompt) > 1 and not computes_all
-        self.outcomes[name] = StepOutcome(tuple(prompt[:-1] if shortened else prompt))
+        back = self.shape.drafts if self.shape.drafts > 1 else 1
+        shortened = hands_over and len(prompt) > back and not computes_all
+        self.outcomes[name] = StepOutcome(tuple(prompt[:-back] if shortened else prompt))
         self.scheduler.add_request(request)
         if at_once_aborted:
             self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)
@@ -204,11 +208,10 @@ class LabEngine:
         if not self.has_work:
             return False
         self.steps += 1
-        depth = _PIPELINE_STEPS if self.shape.pipelined else 1
         if self.scheduler.has_requests():
             scheduled = self.scheduler.schedule()
             self._in_flight.append((across(scheduled), self._issue(scheduled)))
-            full = len(self._in_flight) >= depth
+            full = len(self._in_flight) >= self._depth
             if not full and (scheduled.total_num_scheduled_tokens > 0 or self.scheduler.has_requests()):
                 return True
         if self._in_flight:
@@ -219,7 +222,7 @@ class LabEngine:
         """With one step at a time, a device that works at once; else one that is late, and hooks that come first."""
         issued = []
         for rank, runner in enumerate(self.runners):
-            with as_rank(rank, self.shape.ranks):
+            with as_rank(rank, self.shape):
                 issued.append(runner.issue(across(scheduled)))
         return issued
 
@@ -247,7 +250,7 @@ class LabEngine:
         if stats is None or not stats.kv_connector_stats:
             return
         plain = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.kv_connector_stats))
-        counts = plain.get("counts", {})
+        counts = plain.get(configs.CONNECTOR_CLASS, plain).get("counts", {})  # a MultiConnector's are by connector
         self.counts.update(counts)
         self.ends.update({name.split()[1]: count for name, count in counts.items() if name.startswith("ends_total ")})
 
@@ -275,7 +278,7 @@ class LabEngine:
 
 
 @contextlib.contextmanager
-def as_rank(rank: int, ranks: int) -> Iterator[None]:
+def as_rank(rank: int, shape: EngineShape) -> Iterator[None]:
     """vLLM keeps a worker's place in process-wide groups; several workers share this process."""
     from vllm.distributed import parallel_state
 
@@ -290,11 +293,13 @@ def as_rank(rank: int, ranks: int) -> Iterator[None]:
             broadcast_object=lambda value, src=0: value,
         )
 
+    stage, mine = divmod(rank, shape.ranks)
+    places = {"_TP": (mine, shape.ranks), "_PP": (stage, shape.stages), "_WORLD": (rank, shape.workers)}
     names = ("_TP", "_PP", "_DCP", "_PCP", "_WORLD")
     before = {name: getattr(parallel_state, name, None) for name in names}
     try:
         for name in names:
-            setattr(parallel_state, name, group(rank, ranks) if name in ("_TP", "_WORLD") else group(0, 1))
+            setattr(parallel_state, name, group(*places.get(name, (0, 1))))
         yield
     finally:
         for name, value in before.items():

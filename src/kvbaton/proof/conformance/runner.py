@@ -14,7 +14,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
+from kvbaton.proof.conformance.configs import layer_index
 from kvbaton.proof.conformance.conformance_oracle import Memory, next_token, prefix_hashes
+from kvbaton.proof.conformance.lab_drafter import draft
 
 
 @dataclass(slots=True)
@@ -23,6 +25,7 @@ class Cached:
 
     tokens: list[int]
     blocks: list[list[int]]
+    only: int | None = None  # the one token that it may answer with
 
 
 @dataclass(slots=True)
@@ -54,6 +57,7 @@ class CaseRunner:
     sample: Callable[[str, list[int]], int | None] = lambda request, tokens: None
     is_v2: bool = False
     is_late: bool = False
+    drafts_from: int | None = None  # the number of a drafter's first layer
     states: dict[str, Cached] = field(default_factory=dict)
     computed: int = 0  # positions, of all requests
     computed_of: Counter[str] = field(default_factory=Counter)
@@ -106,10 +110,12 @@ class CaseRunner:
             for group, layer in self.memory.in_order:
                 self._compute(issued.work, hashes, group, layer)
         names = [each.name for each in issued.work]
+        sampled = [self._sampled(each) for each in issued.work]
+        self._draft(issued.work)
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: at for at, name in enumerate(names)},
-            sampled_token_ids=[self._sampled(each) for each in issued.work],
+            sampled_token_ids=sampled,
             kv_connector_output=issued.output,
         )
 
@@ -137,13 +143,14 @@ class CaseRunner:
             self.states.pop(name, None)
         for new in step.scheduled_new_reqs:  # V2: also those that were preempted, with all their tokens
             tokens = new.prompt_token_ids if new.prefill_token_ids is None else new.prefill_token_ids
-            self.states[new.req_id] = Cached(list(tokens), [list(ids) for ids in new.block_ids])
+            allowed = getattr(new.sampling_params, "allowed_token_ids", None) or (None,)
+            self.states[new.req_id] = Cached(list(tokens), [list(ids) for ids in new.block_ids], allowed[0])
         cached = step.scheduled_cached_reqs
         for at, name in enumerate(cached.req_ids):
             state, fresh = self.states[name], cached.new_block_ids[at]
             if name in cached.resumed_req_ids:
                 tokens = list(cached.all_token_ids.get(name, state.tokens))
-                self.states[name] = Cached(tokens, [list(ids) for ids in fresh])
+                self.states[name] = Cached(tokens, [list(ids) for ids in fresh], state.only)
             elif fresh is not None:
                 for ids, more in zip(state.blocks, fresh, strict=True):
                     ids.extend(more)
@@ -168,7 +175,8 @@ class CaseRunner:
         if self.is_v2 and self.is_late and all(each.count == 1 for each in work):
             return  # one CUDA graph: no layer is seen
         for group, layer in self.memory.in_order if work else ():
-            told = group not in self.memory.states  # vLLM calls no hook around a layer with states
+            told = group not in self.memory.states and not self._is_drafts(layer)
+            # vLLM calls no hook around a layer with states, and those of a drafter when the step was asked for its end
             if told:
                 self.connector.wait_for_layer_load(layer)
             if not self.is_late:
@@ -205,7 +213,20 @@ class CaseRunner:
                 return min(at * self.memory.block_tokens, work.past)
         return work.past
 
+    def _draft(self, work: list[RunnerWork]) -> None:
+        """A drafter comes after the sampled token, which it needs."""
+        for group, layer in self.memory.in_order if self.drafts_from is not None else ():
+            module = layer_index(layer) - (self.drafts_from or 0)
+            for each in work if module >= 0 else ():
+                if each.name not in self.aborted:
+                    draft(self.memory, module, layer, group, each)
+
+    def _is_drafts(self, layer: str) -> bool:
+        return self.drafts_from is not None and layer_index(layer) >= self.drafts_from
+
     def _compute(self, work: list[RunnerWork], hashes: list[Any], group: int, layer: str) -> None:
+        if self._is_drafts(layer):
+            return
         for each, own in zip(work, hashes, strict=True):
             self._check(each, group, layer, own)
             past, blocks = each.past, each.state.blocks[group]
@@ -216,6 +237,8 @@ class CaseRunner:
             self.memory.write(layer, blocks, past, own[past : past + each.count])
 
     def _check(self, work: RunnerWork, group: int, layer: str, hashes: Any, upto: int | None = None) -> None:
+        if self._is_drafts(layer):
+            return
         if group in self.memory.states:
             if work.past and work.name not in self.aborted and upto in (None, work.past):
                 block = self._state_block(work, group, work.past)
@@ -236,7 +259,7 @@ class CaseRunner:
         tokens = work.state.tokens
         if work.past + work.count < len(tokens):
             return []
-        chosen = self.sample(work.name, tokens)
+        chosen = self.sample(work.name, tokens) if work.state.only is None else work.state.only
         token = next_token(tokens) if chosen is None else chosen
         tokens.append(token)
         return [token]

@@ -1,0 +1,60 @@
+"""The compatibility matrix: each row names the tests that prove it, and the page is made of these rows."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from types import ModuleType
+
+import msgspec
+import pytest
+from docs_commands import ROOT
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("compatibility_docs", ROOT / "tools" / "compatibility_docs.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["compatibility_docs"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def makefile() -> str:
+    return (ROOT / "Makefile").read_text()
+
+
+def test_the_page_is_what_the_generator_makes(tool: ModuleType) -> None:
+    assert tool.PAGE.read_text() == tool.page(tool.PAGE.read_text()), "run: python tools/compatibility_docs.py"
+
+
+def test_each_row_is_proven_by_tests_that_exist_and_are_run(tool: ModuleType) -> None:
+    assert list(tool.complaints(tool.matrix(), makefile())) == []
+
+
+@pytest.mark.parametrize(
+    ("proof", "said"),
+    [
+        ((), "no test proves it"),
+        (("conformance::nobody_wrote_this",), "no such case"),
+        (("tests/vllm/test_nothing.py::test_a",), "no such file"),
+        (("tests/vllm/test_shapes.py::test_nothing",), "no such test"),
+        (("tests/vllm/test_shapes.py::test_every_answer_is_that_of_one_engine[tp 9 to 7]",), "no parameter"),
+        (("tests/vllm/test_matrix.py::test_nothing",), "no such test"),
+        (("tests/docs/test_compatibility.py::makefile",), ""),
+        (("tests/vllm/test_shapes.py::test_every_answer_is_that_of_one_engine[tp 2 to 1]",), ""),
+        (("conformance::ranks_differ_between_p_and_d",), ""),
+    ],
+)
+def test_a_row_without_a_proof_is_seen(tool: ModuleType, proof: tuple[str, ...], said: str) -> None:
+    row = tool.Row("a feature", "run", "run", "yes", proof)
+    found = list(tool.complaints(tool.Matrix((row,), {}), makefile()))
+    assert bool(found) == bool(said) and all(said in each for each in found), found
+
+
+def test_a_row_that_was_not_run_is_seen_and_so_is_a_file_that_nobody_runs(tool: ModuleType) -> None:
+    row = msgspec.structs.replace(tool.matrix().row[0], vllm="not run")
+    assert any("a row is proven" in each for each in tool.complaints(tool.Matrix((row,), {}), makefile()))
+    lonely = makefile().replace("tests/vllm/test_shapes.py", "")
+    assert any("no target" in each for each in tool.complaints(tool.matrix(), lonely))

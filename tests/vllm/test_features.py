@@ -1,0 +1,270 @@
+"""Features of vLLM beside a handoff, on real engines: drafts, other connectors, pipelines, weights that are replaced.
+
+Each case starts engines of its own, so this is `make vllm-full`. Rows of docs/compatibility.md name these tests.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.duo import MODES, TOKENS, Duo, Prompt, ends, prompt_of, running_duo, same
+from tests.vllm.engines import Answer, Engine, post, until
+
+pytestmark = pytest.mark.timeout(900)
+
+LENGTHS = (2, 17, 100, 128, 129, 257, 400)
+PULLED = {"do_remote_decode": True, "do_remote_prefill": False}
+Tiny = Callable[[str], Path]
+
+
+def prompts_of(label: str) -> list[tuple[str, Prompt]]:
+    return [(mode, prompt_of(length, f"{label} {mode}")) for mode in MODES for length in LENGTHS]
+
+
+def all_by_handoff(duo: Duo, label: str) -> None:
+    """In every mode, each answer as D gives it alone, each by a handoff, and nothing is left."""
+    before, prompts = duo.delivered(), prompts_of(label)
+    found = [duo.ask(prompt, mode) for mode, prompt in prompts]
+    duo.come_to_rest()
+    assert duo.delivered() - before == len(prompts), ends(duo.d)
+    alone = [duo.d.ask(prompt, TOKENS, cache_salt="alone") for _, prompt in prompts]
+    assert [len(p) for (_, p), a, b in zip(prompts, found, alone, strict=True) if not same(a, b)] == []
+
+
+# --- speculative decoding
+
+
+def accepted(engine: Engine) -> float:
+    return engine.metrics().get("vllm:spec_decode_num_accepted_tokens_total", 0.0)
+
+
+def counted(engine: Engine, ask: Callable[[], Answer]) -> tuple[Answer, int]:
+    """An answer, and how many drafts were accepted for it."""
+    before = accepted(engine)
+    return ask(), int(accepted(engine) - before)
+
+
+DRAFTS: dict[str, tuple[str, Callable[[Tiny], dict[str, Any]], bool]] = {
+    "n-grams": ("few-words", lambda _: {"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 1}, False),
+    "eagle": ("few-words", lambda tiny: {"method": "eagle", "model": str(tiny("eagle"))}, True),
+    "mtp of a hybrid": ("qwen3-next-mtp", lambda _: {"method": "mtp"}, True),
+}
+"""The model, the drafter, and whether it has KV of its own, so that P must have it too."""
+
+
+@pytest.mark.parametrize("drafter", DRAFTS)
+def test_drafts_are_as_good_as_on_one_engine(drafter: str, vllm_python: str, tiny: Tiny, tmp_path: Path) -> None:
+    """The same answers, and for each of them the same number of accepted drafts; D alone is the one engine."""
+    kind, told, has_kv = DRAFTS[drafter]
+    spec = ("--speculative-config", json.dumps({"num_speculative_tokens": 2, **told(tiny)}))
+    with running_duo(vllm_python, tiny(kind), tmp_path, p_args=spec if has_kv else (), d_args=spec) as duo:
+        handed, prompts = duo.delivered(), prompts_of(drafter)
+        found = [counted(duo.d, lambda: duo.ask(prompt, mode)) for mode, prompt in prompts]  # noqa: B023
+        duo.come_to_rest()
+        assert duo.delivered() - handed == len(prompts), ends(duo.d)
+        alone = [counted(duo.d, lambda: duo.d.ask(each, TOKENS, cache_salt="alone")) for _, each in prompts]  # noqa: B023
+        wrong = [len(p) for (_, p), a, b in zip(prompts, found, alone, strict=True) if not same(a[0], b[0])]
+        unlike = [len(p) for (_, p), a, b in zip(prompts, found, alone, strict=True) if a[1] != b[1]]
+        rates = [sum(each[1] for each in of) for of in (found, alone)]
+        print(f"{drafter}: accepted {rates[0]} after handoffs, {rates[1]} alone; other counts at {unlike}")
+        assert (wrong, unlike) == ([], []) and rates[1] > 0
+
+
+def test_a_drafter_on_d_alone_is_refused_by_name(vllm_python: str, tiny: Tiny, tmp_path: Path) -> None:
+    """D computes the prompt, and its drafts are as good as if nobody had offered it."""
+    spec = json.dumps({"num_speculative_tokens": 2, "method": "eagle", "model": str(tiny("eagle"))})
+    with running_duo(vllm_python, tiny("few-words"), tmp_path, d_args=("--speculative-config", spec)) as duo:
+        prompt = prompt_of(300, "one side")
+        found = counted(duo.d, lambda: duo.decode(prompt, duo.prefill(prompt)))
+        alone = counted(duo.d, lambda: duo.d.ask(prompt, TOKENS, cache_salt="alone"))
+        assert same(found[0], alone[0]) and found[1] == alone[1]
+        assert ends(duo.d) == {"incompatible": 1.0}
+        duo.come_to_rest()
+        assert "draft" in duo.d.tail(400), "the log names the field"
+
+
+# --- pipelines
+
+
+STAGES = {"2 to 1": (2, 1), "1 to 2": (1, 2), "3 to 2": (3, 2)}
+
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_pipelines_of_other_depths_hand_over_to_each_other(
+    stages: str, vllm_python: str, tiny: Tiny, tmp_path: Path
+) -> None:
+    p_args, d_args = (
+        ("--pipeline-parallel-size", str(depth), "--distributed-executor-backend", "mp") if depth > 1 else ()
+        for depth in STAGES[stages]
+    )
+    with running_duo(vllm_python, tiny("llama"), tmp_path, p_args=p_args, d_args=d_args) as duo:
+        all_by_handoff(duo, stages)
+
+
+# --- other connectors
+
+
+def together(*order: str, directory: Path) -> Callable[[str, dict[str, Any]], dict[str, Any]]:
+    """A MultiConnector with ours and another: in this order on P, in the other on D."""
+    from kvbaton.proof.conformance.offloading_host import OFFLOADING
+
+    stored = {
+        "kv_connector": "ExampleConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": str(directory / "shared")},
+    }
+    others = {"offloading": OFFLOADING, "storage": stored}
+
+    def around(name: str, config: dict[str, Any]) -> dict[str, Any]:
+        children = [{**others[each]} if each in others else config for each in order]
+        outer = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+        extra = {"connectors": children if name == "p0" else children[::-1]}
+        return {**outer, "kv_connector_extra_config": extra}
+
+    return around
+
+
+@pytest.mark.parametrize("other", ["offloading", "storage"])
+def test_another_connector_beside_ours(other: str, vllm_python: str, tiny: Tiny, tmp_path: Path) -> None:
+    """Ours first on P and last on D. What was handed over, and is lost from D's cache, comes from the other one."""
+    (tmp_path / "shared").mkdir()
+    around = together("baton", other, directory=tmp_path)
+    env = {"VLLM_SERVER_DEV_MODE": "1"}
+    with running_duo(vllm_python, tiny("llama"), tmp_path, around=around, env=env) as duo:
+        modes = MODES if other == "offloading" else ("pull",) * 3  # that one finds what is still being written
+        before, prompts = duo.delivered(), [(mode, prompt_of(400 + at, other)) for at, mode in enumerate(modes)]
+        found = [duo.ask(prompt, mode) for mode, prompt in prompts]
+        duo.come_to_rest()
+        delivered = duo.delivered() - before
+        assert delivered == (3 if other == "offloading" else 0), f"a store that P filled is asked first: {ends(duo.d)}"
+        hits = duo.d.metrics()["vllm:external_prefix_cache_hits_total"]
+        command(duo.d, "/reset_prefix_cache")
+        again = [duo.d.ask(prompt, TOKENS) for _, prompt in prompts]
+        assert duo.d.metrics()["vllm:external_prefix_cache_hits_total"] - hits >= 3 * 256
+        alone = [duo.d.ask(prompt, TOKENS, cache_salt="alone") for _, prompt in prompts]
+        for answers in (found, again):
+            assert [at for at, (a, b) in enumerate(zip(answers, alone, strict=True)) if not same(a, b)] == []
+        assert "kvbaton_ends_total" in str(list(duo.d.metrics())), "our figures are on the page beside the other's"
+
+
+def command(engine: Engine, path: str, body: Any = None) -> Any:
+    """An operator's command of vLLM's, behind VLLM_SERVER_DEV_MODE."""
+    data = b"" if body is None else json.dumps(body).encode()
+    asked = urllib.request.Request(f"{engine.url}{path}", data, {"Content-Type": "application/json"}, method="POST")
+    with urllib.request.urlopen(asked, timeout=120) as response:
+        return response.read()
+
+
+# --- what a request can ask for, and what an operator can do: one pair for all
+
+
+@pytest.fixture(scope="module", name="pair")
+def one_pair(vllm_python: str, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Duo]:
+    directory = tmp_path_factory.mktemp("pair")
+    adapter = write_adapter(directory / "adapter")
+    args = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"poet={adapter}", "--enable-prompt-embeds")
+    env = {"VLLM_SERVER_DEV_MODE": "1"}
+    with running_duo(vllm_python, tiny("llama"), directory, p_args=args, d_args=args, env=env) as duo:
+        yield duo
+
+
+def write_adapter(directory: Path) -> Path:
+    """LoRA for the query projections of the tiny Llama, strong enough to change an answer."""
+    import torch
+    from safetensors.torch import save_file
+
+    directory.mkdir()
+    torch.manual_seed(7)
+    weights = {}
+    for layer in range(4):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{name}.lora_A.weight"] = torch.randn(8, 256) * 0.1
+        weights[f"{name}.lora_B.weight"] = torch.randn(256, 8) * 0.5
+    save_file(weights, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_adapter_s_kv_is_handed_over(pair: Duo, mode: str) -> None:
+    prompt, before = prompt_of(200, f"lora {mode}"), pair.delivered()
+    found = pair.ask(prompt, mode, model="poet")
+    assert pair.delivered() - before == 1, ends(pair.d)
+    assert same(found, pair.d.ask(prompt, TOKENS, model="poet", cache_salt="alone"))
+    assert found.tokens != pair.d.ask(prompt, TOKENS, model="tiny").tokens, "the adapter changes the answer"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_structured_outputs_begin_with_d_s_own_first_token(pair: Duo, mode: str) -> None:
+    prompt, before = prompt_of(150, f"structured {mode}"), pair.delivered()
+    told = {"structured_outputs": {"regex": "(ab|ba){3}"}}
+    found = pair.ask(prompt, mode, **told)
+    assert pair.delivered() - before == 1, ends(pair.d)
+    assert set(found.text) == {"a", "b"} and len(found.text) == 6
+    assert found.text == pair.d.ask(prompt, TOKENS, cache_salt="alone", **told).text
+
+
+def test_prompt_embeddings_are_handed_over(pair: Duo) -> None:
+    """P and D each know the prompt by the bytes of its embeddings."""
+    import torch
+
+    torch.manual_seed(3)
+    some, others = (encoded(torch.randn(90, 256)) for _ in range(2))
+    before = pair.delivered()
+    body = {"model": "tiny", "max_tokens": 1, "temperature": 0}
+    told = post(f"{pair.p.url}/v1/completions", {**body, "prompt_embeds": some, "kv_transfer_params": PULLED})
+    params = told["kv_transfer_params"]
+    ask = {**body, "max_tokens": TOKENS, "prompt_embeds": some}
+    found = post(f"{pair.d.url}/v1/completions", {**ask, "kv_transfer_params": params})["choices"][0]["text"]
+    assert pair.delivered() - before == 1, ends(pair.d)
+    assert found == post(f"{pair.d.url}/v1/completions", {**ask, "cache_salt": "alone"})["choices"][0]["text"]
+    told = post(f"{pair.p.url}/v1/completions", {**body, "prompt_embeds": some, "kv_transfer_params": PULLED})
+    body = {**ask, "prompt_embeds": others, "kv_transfer_params": told["kv_transfer_params"]}
+    post(f"{pair.d.url}/v1/completions", body)
+    assert pair.delivered() - before == 1, "other embeddings of the same length are another prompt"
+    pair.come_to_rest()
+
+
+def encoded(tensor: Any) -> str:
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def test_y_after_sleep_and_waking_up_handoffs_go_on(pair: Duo) -> None:
+    """On CPUs vLLM keeps its memory asleep; a lease that nobody has claimed is over before it sleeps."""
+    prompt = prompt_of(140, "sleep")
+    params = pair.prefill(prompt)
+    command(pair.p, "/sleep?level=1")
+    command(pair.p, "/wake_up")
+    until(pair.p.is_healthy, 30, "P serves again")
+    before = pair.delivered()
+    answer = pair.decode(prompt, params)
+    assert pair.delivered() == before, "what was promised before is gone"
+    assert same(answer, pair.d.ask(prompt, TOKENS, cache_salt="alone"))
+    all_by_handoff(pair, "awake")
+
+
+def test_z_after_a_reload_nothing_of_before_is_handed_over(pair: Duo, tiny: Tiny) -> None:
+    """P reloads its weights; D does not take over what it computes until it has reloaded the same."""
+    prompt = prompt_of(140, "before the reload")
+    params = pair.prefill(prompt)
+    command(pair.p, "/collective_rpc", {"method": "reload_weights"})
+    before = pair.delivered()
+    pair.decode(prompt, params)
+    after = prompt_of(141, "after the reload")
+    pair.decode(after, pair.prefill(after))
+    assert pair.delivered() == before, ends(pair.d)
+    command(pair.d, "/collective_rpc", {"method": "reload_weights"})
+    all_by_handoff(pair, "both reloaded")
