@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import msgspec
 
 from kvbaton.cli import log_arguments, traces
-from kvbaton.cli.arguments import planes_choice, port, seconds, whole
+from kvbaton.cli.arguments import planes_choice, port, seconds, seconds_or_off, whole
 from kvbaton.engines.embedded.worker_options import (
     DIALECTS,
     HTTP_ACCESS,
@@ -69,6 +69,8 @@ _HELP: Mapping[str, str] = {
     "store": "tcp:// of a kvbaton store, or mooncake://host:port; empty: none",
     "store_name": "that store's name in the key directory",
     "store_timeout": "seconds for a lookup in it; five times that for a get",
+    "turn_s": "seconds that D keeps an ended request's KV for the next turn of its conversation; 0: not at all",
+    "turn_percent": "share of D's KV blocks that this may pin, in percent; the oldest go first",
     "otlp_endpoint": traces.HELP,
     "flight_dir": "write records of failed handoffs here; SIGUSR2 writes all records",
 }
@@ -93,6 +95,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "defer_timeout", "claim_timeout", "drain_s",
     ),
     "its engine": ("tp", "blocks", "block_tokens", "max_num_seqs", "waiting_max", "seed"),
+    "turns": ("turn_s", "turn_percent"),
     "shared store": ("store", "store_name", "store_timeout"),
     "records and traces": ("flight_dir", "otlp_endpoint"),
 }  # fmt: skip
@@ -120,6 +123,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             more["action"] = "store_true"
         elif field.name in _CHOICES:
             more["choices"] = _CHOICES[field.name]
+        elif field.name == "turn_s":
+            more |= {"type": seconds_or_off, "metavar": "S"}
+        elif field.name == "turn_percent":
+            more |= {"type": float, "metavar": "P"}
         else:
             more |= {"type": port if field.name.endswith("_port") else _TYPES[field.type], "metavar": _metavar(field)}
         place.get(field.name, parser).add_argument(flag_of(field.name), **more)

@@ -93,6 +93,7 @@ class Doorway:
         self._to_node: deque[ev.Event] = deque()
         self._to_engine: deque[fx.Effect] = deque()
         self._pins: dict[LeaseId | tuple[str, PutId], list[int]] = {}
+        self._turns: set[LeaseId] = set()  # of those, what is kept for next turns
         self._wants: dict[RequestId, Match] = {}
         self._holds: dict[RequestId, tuple[int, ...]] = {}
         self.taken: deque[tuple[RequestId, float]] = deque(maxlen=TAKEN_MAX)  # reports and when the engine took them
@@ -111,13 +112,18 @@ class Doorway:
         deferred: bool = True,
         request: RequestId = NOBODYS,
         trace: str = "",
+        keep_s: float = 0.0,
     ) -> LeaseId:
         """A prompt that will be read or pushed has been scheduled."""
         self._last += 1
         lease = LeaseId(self._last)
         self._pins[lease] = []
+        if keep_s:
+            self._turns.add(lease)
         groups = self.config.groups
-        begun = ev.LeaseBegun(lease, handoff, digest, tokens, groups, max_readers, target, deferred, request, trace)
+        begun = ev.LeaseBegun(
+            lease, handoff, digest, tokens, groups, max_readers, target, deferred, request, trace, keep_s
+        )
         self._post(begun)
         return lease
 
@@ -187,9 +193,17 @@ class Doorway:
     # --- D (engine)
 
     def want(
-        self, request: RequestId, ticket: str, digest: bytes, tokens: int, *, push: bool = False, trace: str = ""
+        self,
+        request: RequestId,
+        ticket: str,
+        digest: bytes,
+        tokens: int,
+        *,
+        push: bool = False,
+        trace: str = "",
+        waits: bool = True,
     ) -> None:
-        """A request arrived whose prompt KV a ticket promises."""
+        """A request arrived whose prompt KV a ticket promises. Not `waits`: its lease began long ago, or is over."""
         handoff = HandoffId("")
         # Tickets are checked here and not only by P: a forged one would make this node connect to whatever address a
         # client names, and KV of another prompt must not even be requested. P checks everything again.
@@ -207,7 +221,7 @@ class Doorway:
             self._post(ev.TurnedAway(request, error.reason, error.detail, trace, handoff))
             self.disown(ticket, error.reason)  # if P signed it, its blocks must not stay pinned for a whole lease
             return
-        deferred = opened.lease == 0
+        deferred = opened.lease == 0 and waits
         self._wants[request] = Match(MatchState.NOT_YET, computed=not deferred)
         self._post(ev.Wanted(request, opened.handoff, opened.source, ticket, digest, tokens, push, deferred, trace))
 
@@ -221,6 +235,10 @@ class Doorway:
         if opened.target in ("", self.config.me.worker):
             deferred = opened.lease == 0
             self._post(ev.Disowned(opened.handoff, opened.source, ticket, opened.digest, deferred, reason))
+
+    def let_go(self, handoff: HandoffId) -> None:
+        """Nobody comes for this lease any more; one that is being read ends with its reader."""
+        self._post(ev.Discarded(handoff))
 
     def open_ticket(self, ticket: object) -> Ticket:
         """The ticket's content; ProtocolError when it is not one of this cluster's."""
@@ -303,13 +321,16 @@ class Doorway:
 
     @property
     def holding(self) -> bool:
-        """Whether blocks are pinned or held, or there is news: an engine without requests must keep stepping."""
-        return bool(self._pins or self._holds or self._to_engine)
+        """Whether blocks are pinned or held, or there is news: an engine without requests must keep stepping.
+
+        Not for turns: they may stay pinned for minutes, and an engine with nothing to do needs none of their blocks.
+        """
+        return bool(len(self._pins) > len(self._turns) or self._holds or self._to_engine)
 
     @property
     def busy(self) -> bool:
         """Whether the engine must keep stepping although it has nothing to compute (rule 19)."""
-        return bool(self._pins or self._holds or self._to_engine or self._wants)
+        return bool(self.holding or self._wants)
 
     @property
     def pinned_blocks(self) -> int:
@@ -319,6 +340,11 @@ class Doorway:
     def put_blocks(self) -> int:
         """Those of `pinned_blocks` that a put holds."""
         return sum(len(blocks) for key, blocks in list(self._pins.items()) if isinstance(key, tuple))
+
+    @property
+    def turn_blocks(self) -> int:
+        """Those of `pinned_blocks` that are kept for next turns."""
+        return sum(len(self._pins.get(lease, ())) for lease in list(self._turns))
 
     def is_leased(self, lease: LeaseId) -> bool:
         return lease in self._pins
@@ -343,6 +369,8 @@ class Doorway:
 
     def _unpinned(self, key: LeaseId | tuple[str, PutId]) -> list[Duty]:
         pins = self._pins.pop(key, None)
+        if not isinstance(key, tuple):
+            self._turns.discard(key)
         return [UnpinBlocks(tuple(pins))] if pins is not None else []
 
 

@@ -57,6 +57,7 @@ from kvbaton.router.router_flights import (
 )
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.router_stats import RouterStats, count
+from kvbaton.router.turn_book import TurnBook
 from kvbaton.router.worker_calls import EventStream, Leg, LegError, Legs, WorkerAnswer
 from kvbaton.router.workers.available import AvailableWorkers
 from kvbaton.router.workers.directory import ListedEngine
@@ -101,6 +102,7 @@ class Flow:
         self._replies = Replies(roster.health, stats, settings.settle_s)
         self._deadlines = Deadlines()
         self._now = self._deadlines.loop.time
+        self._turns = TurnBook(minter, settings.turn_s, roster.lists, self._now, stats.waits.turns)
 
     @property
     def loads(self) -> Mapping[PeerId, int]:
@@ -172,7 +174,7 @@ class Flow:
         headers = named = call.named(ask.request_id, trip.leg("decode"))
         if ask.request_id is not None and call.kind is BodyKind.RESPONSES:  # vLLM reads it from the body there
             call = msgspec.structs.replace(call, fields={**call.fields, "request_id": ask.request_id}, data=None)
-        asked = ask.source
+        asked = self._turns.offered(call, pair.prefill, ask.source)
         if trip.span is not None:
             named = call.named(ask.request_id, trip.leg("prefill"))
             asked = kv_params.traced(asked, trip.leg("prefill"), pair.prefill)
@@ -302,13 +304,19 @@ class Flow:
     ) -> WorkerAnswer | EventStream:
         if params is not None and trip.span is not None:
             params = kv_params.traced(params, trip.leg("decode"), worker)
-        body = kv_params.decode_body(call.data, call.fields, params)
+        turn = self._turns.keeps(call, worker)
+        body = kv_params.decode_body(call.data, call.fields, params if turn is None else turn.added(params))
+        body = body if turn is None else turn.asked(body)
         leg = Leg("decode", worker, call.kind.value, headers, body, call.tab)
         trip.mark(DECODE_SENT)
         self._stats.waits.leg("asked", "decode", worker.name)
         if call.stream:
-            return await self._legs.stream(leg, call.deadline, self._patience(call))
+            stream = await self._legs.stream(leg, call.deadline, self._patience(call))
+            stream.watch = None if turn is None else turn.stream
+            return stream
         answer = await self._legs.whole(leg)
+        if turn is not None:
+            turn.whole(answer.data)
         try:
             data = kv_params.without_params(answer.data)
         except (ValueError, RecursionError):

@@ -31,9 +31,9 @@ from kvbaton.control.registry.registry_messages import HeldReport
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.announcing import Herald, announcement
 from kvbaton.engines.embedded.backend import MODEL_NAME, EngineBackend, EngineThread
-from kvbaton.engines.embedded.embedded_connector import EmbeddedConnector
 from kvbaton.engines.embedded.embedded_engine import Engine
 from kvbaton.engines.embedded.embedded_storing import NO_STATS
+from kvbaton.engines.embedded.embedded_turns import TurningConnector
 from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig, ModelConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest, Sampling
 from kvbaton.engines.embedded.http_worker import worker_app
@@ -101,10 +101,8 @@ class EmbeddedWorker:
         views = [region.view for region in self.regions]
         self.store = open_store(options, keyring, facts, views, doorway) if options.store else None
         storing = self.store.storing if self.store is not None else None
-        connector = EmbeddedConnector(
-            doorway, config.model.groups, options.block_tokens, options.policy, storing=storing
-        )
-        self.engine = Engine(config, connector, views)
+        self.turning = TurningConnector(doorway, config, options.turns, storing=storing)
+        self.engine = Engine(config, self.turning, views)
         self.thread = EngineThread(self.engine, doorway)
         self.node = ClusterNode(
             facts,
@@ -172,6 +170,7 @@ class EmbeddedWorker:
             "links": {str(link.worker): link.transport.name for link in links if link.transport is not None},
             "versions": {str(link.worker): link.version for link in links if link.transport is not None},
             **(self.store.storing.stats() if self.store is not None else NO_STATS),
+            **self.turning.stats(),
             "faults_total": node.loop.faults + self.thread.faults,
         }
 

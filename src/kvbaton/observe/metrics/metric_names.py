@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from kvbaton.observe.flight.flight_records import DELIVERED, STAGES
 from kvbaton.observe.metrics.metric_types import Label, Metric, MetricError, MetricKind, Where
+from kvbaton.observe.metrics.turn_metric_names import ROUTER_TURNS, TURN_BLOCKS, TURN_LOADS, TURN_TOKENS, TURNS
 from kvbaton.protocol.errors import Reason
 from kvbaton.transports.catalogue import ORDER, SUMS
 from kvbaton.transports.core.refusals import Cause
 
-__all__ = ["BY_NAME", "METRICS", "Label", "Metric", "MetricError", "MetricKind", "Where", "named", "of"]
+__all__ = [
+    "BY_NAME", "METRICS", "ROUTER_TURNS", "TURNS", "TURN_BLOCKS", "TURN_LOADS", "TURN_TOKENS", "Label", "Metric",
+    "MetricError", "MetricKind", "Where", "named", "of",
+]  # fmt: skip
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 180.0)
 SIZES = tuple(float(1 << power) for power in range(12, 36, 2))
