@@ -167,8 +167,8 @@ def vllm_plan_of(
     args: argparse.Namespace, server: ServerOptions, transport: str, *, http_port: int, mode: Mode
 ) -> VllmPlan:
     tracing = {"trace": bool(args.otlp_endpoint), "trace_sample": args.trace_sample}
-    settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True, **tracing)
-    times = {name: getattr(args, name) for name in (*_TIMES, "otlp_endpoint")}
+    settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True, turn_s=args.turn_s, **tracing)
+    times = {name: getattr(args, name) for name in (*_TIMES, "otlp_endpoint", "turn_s")}
     return on_vllm.plan_of(args, server, settings, port=http_port, transport=transport, **times)
 
 

@@ -88,7 +88,7 @@ class TurnKeeper:
             self._make_place(count)
             return ()
         fits = self.blocks + count <= self._most
-        self._make_place(count if fits else 2 * count)  # for this one, or at least for the next of its size
+        self._make_place(2 * count if fits else count)  # so that the next of its size finds its place free
         if not fits:
             self.counts["unkept.busy"] += 1
             return ()
@@ -204,11 +204,27 @@ class TurnTaker:
         self.door.not_needed(request)
         return 0
 
+    def give_up_late(self) -> None:
+        """Of what D has not answered in time: for engines that ask only when an answer has come."""
+        now = self.door.config.wall()
+        late = [
+            request
+            for request, turn in self._asked.items()
+            if not turn.external and not 0 <= turn.until - now <= TAKE_S and self.door.waits(request)
+        ]
+        for request in late:
+            self._over(request, "late")
+            self.door.not_needed(request)
+
     def first_token(self, request: RequestId, external_tokens: int) -> tuple[int, int]:
         """The load begins: its first token, and the one behind its last."""
         turn = self._asked[request]
         turn.external = external_tokens
         return turn.tokens - external_tokens, turn.tokens
+
+    def upto(self, request: RequestId) -> int:
+        """How many tokens have their KV once the load is there."""
+        return self._asked[request].tokens
 
     def loaded(self, request: RequestId, reason: Reason | None) -> None:
         """The load's one end."""

@@ -117,7 +117,7 @@ class TurnBook:
     def _find(self, call: RoutedCall) -> KnownTurn | None:
         """The longest beginning of this prompt that a D keeps; from here on it is nobody else's."""
         text = _text(call)
-        for key, whole, length in reversed(list(_names(call))[: None if text else -1]):
+        for key, whole, _ in reversed(list(_names(call))[: None if text else -1]):
             turn = self._turns.get(key)
             if turn is None:
                 continue

@@ -36,11 +36,12 @@ from kvbaton.engines.vllm.prefill import Prefill
 from kvbaton.engines.vllm.presence import Presence
 from kvbaton.engines.vllm.step_metadata import BatonStep, Leaving, LoadVerdict, RankCard, StepDone
 from kvbaton.engines.vllm.store_side import Storing
-from kvbaton.engines.vllm.transfer_params import Ask, ForeignLookup, ParamsSource, Target, ask_of
+from kvbaton.engines.vllm.transfer_params import Ask, ForeignLookup, ParamsSource, Target, ask_of, wants_kv
 from kvbaton.engines.vllm.vllm_block_tables import Grouping, Tables
 from kvbaton.engines.vllm.vllm_compat import compat_key
 from kvbaton.engines.vllm.vllm_layout import RankFacts, engine_layout, vllm_groups
 from kvbaton.engines.vllm.vllm_stats import Reporting
+from kvbaton.engines.vllm.vllm_turns import VllmTurns
 from kvbaton.engines.vllm.waiting import Waiting, status_aside
 from kvbaton.node.cluster_node import EngineFacts, new_life
 from kvbaton.node.doorway import Doorway, DropBlocks, LoadReport, UnpinBlocks
@@ -147,7 +148,10 @@ class SchedulerSide:
             presence.shelf.wake_engine = news.set
             stored = Storing(presence.shelf, door, pool, grouping, total)
         prefill = Prefill(door, pool, grouping, getattr(self._cache, "hash_block_size", None) or 0)
-        return _Live(door, pool, prefill, decode, lookup, stored)
+        takes = recomputes and self._config.kv_transfer_config.is_kv_consumer
+        turns = VllmTurns(door, pool, grouping, decode, self._settings.turns, blocks_total=total, takes=takes)
+        self.reporting.turn_figures = turns.taker.stats
+        return _Live(door, pool, prefill, decode, lookup, stored, turns)
 
     def shutdown(self) -> None:
         live, self._live = self._live, None
@@ -185,7 +189,7 @@ class SchedulerSide:
         try:
             ask = ask_of(request, live.lookup)
         except ProtocolError as error:
-            if self._decodes and _wants_kv(request.kv_transfer_params):
+            if self._decodes and wants_kv(request.kv_transfer_params):
                 live.decode.refused(request, End(error.reason, error.detail))
             return
         is_used = ask is not None or isinstance(live.stored, Storing)
@@ -203,6 +207,7 @@ class SchedulerSide:
     def _accept(self, live: _Live, request: Any, ask: Ask | None) -> None:
         if isinstance(ask, ParamsSource) and self._prefills:
             live.prefill.accepted(request, ask)
+            live.turns.asked(request, ask.turn)
         elif isinstance(ask, Target) and self._decodes:
             live.stored.promised(request.request_id)
             live.decode.accepted(request, ask)
@@ -225,7 +230,8 @@ class SchedulerSide:
             return NOT_YET
         # A handoff goes before the store: P holds blocks for it until it is told what became of them. The store is
         # asked where there is no handoff, or it has failed.
-        answer = live.decode.match(request, local_tokens)
+        answer = live.turns.match(request, local_tokens)
+        answer = live.decode.match(request, local_tokens) if answer == NOTHING else answer
         if answer == NOTHING:
             answer = live.stored.match(request, local_tokens)
         if getattr(request, "skip_reading_prefix_cache", False):
@@ -243,6 +249,8 @@ class SchedulerSide:
         try:
             tables = blocks.get_block_ids()
             of_store = live.stored.offers(request.request_id)
+            if live.turns.allocated(request, tables, 0 if of_store else external_tokens):
+                return
             live.decode.allocated(request, tables, 0 if of_store else external_tokens)
             live.stored.allocated(request, tables, external_tokens)
             if external_tokens == 0:
@@ -343,6 +351,7 @@ class SchedulerSide:
         live.waiting.left(request.request_id)
         live.stored.finished(request, tables, well=well)
         try:  # each half must see the end, whatever the other did with it: both hold blocks for this request
+            live.turns.finished(request, tables, well=well)
             live.decode.finished(request)
         finally:
             try:
@@ -374,7 +383,7 @@ class SchedulerSide:
             return True
         self._do_duties(live)
         live.door.cache_replaced()
-        return live.stored.reset() and not live.door.holding
+        return live.stored.reset() and not (live.door.holding or live.door.turn_blocks)
 
     # --- helpers
 
@@ -384,12 +393,14 @@ class SchedulerSide:
                 if isinstance(duty, UnpinBlocks | DropBlocks):
                     live.pool.unpin(duty.blocks)
                 else:
+                    live.turns.reported(duty)
                     live.decode.reported(duty)
             except Exception as error:  # noqa: BLE001 - promise 4
                 note(type(duty).__name__, error)
                 if isinstance(duty, LoadReport) and duty.rank == 0:
                     live.decode.fails(duty.request)
         live.stored.take()
+        live.turns.do_duties()
 
     def _count_end(self, end: End) -> None:
         self.reporting.refused[str(end.reason)] += 1
@@ -399,7 +410,7 @@ class _Live:
     """What exists once the engine has its cache."""
 
     __slots__ = (
-        "arrived", "decode", "door", "failures", "held", "lookup", "pool", "prefill", "stored", "waiting"
+        "arrived", "decode", "door", "failures", "held", "lookup", "pool", "prefill", "stored", "turns", "waiting"
     )  # fmt: skip
 
     def __init__(
@@ -410,6 +421,7 @@ class _Live:
         decode: Decode,
         lookup: ForeignLookup,
         stored: NoStore,
+        turns: VllmTurns,
     ) -> None:
         self.door = door
         self.pool = pool
@@ -417,6 +429,7 @@ class _Live:
         self.decode = decode
         self.lookup = lookup
         self.stored = stored
+        self.turns = turns
         self.held: dict[str, Ask | None] = {}  # requests that came, by what they ask, until their content is known
         self.waiting = Waiting(decode.blocked, status_aside())
         self.arrived: list[str] = []  # loads of which vLLM is to be told
@@ -434,8 +447,3 @@ class _Live:
                 self.arrived.append(verdict.request_id)
             else:
                 self.failures.append(verdict)
-
-
-def _wants_kv(raw: object) -> bool:
-    """Whether parameters that cannot be read were meant for a D: then the failure policy decides."""
-    return isinstance(raw, dict) and raw.get("do_remote_decode") is not True

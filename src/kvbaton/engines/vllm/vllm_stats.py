@@ -87,6 +87,7 @@ class Reporting:
     refused: Counter[str] = field(default_factory=Counter)  # ends that never reached the ledger, by reason
     told: Counter[str] = field(default_factory=Counter)
     gauges_told: dict[str, float] = field(default_factory=dict)
+    turn_figures: Callable[[], dict[str, Any]] = dict
 
 
 @dataclass
@@ -111,7 +112,14 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
             return None
         node, ledger = presence.node, presence.node.ledger
         refused = {"data_refused_total": presence.links.data_refused()}
-        counts = _flat({**node_figures.counters(ledger, node.control.counters), **side.stored.figures(), **refused})
+        counts = _flat(
+            {
+                **node_figures.counters(ledger, node.control.counters),
+                **side.stored.figures(),
+                **refused,
+                **side.turn_figures,
+            }
+        )
         counts["faults_total"] = sum(guard.faults.values()) + node.loop.faults + sum(node.port_faults.values())
         for reason, count in reporting.refused.items():
             counts[f"ends_total {reason}"] += count
@@ -123,6 +131,7 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
         gauges["pinned_blocks"] = node.doorway.pinned_blocks + side.stored.held_blocks
         gauges["pinned_ratio"] = round(gauges["pinned_blocks"] / node.facts.blocks, 4)
         gauges["store_pins"] = node.doorway.put_blocks + side.stored.held_blocks
+        gauges["turn_blocks"] = node.doorway.turn_blocks
         gauges["mapped_bytes"] = presence.links.mapped_bytes()
         rows = reporting.tray.take()
         if not fresh and not rows and gauges == reporting.gauges_told:

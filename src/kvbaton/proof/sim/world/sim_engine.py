@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvbaton.node.doorway import Doorway, DropBlocks, LoadReport, MatchState, UnpinBlocks
 from kvbaton.proof.sim.promises import DEATH, STRANGER, Broken
@@ -26,6 +27,9 @@ from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.ids import HandoffId, RequestId
+
+if TYPE_CHECKING:
+    from kvbaton.proof.sim.world.sim_turns import EngineTurns
 
 
 class SimEngine:
@@ -56,6 +60,7 @@ class SimEngine:
         self._in_flight: deque[Step] = deque()
         self._deferred: deque[tuple[int, list[int]]] = deque()  # (the last step that may write there, blocks)
         self._last_step = 0
+        self.turns: EngineTurns | None = None  # where conversations go on
 
     # --- requests
 
@@ -65,6 +70,8 @@ class SimEngine:
             self.doorway.want(
                 request.id, request.ticket, digest_of(request), request.tokens, push=request.mode == "push"
             )
+        if self.turns is not None:
+            self.turns.added(request)
 
     def abort(self, id: RequestId) -> None:
         request = self.requests.get(id)
@@ -84,6 +91,8 @@ class SimEngine:
         """Take the outputs that have come, and issue the next step if there is room for one more in flight."""
         self._do_duties()
         self.fetching.poll()
+        if self.turns is not None:
+            self.turns.step()
         self._take_outputs()
         if len(self._in_flight) < self.depth and not self.replacing:
             self._issue([work for request in list(self.requests.values()) for work in self._advance(request)])
@@ -107,7 +116,7 @@ class SimEngine:
 
     @property
     def busy(self) -> bool:
-        return bool(self.requests) or self.doorway.busy
+        return bool(self.requests) or self.doorway.busy or self.doorway.turn_blocks > 0
 
     @property
     def at_rest(self) -> bool:
@@ -148,6 +157,8 @@ class SimEngine:
 
     def _loaded(self, request: SimRequest) -> None:
         self.world.tell(f"{self.name} loaded {request.id} {request.failed.reason if request.failed else 'ok'}")
+        if self.turns is not None and self.turns.loaded(request):
+            return
         if request.aborted:
             self._remove(request)
         elif request.failed is None:
@@ -182,6 +193,8 @@ class SimEngine:
         return self._decode(request) if request.phase is Phase.DECODING else []
 
     def _schedule(self, request: SimRequest) -> None:
+        if self.turns is not None and self.turns.schedules(request):
+            return
         if request.role == "decode" and request.ticket and not request.remote_done:
             match = self.doorway.match(request.id)
             if match.state is MatchState.NOT_YET:
@@ -387,6 +400,8 @@ class SimEngine:
     # --- endings and checks
 
     def _finish(self, request: SimRequest, how: str, detail: str) -> None:
+        if how == "answered" and self.turns is not None:
+            self.turns.ended(request)
         self._remove(request)
         self.doorway.gave_up(request.id)
         request.on_end(how, detail)
@@ -394,6 +409,8 @@ class SimEngine:
     def _remove(self, request: SimRequest) -> None:
         self._free(request)
         del self.requests[request.id]
+        if self.turns is not None:
+            self.turns.taker.forget(request.id)
         if request.aborted:
             request.on_end("aborted", "")
 
