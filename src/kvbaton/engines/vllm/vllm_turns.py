@@ -15,6 +15,7 @@ import msgspec
 from kvbaton.api.params import TurnOffer
 from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.engines.vllm.decode import NOT_YET, NOTHING, Decode
+from kvbaton.engines.vllm.guard import guarded, returns
 from kvbaton.engines.vllm.request_content import content_of
 from kvbaton.engines.vllm.vllm_block_tables import Grouping, Tables, real
 from kvbaton.node.doorway import Doorway, LoadReport
@@ -49,6 +50,7 @@ class VllmTurns:
 
     # --- P
 
+    @guarded(returns(None))
     def asked(self, request: Any, turn: TurnOffer | None) -> None:
         """A request came of whose prompt some D has the beginning."""
         if turn is None or not self._takes or request.prompt_token_ids is None:
@@ -61,6 +63,7 @@ class VllmTurns:
             lambda upto: _digest(request, request.prompt_token_ids, upto),
         )
 
+    @guarded(returns(NOTHING))
     def match(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         name = RequestId(request.request_id)
         self._make_room(request, local_tokens)
@@ -79,6 +82,7 @@ class VllmTurns:
         self._decode.begin_load(request.request_id, first_token, wanted)
         return True
 
+    @guarded(returns(None))
     def reported(self, duty: LoadReport) -> None:
         """The ledger's word on a load; what vLLM is told of it is D's half's."""
         if duty.rank == 0 and self.taker.is_loading(duty.request):
@@ -86,6 +90,7 @@ class VllmTurns:
 
     # --- D
 
+    @guarded(returns(None))
     def finished(self, request: Any, tables: Tables, *, well: bool) -> None:
         """A request is over: its blocks are kept, where somebody may come back for them."""
         self.taker.forget(RequestId(request.request_id))
@@ -107,6 +112,7 @@ class VllmTurns:
             if not taken:
                 self._pool.unpin(real(blocks))
 
+    @guarded(returns(None))
     def do_duties(self) -> None:
         """At every step: what is late, and what others need."""
         self.taker.give_up_late()
