@@ -88,7 +88,7 @@ def test_a_replaced_cache_takes_all_turns_along(pair: Pair) -> None:
 
 def test_the_record_says_what_it_was_kept_for(pair: Pair) -> None:
     pair.p.grant(keep_s=KEEP_S)
-    begun = [mark for mark in pair.p.ledger.take_marks() if mark.step is Step.BEGUN]
+    begun = [mark for mark in pair.p.ledger.desk.marks if mark.step is Step.BEGUN]
     assert [mark.detail for mark in begun] == ["kept for the next turn"]
     pair.p.tell(ev.DrainStarted())
     pair.settle()

@@ -15,7 +15,7 @@ from kvbaton.proof.sim.world.sim_cluster import Cluster
 from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.geometry.layout import GroupKind
 
-EVERY = 4
+EVERY = 8
 """Seeds that have such a world: one in so many."""
 SEED_FROM = 10**9
 TRIES = 64
