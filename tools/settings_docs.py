@@ -76,6 +76,8 @@ MEANINGS: Mapping[str, str] = {
     "store": "a [shared store](store.md): `tcp://host:port` of a kvbaton store, `mooncake://host:port` of a Mooncake "
     "master",
     "store_name": "a kvbaton store's identity in the key directory",
+    "turn_s": "seconds that D keeps an ended request's KV for the next turn of its conversation; 0: not at all",
+    "turn_percent": "share of D's KV blocks that this may pin, in percent; the oldest go first",
     "store_timeout": "seconds for a look-up in it; five times that for a load",
     "pin_share": "of P: the share of its KV cache that handoffs may pin, above 0 and at most 1 (no limit). Beyond it "
     "requests wait, and are then refused as [`pins_full`](reasons.md#pins_full) ([more](operations.md#pressure))",

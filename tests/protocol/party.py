@@ -248,6 +248,7 @@ class Party:
         max_readers: int = 1,
         target: str = "",
         deferred: bool = True,
+        keep_s: float = 0.0,
     ) -> Source:
         """P schedules the prompt of handoff `number` (streaming, push)."""
         content = number if content is None else content
@@ -258,7 +259,15 @@ class Party:
         self.sources[lease] = source
         self.tell(
             ev.LeaseBegun(
-                lease, handoff, digest_of(content, tokens), tokens, groups, max_readers, WorkerId(target), deferred
+                lease,
+                handoff,
+                digest_of(content, tokens),
+                tokens,
+                groups,
+                max_readers,
+                WorkerId(target),
+                deferred,
+                keep_s=keep_s,
             )
         )
         return source

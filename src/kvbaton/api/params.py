@@ -27,6 +27,13 @@ class Mode(enum.StrEnum):
     PUSH = "push"  # both at once, P writes into what D reserved
 
 
+class TurnOffer(msgspec.Struct, frozen=True):
+    """A D keeps the KV of this prompt's beginning, from the turn before."""
+
+    ticket: str
+    tokens: int  # of that turn's prompt and answer; the last of them has no KV there
+
+
 class TransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a worker is to do with the KV of one prompt. Fields of other systems pass unread."""
 
@@ -36,6 +43,8 @@ class TransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
     ticket: str | None = None
     traceparent: str | None = None  # W3C: whose trace this belongs to; the router sets it
     empty: bool = False  # P had nothing to hand over: D computes the prompt
+    turn: TurnOffer | None = None  # to P: what it need not compute
+    keep: str | None = None  # to D: the ticket under which it may keep prompt and answer for the next turn
 
     @classmethod
     def parse(cls, value: Any) -> TransferParams | None:
@@ -48,8 +57,9 @@ class TransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
             raise bad_field(FIELD, str(error)[:SHOWN_CHARS]) from None
         if params.do_remote_decode and params.do_remote_prefill:
             raise bad_field(FIELD, "do_remote_decode and do_remote_prefill exclude each other")
+        params._check_turn()
         if params.empty or not (params.do_remote_decode or params.do_remote_prefill):
-            return None
+            return None if params.keep is None else cls(keep=params.keep)
         params._check_ticket()
         return params
 
@@ -58,6 +68,17 @@ class TransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
         """The trace that this belongs to, "" where none was named, or in a way that cannot be read."""
         found = parse_trace(self.traceparent)
         return "" if found is None else str(found)
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether a prompt's KV goes from P to D; else it is only about turns."""
+        return self.do_remote_decode or self.do_remote_prefill
+
+    def _check_turn(self) -> None:
+        told = {"keep": self.keep, "turn.ticket": self.turn.ticket if self.turn is not None else None}
+        for name, ticket in told.items():
+            if ticket is not None and len(ticket) > TICKET_CHARS_MAX:
+                raise bad_field(f"{FIELD}.{name}", f"{len(ticket)} characters, at most {TICKET_CHARS_MAX}")
 
     def _check_ticket(self) -> None:
         needs_ticket = self.do_remote_prefill or self.mode is not Mode.PULL

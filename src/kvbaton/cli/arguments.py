@@ -162,6 +162,11 @@ def seconds(text: str) -> float:
     return value
 
 
+def seconds_or_off(text: str) -> float:
+    """An argument type: a duration in seconds, or 0 for off."""
+    return 0.0 if text.strip() in ("0", "0.0") else seconds(text)
+
+
 def minutes(text: str) -> float:
     """An argument type: a duration above 0, given in minutes."""
     try:

@@ -6,7 +6,14 @@ import argparse
 import importlib
 from types import ModuleType
 
-from kvbaton.cli import bench_arguments, bench_router_arguments, bench_serve_arguments, bench_store, bench_transfer
+from kvbaton.cli import (
+    bench_arguments,
+    bench_router_arguments,
+    bench_serve_arguments,
+    bench_store,
+    bench_transfer,
+    bench_turns_arguments,
+)
 from kvbaton.cli.arguments import HelpFormatter, Parser, add_common
 from kvbaton.processes.operator_errors import CommandError
 
@@ -31,6 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "the router's cost per request, compared with vllm-router and a toy proxy",
             bench_router_arguments.add,
         ),
+        (
+            "turns",
+            "time to first token of a conversation's turns, kept by D or not, and aggregated",
+            bench_turns_arguments.add,
+        ),
     ):
         said = text[0].upper() + text[1:] + "."
         one = kinds.add_parser(
@@ -47,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
         "vllm": _vllm,
         "router": _router,
         "serve": _serve,
+        "turns": _turns,
     }
     return kinds[args.what](args)
 
@@ -60,6 +73,11 @@ def _serve(args: argparse.Namespace) -> int:
 def _router(args: argparse.Namespace) -> int:
     bench_router_arguments.check(args)
     status: int = importlib.import_module("kvbaton.cli.bench_router").run(args)
+    return status
+
+
+def _turns(args: argparse.Namespace) -> int:
+    status: int = _with_http("kvbaton.cli.bench_turns").run(args)
     return status
 
 

@@ -15,7 +15,7 @@ from kvbaton.api.http import run as run_loop
 from kvbaton.api.params import Mode
 from kvbaton.api.tokens import is_loopback
 from kvbaton.cli import log_arguments, router_access, traces
-from kvbaton.cli.arguments import host_port, networks, port, registries, seconds, whole
+from kvbaton.cli.arguments import host_port, networks, port, registries, seconds, seconds_or_off, whole
 from kvbaton.control import keyring
 from kvbaton.control.joining.join_door import door_bind
 from kvbaton.control.plain import Fleet, PlainSettings
@@ -134,6 +134,14 @@ def _add_choices(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="aggregated serving by D for shorter prompts (estimated)",
     )
+    group.add_argument(
+        "--turn-s",
+        type=seconds_or_off,
+        default=_DEFAULT.turn_s,
+        metavar="S",
+        help="have decode workers keep a conversation's KV so long for its next turn, and prefill workers take it; "
+        "0: off",
+    )
     group.add_argument("--show-pair", action="store_true", help="name the pair in the header x-kvbaton-pair")
 
 
@@ -247,6 +255,7 @@ def settings_of(args: argparse.Namespace) -> RouterSettings:
         same_host=not args.no_same_host,
         fallback=Fallback(args.fallback),
         disagg_min_tokens=args.disagg_min_tokens,
+        turn_s=args.turn_s,
         deadline_s=args.deadline_s,
         first_byte_s=args.first_byte_s,
         connect_s=args.connect_s,

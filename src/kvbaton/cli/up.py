@@ -19,7 +19,7 @@ import kvbaton.local_cluster.vllm_check as on_vllm_check
 from kvbaton.api.http import run as run_loop
 from kvbaton.api.params import Mode
 from kvbaton.cli import log_arguments, progress, traces
-from kvbaton.cli.arguments import planes_choice, port, seconds, whole
+from kvbaton.cli.arguments import planes_choice, port, seconds, seconds_or_off, whole
 from kvbaton.cli.screen import note, stdout
 from kvbaton.engines.embedded.worker_options import POLICIES, WorkerOptions, flag_of
 from kvbaton.local_cluster.answer_check import check, summary
@@ -51,6 +51,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("the cluster").add_argument
     add("--prefill", type=whole(1, 16), default=1, metavar="N", help="prefill workers")
     add("--decode", type=whole(1, 16), default=1, metavar="M", help="decode workers")
+    add(
+        "--turn-s",
+        type=seconds_or_off,
+        default=_WORKER.turn_s,
+        metavar="S",
+        help="decode workers keep a conversation so long for its next turn, prefill workers take it; 0: off",
+    )
     add("--host", default="127.0.0.1", help="address for clients")
     add("--port", type=port, default=None, help="port for clients, 0 for a free one (default: 8000)")
     add(
@@ -134,7 +141,7 @@ def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: M
     worker = _worker_of(args, transport, f"tcp://127.0.0.1:{store_port}" if store_port else args.store or "")
     try:
         tracing = {"trace": bool(args.otlp_endpoint), "trace_sample": args.trace_sample}
-        settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True, **tracing)
+        settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True, turn_s=args.turn_s, **tracing)
     except ValueError as error:
         raise CommandError(f"{error}; see: kvbaton up --help") from None
     return ClusterPlan(
@@ -145,7 +152,8 @@ def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: M
 
 
 def _worker_of(args: argparse.Namespace, transport: str, store: str) -> WorkerOptions:
-    values = {name: getattr(args, name) for name in ("policy", "checksum", "encrypt", "require_enforcement", *_TIMES)}
+    names = ("policy", "checksum", "encrypt", "require_enforcement", "turn_s", *_TIMES)
+    values = {name: getattr(args, name) for name in names}
     values |= {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
     values |= {"otlp_endpoint": args.otlp_endpoint, "store": store, "transport": transport}
     try:
@@ -159,8 +167,8 @@ def vllm_plan_of(
     args: argparse.Namespace, server: ServerOptions, transport: str, *, http_port: int, mode: Mode
 ) -> VllmPlan:
     tracing = {"trace": bool(args.otlp_endpoint), "trace_sample": args.trace_sample}
-    settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True, **tracing)
-    times = {name: getattr(args, name) for name in (*_TIMES, "otlp_endpoint")}
+    settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True, turn_s=args.turn_s, **tracing)
+    times = {name: getattr(args, name) for name in (*_TIMES, "otlp_endpoint", "turn_s")}
     return on_vllm.plan_of(args, server, settings, port=http_port, transport=transport, **times)
 
 

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import msgspec
 
 from kvbaton.cli import log_arguments, traces
-from kvbaton.cli.arguments import planes_choice, port, seconds, whole
+from kvbaton.cli.arguments import planes_choice, port, seconds, seconds_or_off, whole
 from kvbaton.engines.embedded.worker_options import (
     DIALECTS,
     HTTP_ACCESS,
@@ -71,6 +71,8 @@ _HELP: Mapping[str, str] = {
     "store": "tcp:// of a kvbaton store, or mooncake://host:port; empty: none",
     "store_name": "that store's name in the key directory",
     "store_timeout": "seconds for a lookup in it; five times that for a get",
+    "turn_s": "seconds that D keeps an ended request's KV for the next turn of its conversation; 0: not at all",
+    "turn_percent": "share of D's KV blocks that this may pin, in percent; the oldest go first",
     "otlp_endpoint": traces.HELP,
     "flight_dir": "write records of failed handoffs here; SIGUSR2 writes all records",
 }
@@ -95,6 +97,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
         "defer_timeout", "claim_timeout", "drain_s", "pin_share", "pin_wait_s",
     ),
     "its engine": ("tp", "blocks", "block_tokens", "max_num_seqs", "waiting_max", "seed"),
+    "turns": ("turn_s", "turn_percent"),
     "shared store": ("store", "store_name", "store_timeout"),
     "records and traces": ("flight_dir", "otlp_endpoint"),
 }  # fmt: skip
@@ -122,6 +125,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             more["action"] = "store_true"
         elif field.name in _CHOICES:
             more["choices"] = _CHOICES[field.name]
+        elif field.name == "turn_s":
+            more |= {"type": seconds_or_off, "metavar": "S"}
+        elif field.name == "turn_percent":
+            more |= {"type": float, "metavar": "P"}
         else:
             read = _share if field.name.endswith("_share") else _TYPES[field.type]
             more |= {"type": port if field.name.endswith("_port") else read, "metavar": _metavar(field)}

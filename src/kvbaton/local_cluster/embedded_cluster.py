@@ -26,6 +26,7 @@ from kvbaton.engines.embedded.worker_options import WorkerOptions, argv_of
 from kvbaton.local_cluster.router_front import RouterFront, Sources, dumping, fronted
 from kvbaton.processes import process_logs
 from kvbaton.processes.child_process import KVBATON_ARGV, Child, Program, Say, end, ready, start
+from kvbaton.protocol.privileges import Role
 from kvbaton.ranks.store_address import STORE_NAME
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import ListedEngine
@@ -73,7 +74,8 @@ class ClusterPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     def names(self) -> list[str]:
         found = places(self.prefills, self.decodes, self.tp_prefill, self.tp_decode)
-        names = [f"{place.name}:{place.role}" for place in found]
+        both = Role.BOTH if self.worker.turn_s else None  # a P that takes turns reads, and a D that keeps them grants
+        names = [f"{place.name}:{both or place.role}" for place in found]
         return [*names, STORE_NAME] if self.store_port else names
 
     def members(self, directory: str, registry: str) -> list[Program]:

@@ -10,6 +10,7 @@ from kvbaton.local_cluster.embedded_cluster import ClusterPlace
 from kvbaton.local_cluster.vllm_engine import ServerOptions, VllmHandoff
 from kvbaton.processes.child_process import GUARD, Program
 from kvbaton.processes.free_ports import free_ports
+from kvbaton.protocol.privileges import Role
 from kvbaton.router.router_settings import RouterSettings
 
 TINY_KINDS = ("llama", "mla", "gemma3", *HYBRIDS)
@@ -33,7 +34,8 @@ class VllmPlan(msgspec.Struct, frozen=True, kw_only=True):
         return START_S + START_EACH_S * sum(place.tp * place.dp for place in self.places)
 
     def names(self) -> list[str]:
-        return [f"{name}:{place.role}" for place in self.places for name in place.members]
+        both = Role.BOTH if self.handoff.turn_s else None  # a P that takes turns reads, and a D that keeps them grants
+        return [f"{name}:{both or place.role}" for place in self.places for name in place.members]
 
     def members(self, directory: str, registry: str) -> list[Program]:
         ports = free_ports(len(self.places))
@@ -42,8 +44,11 @@ class VllmPlan(msgspec.Struct, frozen=True, kw_only=True):
     def _member(self, place: ClusterPlace, port: int, directory: str, registry: str) -> Program:
         address = f"{server_words.HOST}:{port}"
         changes = {"name": place.name, "keys": directory, "registry": registry, "http_address": address}
+        plays = place.role
+        if self.handoff.turn_s and plays == "prefill":  # it loads too, and vLLM must know
+            changes["role"], plays = plays, "both"
         own = msgspec.to_builtins(msgspec.structs.replace(self.handoff, **changes))
-        config = server_words.kv_transfer_config(server_words.KV_ROLES[place.role], self.server.policy, own)
+        config = server_words.kv_transfer_config(server_words.KV_ROLES[plays], self.server.policy, own)
         return member(place, self.server.argv(port, place.tp, config, dp=place.dp), self.server.kv_gib)
 
 

@@ -66,6 +66,8 @@ class VllmHandoff(msgspec.Struct, frozen=True, kw_only=True):
     claim_timeout: float = 10.0
     max_hold_s: float = 180.0
     otlp_endpoint: str = ""
+    turn_s: float = 0.0
+    role: str = ""
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -95,6 +95,7 @@ class Doorway:
         self._to_node: deque[ev.Event] = deque()
         self._to_engine: deque[fx.Effect] = deque()
         self._pins: dict[LeaseId | tuple[str, PutId], list[int]] = {}
+        self._turns: set[LeaseId] = set()  # of those, what is kept for next turns
         self._wants: dict[RequestId, Match] = {}
         self._holds: dict[RequestId, tuple[int, ...]] = {}
         self.taken: deque[tuple[RequestId, float]] = deque(maxlen=TAKEN_MAX)  # reports and when the engine took them
@@ -113,14 +114,20 @@ class Doorway:
         deferred: bool = True,
         request: RequestId = NOBODYS,
         trace: str = "",
+        keep_s: float = 0.0,
     ) -> LeaseId:
         """A prompt that will be read or pushed has been scheduled."""
         self._last += 1
         lease = LeaseId(self._last)
         self._pins[lease] = []
-        self.budget.begun(lease, request)
+        if keep_s:
+            self._turns.add(lease)
+        else:
+            self.budget.begun(lease, request)
         groups = self.config.groups
-        begun = ev.LeaseBegun(lease, handoff, digest, tokens, groups, max_readers, target, deferred, request, trace)
+        begun = ev.LeaseBegun(
+            lease, handoff, digest, tokens, groups, max_readers, target, deferred, request, trace, keep_s
+        )
         self._post(begun)
         return lease
 
@@ -131,7 +138,8 @@ class Doorway:
             return ()
         real = _real(blocks)
         pins.extend(real)
-        self.budget.pin(lease, real)
+        if lease not in self._turns:  # nobody was promised a turn: it goes where others need its blocks
+            self.budget.pin(lease, real)
         # Read here, on the thread that alone raises epochs: between this and the engine's touch no block can be
         # reused, so the epochs are those of the content that is leased. A commit is judged by whether they still hold.
         epochs = tuple(tuple(self.epochs.all_of(group)) for group in blocks)
@@ -191,9 +199,17 @@ class Doorway:
     # --- D (engine)
 
     def want(
-        self, request: RequestId, ticket: str, digest: bytes, tokens: int, *, push: bool = False, trace: str = ""
+        self,
+        request: RequestId,
+        ticket: str,
+        digest: bytes,
+        tokens: int,
+        *,
+        push: bool = False,
+        trace: str = "",
+        waits: bool = True,
     ) -> None:
-        """A request arrived whose prompt KV a ticket promises."""
+        """A request arrived whose prompt KV a ticket promises. Not `waits`: its lease began long ago, or is over."""
         handoff = HandoffId("")
         # Tickets are checked here and not only by P: a forged one would make this node connect to whatever address a
         # client names, and KV of another prompt must not even be requested. P checks everything again.
@@ -211,7 +227,7 @@ class Doorway:
             self._post(ev.TurnedAway(request, error.reason, error.detail, trace, handoff))
             self.disown(ticket, error.reason)  # if P signed it, its blocks must not stay pinned for a whole lease
             return
-        deferred = opened.lease == 0
+        deferred = opened.lease == 0 and waits
         self._wants[request] = Match(MatchState.NOT_YET, computed=not deferred)
         self._post(ev.Wanted(request, opened.handoff, opened.source, ticket, digest, tokens, push, deferred, trace))
 
@@ -225,6 +241,10 @@ class Doorway:
         if opened.target in ("", self.config.me.worker):
             deferred = opened.lease == 0
             self._post(ev.Disowned(opened.handoff, opened.source, ticket, opened.digest, deferred, reason))
+
+    def let_go(self, handoff: HandoffId) -> None:
+        """Nobody comes for this lease any more; one that is being read ends with its reader."""
+        self._post(ev.Discarded(handoff))
 
     def open_ticket(self, ticket: object) -> Ticket:
         """The ticket's content; ProtocolError when it is not one of this cluster's."""
@@ -307,13 +327,16 @@ class Doorway:
 
     @property
     def holding(self) -> bool:
-        """Whether blocks are pinned or held, or there is news: an engine without requests must keep stepping."""
-        return bool(self._pins or self._holds or self._to_engine)
+        """Whether blocks are pinned or held, or there is news: an engine without requests must keep stepping.
+
+        Not for turns: they may stay pinned for minutes, and an engine with nothing to do needs none of their blocks.
+        """
+        return bool(len(self._pins) > len(self._turns) or self._holds or self._to_engine)
 
     @property
     def busy(self) -> bool:
         """Whether the engine must keep stepping although it has nothing to compute (rule 19)."""
-        return bool(self._pins or self._holds or self._to_engine or self._wants)
+        return bool(self.holding or self._wants)
 
     @property
     def pinned_blocks(self) -> int:
@@ -323,6 +346,11 @@ class Doorway:
     def put_blocks(self) -> int:
         """Those of `pinned_blocks` that a put holds."""
         return sum(len(blocks) for key, blocks in list(self._pins.items()) if isinstance(key, tuple))
+
+    @property
+    def turn_blocks(self) -> int:
+        """Those of `pinned_blocks` that are kept for next turns."""
+        return sum(len(self._pins.get(lease, ())) for lease in list(self._turns))
 
     def is_leased(self, lease: LeaseId) -> bool:
         return lease in self._pins
@@ -347,7 +375,11 @@ class Doorway:
 
     def _unpinned(self, key: LeaseId | tuple[str, PutId]) -> list[Duty]:
         pins = self._pins.pop(key, None)
-        if pins is not None and not isinstance(key, tuple):
+        if isinstance(key, tuple):
+            pass
+        elif key in self._turns:
+            self._turns.discard(key)
+        elif pins is not None:
             self.budget.unpin(key, pins)
         return [UnpinBlocks(tuple(pins))] if pins is not None else []
 

@@ -36,6 +36,7 @@ class LeaseBegun(_Event, frozen=True):
     deferred: bool = False  # D may get it much later than P (streaming, push): wait `defer_timeout` for a claim
     request: RequestId = RequestId("")  # these two for observers
     trace: str = ""
+    keep_s: float = 0.0  # a turn: D keeps prompt and answer this long for the P of the next turn (rule turn)
 
 
 class LeaseExtended(_Event, frozen=True):

@@ -22,7 +22,7 @@ import msgspec
 from kvbaton.api import foreign, request_ids, tokens
 from kvbaton.api.params import LEASE_FOR_PULL, Mode, source_params, target_params
 from kvbaton.control.plain import Fleet
-from kvbaton.protocol.ids import HandoffId, TransferId, handoff_id
+from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.router.http.http_types import Header
 from kvbaton.router.policy import Pair
@@ -87,6 +87,15 @@ class TicketMinter:
         handoff = handoff_id(self._new_id())
         ticket = Ticket(handoff, source.name, expires_unix_s, source.incarnation, target=target)
         return handoff, seal(ticket, self.key)
+
+    def new_handoff(self) -> HandoffId:
+        return handoff_id(self._new_id())
+
+    def for_turn(self, handoff: HandoffId, source: ListedEngine, target: str = "", life_s: float = 0.0) -> str:
+        """A ticket for what D keeps of a conversation; the target is "" where it is not known yet."""
+        expires_unix_s = self._wall() + (life_s or self._ttl_s)
+        ticket = Ticket(handoff, source.name, expires_unix_s, source.incarnation, target=WorkerId(target))
+        return seal(ticket, self.key)
 
 
 class Dialect(msgspec.Struct, frozen=True):

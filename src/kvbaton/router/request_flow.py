@@ -30,10 +30,10 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.api_errors import ApiError, bare, out_of_time
+from kvbaton.api.api_errors import bare, out_of_time
 from kvbaton.api.bodies import BodyKind
 from kvbaton.api.gather import cancel
-from kvbaton.api.params import FIELD, Mode
+from kvbaton.api.params import FIELD
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.flight.flight_records import WHOLE
 from kvbaton.protocol.errors import Reason
@@ -46,6 +46,7 @@ from kvbaton.router.deadlines import Deadline, Deadlines
 from kvbaton.router.dialect_table import TicketMinter
 from kvbaton.router.http.http_types import Header
 from kvbaton.router.policy import Pair
+from kvbaton.router.refused_kv import is_of_the_handoff, not_the_clients
 from kvbaton.router.reply import Replies, Reply
 from kvbaton.router.router_flights import (
     DECODE_SENT,
@@ -58,6 +59,7 @@ from kvbaton.router.router_flights import (
 )
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.router_stats import RouterStats, count
+from kvbaton.router.turn_book import TurnBook
 from kvbaton.router.worker_calls import EventStream, Leg, LegError, Legs, WorkerAnswer
 from kvbaton.router.workers.available import AvailableWorkers
 from kvbaton.router.workers.directory import ListedEngine
@@ -104,6 +106,7 @@ class Flow:
         self._replies = Replies(roster.health, stats, settings.settle_s)
         self._deadlines = Deadlines()
         self._now = self._deadlines.loop.time
+        self._turns = TurnBook(minter, settings.turn_s, roster.lists, self._now, stats.waits.turns)
 
     @property
     def loads(self) -> Mapping[PeerId, int]:
@@ -175,7 +178,7 @@ class Flow:
         headers = named = call.named(ask.request_id, trip.leg("decode"))
         if ask.request_id is not None and call.kind is BodyKind.RESPONSES:  # vLLM reads it from the body there
             call = msgspec.structs.replace(call, fields={**call.fields, "request_id": ask.request_id}, data=None)
-        asked = ask.source
+        asked = self._turns.offered(call, pair.prefill, ask.source)
         if trip.span is not None:
             named = call.named(ask.request_id, trip.leg("prefill"))
             asked = kv_params.traced(asked, trip.leg("prefill"), pair.prefill)
@@ -312,13 +315,19 @@ class Flow:
     ) -> WorkerAnswer | EventStream:
         if params is not None and trip.span is not None:
             params = kv_params.traced(params, trip.leg("decode"), worker)
-        body = kv_params.decode_body(call.data, call.fields, params)
+        turn = self._turns.keeps(call, worker)
+        body = kv_params.decode_body(call.data, call.fields, params if turn is None else turn.added(params))
+        body = body if turn is None else turn.asked(body)
         leg = Leg("decode", worker, call.kind.value, headers, body, call.tab)
         trip.mark(DECODE_SENT)
         self._stats.waits.leg("asked", "decode", worker.name)
         if call.stream:
-            return await self._legs.stream(leg, call.deadline, self._patience(call))
+            stream = await self._legs.stream(leg, call.deadline, self._patience(call))
+            stream.watch = None if turn is None else turn.stream
+            return stream
         answer = await self._legs.whole(leg)
+        if turn is not None:
+            turn.whole(answer.data)
         try:
             data = kv_params.without_params(answer.data)
         except (ValueError, RecursionError):
@@ -345,8 +354,8 @@ class Flow:
 
     def _note(self, call: RoutedCall, route: ChosenRoute, tries: Tries, error: LegError) -> None:
         """Blame a failed leg, and raise its fault where no other worker may be asked."""
-        if error.final and _is_of_the_handoff(route, error):
-            error = _not_the_clients(error)
+        if error.final and is_of_the_handoff(route, error):
+            error = not_the_clients(error)
         bare(error)
         count(self._stats.failures, error.fault.code or "none", error.side)
         if not (error.lost or error.stale):
@@ -399,22 +408,6 @@ class Flow:
         """Nothing that this flow started is left afterwards."""
         self._deadlines.close()
         await self._replies.close()
-
-
-def _is_of_the_handoff(route: ChosenRoute, error: LegError) -> bool:
-    """Whether D refuses what P answered: clients cannot send that field, nor is a prompt too large that P took."""
-    if (error.fault.param or "").startswith(FIELD):
-        return True
-    return (
-        error.side == "decode" and error.fault.status == 413 and route.prefill is not None and route.mode is Mode.PULL
-    )
-
-
-def _not_the_clients(error: LegError) -> LegError:
-    what = f"{error.side} worker {error.worker.name} refuses the handed-over KV: {error.fault.message}"
-    said = f"{error.fault.recorded}, for the handed-over KV"
-    fault = ApiError(502, what, type="handoff_failed", code=error.fault.code, recorded=said)
-    return LegError(error.side, error.worker, fault)
 
 
 def _handed(leg: Leg, answer: WorkerAnswer, needs_answer: bool) -> tuple[bytes | None, str | None]:

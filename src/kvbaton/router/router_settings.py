@@ -61,6 +61,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     settle_s: float = 5.0  # P may finish this long after D's answer has ended
     drain_s: float = 30.0  # requests under way may take this long when the router is told to stop
     ticket_ttl_s: float = 120.0
+    turn_s: float = 0.0  # how long decode workers keep a turn of a conversation for the next; 0: they are not asked to
     in_flight_max: int = 2048  # requests to engines; beyond it clients get 429
     body_bytes_max: int = 4 << 20
     answer_bytes_max: int = 16 << 20
@@ -81,6 +82,9 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
             if field.name == "trace_sample":
                 if not 0 <= value <= 1:
                     raise ValueError(f"trace_sample: got {value!r}, expected 0 to 1")
+            elif field.name == "turn_s":
+                if not 0 <= value <= TICKET_LIFE_S_MAX:
+                    raise ValueError(f"turn_s: got {value!r}, expected 0 (off) to {TICKET_LIFE_S_MAX:.0f} seconds")
             elif isinstance(value, float) and not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{field.name}: got {value!r}, expected a number above 0")
             least = 0 if field.name.endswith(("retries", "_tokens", "pieces_max")) else 1

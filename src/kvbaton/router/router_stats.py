@@ -50,6 +50,7 @@ class Waits:
         self.whole = Histograms(metric_names.ROUTER_REQUEST_SECONDS)
         self.between = Histograms(metric_names.ROUTER_INTER_TOKEN_SECONDS)
         self.tokens: Counter[str] = Counter()  # by what (prompt, output; chunks of streams that bear one) and mode
+        self.turns: Counter[str] = Counter()  # of conversations, by what became of them
         self.legs: Counter[str] = Counter()  # by what (asked, failed; passed over as full), side and worker
         self.sum_s = 0.0
         self.count = 0
@@ -153,6 +154,7 @@ class RouterStats:
             },
             "prompt_tokens_total": _of("prompt", self.waits.tokens),
             "output_tokens_total": _of("output", self.waits.tokens),
+            "turns_total": dict(self.waits.turns),
             "tickets_minted_total": self.tickets,
             "tickets_discarded_total": self.discards,
             "legs_dropped_total": self.dropped,

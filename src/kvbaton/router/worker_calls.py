@@ -283,6 +283,7 @@ class EventStream:
 
     __slots__ = (
         "_deadline", "_exchange", "_first", "_leg", "_legs", "_relay", "_tab", "broke", "ended", "fault", "headers",
+        "watch",
     )  # fmt: skip
 
     def __init__(self, legs: Legs, leg: Leg, exchange: Exchange, deadline: float) -> None:
@@ -297,6 +298,7 @@ class EventStream:
         self._relay = sse.Relay()
         self._tab = leg.tab and leg.tab.another()
         self._first = b""
+        self.watch: Callable[[bytes], bytes] | None = None  # sees events, and says what of them is the client's
 
     async def begin(self) -> None:
         """Wait for the first event; one that tells an error is a refusal like any other."""
@@ -326,8 +328,8 @@ class EventStream:
         """Bytes of whole events, as they come; b"" at the end."""
         assert self._exchange is not None
         first, self._first = self._first, b""
-        if first:
-            return first
+        if first and (shown := self._shown(first)):
+            return shown
         while True:
             try:
                 data = await self._exchange.read()
@@ -339,8 +341,8 @@ class EventStream:
                 raise self._broke(str(error)) from None
             except LegError as error:
                 raise self._failed(error.fault) from None
-            if whole:
-                return whole
+            if whole and (shown := self._shown(whole)):
+                return shown
             if not data:
                 break
         if not self._relay.ended:
@@ -361,6 +363,9 @@ class EventStream:
         self.fault = None  # it knows the frames that know this
         if exchange is not None:
             self._legs._close(self._leg, exchange)
+
+    def _shown(self, events: bytes) -> bytes:
+        return events if self.watch is None else self.watch(events)
 
     def _feed(self, data: bytes, more: int = 0) -> bytes:
         """`more`: bytes that wait for the first event."""

@@ -36,6 +36,6 @@ def test_hooks_are_called_in_the_order_that_is_documented() -> None:
     finish(subject)
     one_step = [
         *("on_new_request", "step_begin", "take_reports", "match", "allocated"),
-        *("layer_done", "layer_done", "chunk_done", "request_finished"),
+        *("layer_done", "layer_done", "chunk_done", "ending", "request_finished"),
     ]
     assert calls == [*one_step, "step_begin", "take_reports"]

@@ -89,6 +89,9 @@ class AdmittingConnector:
     def preempted(self, request: EngineRequest) -> None:
         self.inner.preempted(request)
 
+    def ending(self, request: EngineRequest, tokens: Sequence[int]) -> None:
+        self.inner.ending(request, tokens)
+
     def request_finished(
         self, request: EngineRequest, blocks: BlockIds, status: RequestStatus
     ) -> Mapping[str, object] | None:

@@ -79,7 +79,7 @@ class EmbeddedConnector:
         pool.watch(self._door.epochs.raise_epoch)
 
     def on_new_request(self, request: EngineRequest) -> None:
-        params = _params(request)
+        params = params_of(request)
         self._known[request.request_id] = 0
         if params is not None and params.do_remote_prefill:
             assert params.ticket is not None
@@ -159,7 +159,7 @@ class EmbeddedConnector:
             return
         first_token = len(request.prompt) - external_tokens
         first, last = first_token // self._block_tokens, -(-len(request.prompt) // self._block_tokens)
-        wanted = tuple(_without_null(ids[first:last]) for ids in blocks)
+        wanted = tuple(without_null(ids[first:last]) for ids in blocks)
         self.pool.touch(self._door.allocated(request.request_id, wanted, first_token))
         self._ranks_told[request.request_id] = set()
 
@@ -210,7 +210,7 @@ class EmbeddedConnector:
 
     def _begin(self, request: EngineRequest) -> None:
         """P starts to compute a prompt that is read during its computation, or pushed."""
-        params = _params(request)
+        params = params_of(request)
         if (
             params is None
             or not params.do_remote_decode
@@ -269,6 +269,9 @@ class EmbeddedConnector:
             self._door.completed(outgoing.lease)
             del self._outgoing[request.request_id]
 
+    def ending(self, request: EngineRequest, tokens: Sequence[int]) -> None:
+        """What the answer was is of no use to a handoff."""
+
     def preempted(self, request: EngineRequest) -> None:
         self._end_outgoing(request.request_id, Reason.SOURCE_PREEMPTED)
 
@@ -283,13 +286,13 @@ class EmbeddedConnector:
         self._door.gave_up(request.request_id)
         if self._storing is not None:
             self._storing.forget(request.request_id)
-        params = _params(request)
+        params = params_of(request)
         if params is None or not params.do_remote_decode or status not in (RequestStatus.LENGTH, RequestStatus.STOPPED):
             return None
         if params.mode is not Mode.PULL:
             return target_params(params.mode, params.ticket)
         needed = -(-len(request.prompt) // self._block_tokens)
-        leased = tuple(_without_null(ids[:needed]) for ids in blocks)
+        leased = tuple(without_null(ids[:needed]) for ids in blocks)
         ticket, pinned = self._door.grant(
             content_digest(request), len(request.prompt), leased, request=request.request_id, trace=params.trace
         )
@@ -308,9 +311,9 @@ class EmbeddedConnector:
             return
         final = upto * self._block_tokens >= len(request.prompt)
         fresh = tuple(
-            (_without_null(ids[:upto]) if final else ())
+            (without_null(ids[:upto]) if final else ())
             if group.window_tokens
-            else _without_null(ids[outgoing.pinned : upto])
+            else without_null(ids[outgoing.pinned : upto])
             for group, ids in zip(self._groups, blocks, strict=True)
         )
         self.pool.touch(self._door.pin(outgoing.lease, fresh))
@@ -326,10 +329,10 @@ class EmbeddedConnector:
             self._door.source_ended(outgoing.lease, reason)
 
 
-def _params(request: EngineRequest) -> TransferParams | None:
+def params_of(request: EngineRequest) -> TransferParams | None:
     handoff = request.handoff
     return handoff if isinstance(handoff, TransferParams) else None
 
 
-def _without_null(ids: Sequence[int]) -> tuple[int, ...]:
+def without_null(ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(NO_BLOCK if block == NULL_BLOCK else block for block in ids)

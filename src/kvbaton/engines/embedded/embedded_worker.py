@@ -33,9 +33,9 @@ from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.announcing import Herald, announcement
 from kvbaton.engines.embedded.backend import MODEL_NAME, EngineBackend, EngineThread
 from kvbaton.engines.embedded.embedded_admission import AdmittingConnector, pinned_blocks
-from kvbaton.engines.embedded.embedded_connector import EmbeddedConnector
 from kvbaton.engines.embedded.embedded_engine import Engine
 from kvbaton.engines.embedded.embedded_storing import NO_STATS
+from kvbaton.engines.embedded.embedded_turns import TurningConnector
 from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig, ModelConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest, Sampling
 from kvbaton.engines.embedded.http_worker import worker_app
@@ -105,12 +105,10 @@ class EmbeddedWorker:
         views = [region.view for region in self.regions]
         self.store = open_store(options, keyring, facts, views, doorway) if options.store else None
         storing = self.store.storing if self.store is not None else None
-        connector = EmbeddedConnector(
-            doorway, config.model.groups, options.block_tokens, options.policy, storing=storing
-        )
+        self.turning = TurningConnector(doorway, config, options.turns, storing=storing)
         doorway.budget = budget_of(config.cache.blocks - 1, options.pin_share, options.pin_wait_s)
         needed = partial(pinned_blocks, config.model.groups, options.block_tokens)
-        self.admitting = AdmittingConnector(connector, doorway.budget, needed, decodes=options.role != "prefill")
+        self.admitting = AdmittingConnector(self.turning, doorway.budget, needed, decodes=options.role != "prefill")
         self.fullness = Fullness()
         self.engine = Engine(config, self.admitting, views)
         self.thread = EngineThread(self.engine, doorway)
@@ -183,6 +181,7 @@ class EmbeddedWorker:
             "links": {str(link.worker): link.transport.name for link in links if link.transport is not None},
             "versions": {str(link.worker): link.version for link in links if link.transport is not None},
             **(self.store.storing.stats() if self.store is not None else NO_STATS),
+            **self.turning.stats(),
             "faults_total": node.loop.faults + self.thread.faults,
         }
 

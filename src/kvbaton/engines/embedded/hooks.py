@@ -1,7 +1,8 @@
 """The interface between an engine and its KV connector: the scheduler-side hooks of vLLM's `KVConnectorBase_V1`, typed.
 
 All are called on the engine's thread, in this order within a step (a star: any number of times):
-`step_begin`, `take_reports`, (`match`, `allocated` | `preempted`)*, `layer_done`*, `chunk_done`*, `request_finished`*.
+`step_begin`, `take_reports`, (`match`, `allocated` | `preempted`)*, `layer_done`*, `chunk_done`*, (`ending`,
+`request_finished`)*.
 `on_new_request` comes from `add_request`, `request_finished` also from `abort`. None may block. One that raises kills
 the engine, as it does in vLLM; so does a report that is not due (`AssertionError`).
 """
@@ -103,6 +104,9 @@ class Connector(Protocol):
     def preempted(self, request: EngineRequest) -> None:
         """The request is about to lose its blocks and will be recomputed; `match` will be called again."""
 
+    def ending(self, request: EngineRequest, tokens: Sequence[int]) -> None:
+        """Directly before `request_finished`: prompt and answer. All but the last have their KV, if it ends well."""
+
     def request_finished(
         self, request: EngineRequest, blocks: BlockIds, status: RequestStatus
     ) -> Mapping[str, object] | None:
@@ -142,6 +146,9 @@ class NullConnector:
         pass
 
     def preempted(self, request: EngineRequest) -> None:
+        pass
+
+    def ending(self, request: EngineRequest, tokens: Sequence[int]) -> None:
         pass
 
     def request_finished(

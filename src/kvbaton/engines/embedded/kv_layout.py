@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -64,6 +65,11 @@ def compat_key(model: ModelConfig, version: str) -> dict[str, str]:
     }
 
 
-def content_digest(request: EngineRequest) -> bytes:
-    """The content digest of a request's KV; the same in every process."""
-    return digest(Content(request.prompt, len(request.prompt), salt=request.cache_salt))
+def content_digest(request: EngineRequest, upto: int | None = None, tokens: Sequence[int] | None = None) -> bytes:
+    """The content digest of a request's KV, or of its first `upto` tokens only; the same in every process.
+
+    `tokens` are prompt and answer, where the answer is part of it.
+    """
+    tokens = request.prompt if tokens is None else tokens
+    upto = len(tokens) if upto is None else upto
+    return digest(Content(tokens[:upto], upto, salt=request.cache_salt))

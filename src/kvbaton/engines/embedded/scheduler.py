@@ -253,6 +253,7 @@ class Scheduler:
         return []
 
     def _end(self, sequence: Sequence, status: RequestStatus, reason: str, state: RequestState) -> Output:
+        self.connector.ending(sequence.request, sequence.tokens)
         answer = self.connector.request_finished(sequence.request, sequence.blocks, status)
         queue = self.running if sequence.state is RequestState.RUNNING else self.waiting
         queue.remove(sequence)

@@ -21,6 +21,7 @@ from kvbaton.control.joining.own_address import own_address
 from kvbaton.control.moriio import FORGET_S
 from kvbaton.control.registry.registry_places import registry_places
 from kvbaton.node.pin_budget import PIN_SHARE, PIN_WAIT_S
+from kvbaton.node.turn_keeping import TurnSettings
 from kvbaton.observe.tracing.export import traces_url
 from kvbaton.protocol import privileges
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id
@@ -92,6 +93,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     store: str = ""  # of a shared store, if any: `runtime.store_places`
     store_name: str = "store"  # of a kvbaton store, in the key directory
     store_timeout: float = 2.0  # of a look-up; a get may take five times as long
+    turn_s: float = 0.0  # how long a D keeps an ended request's KV for the next turn; 0: not at all
+    turn_percent: float = 25.0  # of its cache, at most, for that
     otlp_endpoint: str = ""  # of a collector, to which spans of traced handoffs are sent
     flight_dir: str = ""  # where records of failed handoffs are written; what a signal asks for goes there too
 
@@ -122,6 +125,11 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
         self._check_range("max_num_seqs", 1, 4096)
         self._check_range("waiting_max", 1, 1 << 20)
         self._check_range("seed", 0, (1 << 32) - 1)
+        self.turns  # noqa: B018 - checks both
+
+    @property
+    def turns(self) -> TurnSettings:
+        return TurnSettings(self.turn_s, self.turn_percent)
 
     @property
     def http_is_guarded(self) -> bool:

@@ -21,6 +21,7 @@ from kvbaton.control.joining.own_address import own_address
 from kvbaton.control.rank_names import data_parallel_name
 from kvbaton.control.registry.registry_places import registry_places
 from kvbaton.node.pin_budget import PIN_SHARE, PIN_WAIT_S
+from kvbaton.node.turn_keeping import TurnSettings
 from kvbaton.observe.tracing.export import traces_url
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId, is_worker_id
@@ -95,6 +96,8 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     otlp_endpoint: str = (
         ""  # http(s):// or grpc(s)://host:port of an OpenTelemetry collector: spans of sampled requests
     )
+    turn_s: float = 0.0  # how long D keeps an ended request's KV for the next turn of its conversation; 0: not at all
+    turn_percent: float = 25.0  # of its blocks, at most, for that
     fault_copy_delay_s: float = 0.0  # for tests of expiry only: every copy of this engine starts this much later
     fault_misplace_while: str = ""  # for tests of the oracle only: while this file is there, blocks land misplaced
 
@@ -148,10 +151,15 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise _bad("pin_share", self.pin_share, "a share of the cache, above 0 and at most 1")
         if not (math.isfinite(self.fault_copy_delay_s) and self.fault_copy_delay_s >= 0):
             raise _bad("fault_copy_delay_s", self.fault_copy_delay_s, "seconds, 0 or more")
+        _checked("turns", None, lambda _: self.turns)
         try:
             self.protocol()
         except ProtocolError as error:
             raise ValueError(f"{FIELD}.{error.detail}") from None
+
+    @property
+    def turns(self) -> TurnSettings:
+        return TurnSettings(self.turn_s, self.turn_percent)
 
     @property
     def is_alone(self) -> bool:

@@ -139,6 +139,10 @@ class Decode:
         first_token = position - external_tokens
         grouping = self.grouping
         wanted = grouping.cut(tables, grouping.first(first_token), grouping.needed(position), position)
+        self.begin_load(request_id, first_token, wanted)
+
+    def begin_load(self, request_id: str, first_token: int, wanted: Groups) -> None:
+        """From here on one report is owed to vLLM."""
         self._loads[request_id] = _Load(first_token, wanted)
         if self.door.waits(RequestId(request_id)):
             self._early[request_id] = sum(map(len, wanted))

@@ -27,10 +27,17 @@ SHORTENED_TOKENS = 1
 class PinAdmission:
     """Of one engine in its prefill role."""
 
-    def __init__(self, prefill: Prefill, budget: PinBudget, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        prefill: Prefill,
+        budget: PinBudget,
+        clock: Callable[[], float] = time.monotonic,
+        on_refused: Callable[[Any], None] = lambda request: None,
+    ) -> None:
         self._prefill = prefill
         self._budget = budget
         self._clock = clock
+        self._on_refused = on_refused
 
     def is_put_off(self, request: Any) -> bool:
         """Whether the request is to be asked about again: it waits for room, or was shortened just now."""
@@ -55,6 +62,7 @@ class PinAdmission:
         """Returns whether vLLM has to look at it anew: it is shorter than vLLM thinks."""
         del self._prefill.prompts[request.request_id]
         self._prefill.refused.add(request.request_id)
+        self._on_refused(request)
         if prompt.source.mode is not Mode.PULL:
             self._tell_reader(prompt)
         if wants_whole_prompt(request) or request.num_prompt_tokens <= SHORTENED_TOKENS:

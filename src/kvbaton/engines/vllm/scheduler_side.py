@@ -25,6 +25,7 @@ from kvbaton.control.registry.registry_messages import Role
 from kvbaton.engines.vllm import interpreter, prompt_counting, request_content
 from kvbaton.engines.vllm.block_pool import PinnedPool, is_exact
 from kvbaton.engines.vllm.cache_specs import state_blocks
+from kvbaton.engines.vllm.connector_parts import ConnectorParts
 from kvbaton.engines.vllm.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.data_parallel import DataParallelPlace
 from kvbaton.engines.vllm.decode import NOT_YET, NOTHING, Decode
@@ -33,7 +34,6 @@ from kvbaton.engines.vllm.guard import guarded, makes, note, returns
 from kvbaton.engines.vllm.load_admission import LoadAdmission
 from kvbaton.engines.vllm.no_store import NoStore
 from kvbaton.engines.vllm.pacing import LOAD_NAP_S, NAP_S, Pace
-from kvbaton.engines.vllm.pin_admission import PinAdmission
 from kvbaton.engines.vllm.prefill import Prefill
 from kvbaton.engines.vllm.presence import Presence
 from kvbaton.engines.vllm.step_metadata import BatonStep, Leaving, LoadVerdict, RankCard, StepDone
@@ -43,10 +43,10 @@ from kvbaton.engines.vllm.vllm_block_tables import Grouping, Tables
 from kvbaton.engines.vllm.vllm_compat import compat_key
 from kvbaton.engines.vllm.vllm_layout import RankFacts, engine_layout, vllm_groups
 from kvbaton.engines.vllm.vllm_stats import Reporting
-from kvbaton.engines.vllm.waiting import Waiting, status_aside
+from kvbaton.engines.vllm.vllm_turns import VllmTurns
 from kvbaton.engines.vllm.weights_epoch import WeightsEpoch
 from kvbaton.node.cluster_node import EngineFacts, new_life
-from kvbaton.node.doorway import Doorway, DropBlocks, LoadReport, UnpinBlocks
+from kvbaton.node.doorway import DropBlocks, LoadReport, UnpinBlocks
 from kvbaton.node.pin_budget import budget_of
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import ProtocolError, Reason
@@ -82,7 +82,7 @@ class SchedulerSide:
         self._pace = Pace(lock_step=vllm_config.parallel_config.data_parallel_size > 1)
         self.presence: Presence | None = None
         self.reporting = Reporting()
-        self._live: _Live | None = None
+        self._live: ConnectorParts | None = None
         self._weights = WeightsEpoch(str(vllm_config.model_config.model))
 
     @property
@@ -127,7 +127,7 @@ class SchedulerSide:
         interpreter.share()
         self.presence.start()
 
-    def _come_alive(self, presence: Presence, grouping: Grouping) -> _Live:
+    def _come_alive(self, presence: Presence, grouping: Grouping) -> ConnectorParts:
         node, news = presence.node, self._pace.news
         door = node.doorway
         door.wake_engine = news.set
@@ -157,7 +157,10 @@ class SchedulerSide:
             presence.shelf.wake_engine = news.set
             stored = Storing(presence.shelf, door, pool, grouping, total)
         prefill = Prefill(door, pool, grouping, getattr(self._cache, "hash_block_size", None) or 0)
-        return _Live(door, pool, prefill, decode, lookup, stored)
+        takes = recomputes and self._config.kv_transfer_config.is_kv_consumer
+        turns = VllmTurns(door, pool, grouping, decode, self._settings.turns, blocks_total=total, takes=takes)
+        self.reporting.turn_figures = turns.taker.stats
+        return ConnectorParts(door, pool, prefill, decode, lookup, stored, turns)
 
     def shutdown(self) -> None:
         live, self._live = self._live, None
@@ -166,7 +169,7 @@ class SchedulerSide:
             self.presence.stop()
 
     @guarded(returns(None))
-    def _let_go_of_store(self, live: _Live, presence: Presence) -> None:
+    def _let_go_of_store(self, live: ConnectorParts, presence: Presence) -> None:
         """Drop what is pinned for the store, which reads and writes nothing that is of use from here on."""
         presence.node.end_store(STORE_END_S)
         until = time.monotonic() + STORE_END_S
@@ -212,9 +215,10 @@ class SchedulerSide:
         if self._live is not None and self._decodes:
             self._live.decode.refused(request, end)
 
-    def _accept(self, live: _Live, request: Any, ask: Ask | None) -> None:
+    def _accept(self, live: ConnectorParts, request: Any, ask: Ask | None) -> None:
         if isinstance(ask, ParamsSource) and self._prefills:
             live.prefill.accepted(request, ask)
+            live.turns.asked(request, ask.turn)
         elif isinstance(ask, Target) and self._decodes:
             live.stored.promised(request.request_id)
             live.decode.accepted(request, ask)
@@ -240,7 +244,8 @@ class SchedulerSide:
             return NOT_YET
         # A handoff goes before the store: P holds blocks for it until it is told what became of them. The store is
         # asked where there is no handoff, or it has failed.
-        answer = live.decode.match(request, local_tokens)
+        answer = live.turns.match(request, local_tokens)
+        answer = live.decode.match(request, local_tokens) if answer == NOTHING else answer
         if of_store := answer == NOTHING:
             answer = live.stored.match(request, local_tokens)
         self.reporting.prompts.looked(request.request_id, local_tokens, of_store=of_store)
@@ -259,6 +264,8 @@ class SchedulerSide:
         try:
             tables = blocks.get_block_ids()
             of_store = live.stored.offers(request.request_id)
+            if live.turns.allocated(request, tables, 0 if of_store else external_tokens):
+                return
             live.decode.allocated(request, tables, 0 if of_store else external_tokens)
             live.stored.allocated(request, tables, external_tokens)
             if external_tokens == 0:
@@ -281,17 +288,17 @@ class SchedulerSide:
         return BatonStep(step, self._failures(live), leaving, ends_prompts, live.is_awaited)
 
     @guarded(makes(tuple))
-    def _failures(self, live: _Live) -> tuple[LoadVerdict, ...]:
+    def _failures(self, live: ConnectorParts) -> tuple[LoadVerdict, ...]:
         live.sort()
         failures, live.failures = tuple(live.failures), []
         return failures
 
     @guarded(returns(None))
-    def _try_duties(self, live: _Live) -> None:
+    def _try_duties(self, live: ConnectorParts) -> None:
         self._do_duties(live)
 
     @guarded(makes(tuple))
-    def _leaving(self, live: _Live, scheduled: Any) -> tuple[Leaving, ...]:
+    def _leaving(self, live: ConnectorParts, scheduled: Any) -> tuple[Leaving, ...]:
         prefill = live.prefill
         for request_id in scheduled.preempted_req_ids or ():
             prefill.preempted(request_id)
@@ -303,7 +310,7 @@ class SchedulerSide:
         return tuple(found)
 
     @guarded(returns(None))
-    def _chunk(self, live: _Live, scheduled: Any, request_id: str) -> Leaving | None:
+    def _chunk(self, live: ConnectorParts, scheduled: Any, request_id: str) -> Leaving | None:
         tables, tokens = self._tables(scheduled, request_id), scheduled.num_scheduled_tokens[request_id]
         return live.prefill.scheduled(self._pace.step, request_id, tokens, tables)
 
@@ -332,7 +339,7 @@ class SchedulerSide:
             self._pace.nap(LOAD_NAP_S)
             self._tell_arrivals(live, output)
 
-    def _tell_arrivals(self, live: _Live, output: Any) -> None:
+    def _tell_arrivals(self, live: ConnectorParts, output: Any) -> None:
         """Have vLLM look at requests whose KV is there, and at those put aside that wait no more."""
         self._try_duties(live)
         live.sort()
@@ -343,7 +350,7 @@ class SchedulerSide:
             for request_id in over:
                 live.waiting.back_to_vllm(request_id)
 
-    def _is_idle(self, live: _Live, step: int) -> bool:
+    def _is_idle(self, live: ConnectorParts, step: int) -> bool:
         """Whether no step that computes is on its way, and none can be before something arrives."""
         return (
             not self._pace.lock_step and live.is_awaited and not live.failures and not self._pace.computes_since(step)
@@ -361,6 +368,7 @@ class SchedulerSide:
         self.reporting.prompts.left(request.request_id)
         live.stored.finished(request, tables, well=well)
         try:  # each half must see the end, whatever the other did with it: both hold blocks for this request
+            live.turns.finished(request, tables, well=well and self._weights.is_of(request))
             live.decode.finished(request)
         finally:
             try:
@@ -393,64 +401,24 @@ class SchedulerSide:
             return True
         self._do_duties(live)
         live.door.cache_replaced()
-        return live.stored.reset() and not live.door.holding
+        return live.stored.reset() and not (live.door.holding or live.door.turn_blocks)
 
     # --- helpers
 
-    def _do_duties(self, live: _Live) -> None:
+    def _do_duties(self, live: ConnectorParts) -> None:
         for duty in live.door.duties():  # each is told once: one that fails must not take the others with it
             try:
                 if isinstance(duty, UnpinBlocks | DropBlocks):
                     live.pool.unpin(duty.blocks)
                 else:
+                    live.turns.reported(duty)
                     live.decode.reported(duty)
             except Exception as error:  # noqa: BLE001 - promise 4
                 note(type(duty).__name__, error)
                 if isinstance(duty, LoadReport) and duty.rank == 0:
                     live.decode.fails(duty.request)
         live.stored.take()
+        live.turns.do_duties()
 
     def _count_end(self, end: End) -> None:
         self.reporting.refused[str(end.reason)] += 1
-
-
-class _Live:
-    """What exists once the engine has its cache."""
-
-    __slots__ = (
-        "arrived", "decode", "door", "failures", "held", "lookup", "pins", "pool", "prefill", "stored", "waiting"
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        door: Doorway,
-        pool: PinnedPool,
-        prefill: Prefill,
-        decode: Decode,
-        lookup: ForeignLookup,
-        stored: NoStore,
-    ) -> None:
-        self.door = door
-        self.pool = pool
-        self.prefill = prefill
-        self.decode = decode
-        self.lookup = lookup
-        self.stored = stored
-        self.held: dict[str, Ask | None] = {}  # requests that came, by what they ask, until their content is known
-        self.pins = pins = PinAdmission(prefill, door.budget)
-        self.waiting = Waiting(lambda each: decode.blocked(each) or pins.blocked(each), status_aside())
-        self.arrived: list[str] = []  # loads of which vLLM is to be told
-        self.failures: list[LoadVerdict] = []  # and those of which the workers are
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether vLLM waits for something that only we can tell it."""
-        return bool(self.arrived or self.waiting or self.decode.busy or self.stored.busy)
-
-    def sort(self) -> None:
-        """Verdicts that have come since: what has arrived, and what has failed."""
-        for verdict in self.decode.take_verdicts() + self.stored.take_verdicts():
-            if verdict.is_good:
-                self.arrived.append(verdict.request_id)
-            else:
-                self.failures.append(verdict)

@@ -12,7 +12,7 @@ import msgspec
 
 from kvbaton.api.api_errors import ApiError
 from kvbaton.api.foreign import SHOWN_CHARS, ForeignLookup, translated
-from kvbaton.api.params import FIELD, Mode, TransferParams
+from kvbaton.api.params import FIELD, Mode, TransferParams, TurnOffer
 from kvbaton.observe.tracing.trace_context import HEADER as TRACE_HEADER
 from kvbaton.observe.tracing.trace_context import parse as parse_trace
 from kvbaton.protocol.errors import ProtocolError, Reason
@@ -26,6 +26,7 @@ class ParamsSource(msgspec.Struct, frozen=True):
     mode: Mode
     ticket: str | None = None  # streaming and push
     trace: str = ""  # W3C traceparent
+    turn: TurnOffer | None = None  # what some D has of the prompt
 
 
 class Target(msgspec.Struct, frozen=True):
@@ -47,13 +48,13 @@ def ask_of(request: Any, lookup: ForeignLookup) -> Ask | None:
     if not isinstance(raw, dict):
         raise ProtocolError(Reason.BAD_MESSAGE, f"{FIELD}: got {type(raw).__name__}, expected an object")
     params = translated(request.request_id, raw, lookup) or _own(raw)
-    if params is None:
+    if params is None or not params.hands_over:
         return None
     if params.mode not in lookup.modes:
         raise ProtocolError(Reason.BAD_MESSAGE, f"{FIELD}.mode: this engine does not serve {params.mode}")
     trace = params.trace or _trace_of(request)
     if params.do_remote_decode:
-        return ParamsSource(params.mode, params.ticket, trace)
+        return ParamsSource(params.mode, params.ticket, trace, params.turn)
     return Target(params.mode, params.ticket or "", trace)
 
 

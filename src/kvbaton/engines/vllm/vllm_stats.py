@@ -89,6 +89,7 @@ class Reporting:
     refused: Counter[str] = field(default_factory=Counter)  # ends that never reached the ledger, by reason
     told: Counter[str] = field(default_factory=Counter)
     gauges_told: dict[str, float] = field(default_factory=dict)
+    turn_figures: Callable[[], dict[str, Any]] = dict
 
 
 @dataclass
@@ -112,7 +113,7 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
         if presence is None or not reporting.turn.comes():
             return None
         node, ledger = presence.node, presence.node.ledger
-        more: dict[str, Any] = {"data_refused_total": presence.links.data_refused()}
+        more: dict[str, Any] = {"data_refused_total": presence.links.data_refused(), **reporting.turn_figures()}
         if node.facts.role != "prefill":
             more |= reporting.prompts.figures()
         budget = dict(node.doorway.budget.figures(node.facts.blocks - 1))
@@ -129,7 +130,7 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
         gauges["pinned_blocks"] = node.doorway.pinned_blocks + side.stored.held_blocks
         gauges["pinned_ratio"] = round(gauges["pinned_blocks"] / node.facts.blocks, 4)
         gauges["store_pins"] = node.doorway.put_blocks + side.stored.held_blocks
-        gauges |= {**budget, "full": float(presence.is_full())}
+        gauges |= {**budget, "full": float(presence.is_full()), "turn_blocks": node.doorway.turn_blocks}
         gauges["mapped_bytes"] = presence.links.mapped_bytes()
         rows = reporting.tray.take()
         if not fresh and not rows and gauges == reporting.gauges_told:

@@ -60,6 +60,10 @@ class WeightsEpoch:
         if self.text:
             setattr(request, _FIELD, self.text)
 
+    def is_of(self, request: Any) -> bool:
+        """Whether all of a request's KV is of the weights of now."""
+        return getattr(request, _FIELD, "") == self.text
+
     @guarded(returns(None))
     def begin(self, text: str = "") -> None:
         """Other weights from now on; without a text, nobody else can have them."""

@@ -17,13 +17,15 @@ from kvbaton.observe.metrics.pressure_names import (  # listed with all others, 
     PIN_WAITING,
     PROMPT_TOKENS,
 )
+from kvbaton.observe.metrics.turn_metric_names import ROUTER_TURNS, TURN_BLOCKS, TURN_LOADS, TURN_TOKENS, TURNS
 from kvbaton.protocol.errors import Reason
 from kvbaton.transports.catalogue import ORDER, SUMS
 from kvbaton.transports.core.refusals import Cause
 
 __all__ = [
-    "ALONE_TOKENS", "BY_NAME", "FULL", "METRICS", "PIN_MAX", "PIN_REFUSED", "PIN_WAITING", "PROMPT_TOKENS", "Label",
-    "Metric", "MetricError", "MetricKind", "Where", "named", "of",
+    "ALONE_TOKENS", "BY_NAME", "FULL", "METRICS", "PIN_MAX", "PIN_REFUSED", "PIN_WAITING", "PROMPT_TOKENS",
+    "ROUTER_TURNS", "TURNS", "TURN_BLOCKS", "TURN_LOADS", "TURN_TOKENS", "Label", "Metric", "MetricError", "MetricKind",
+    "Where", "named", "of",
 ]  # fmt: skip
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 180.0)

@@ -25,6 +25,7 @@ _BY_REASON = {
     "links_total": "links.",
     "planes_given_up_total": "planes_given_up.",
     "ends_total": "ends.",
+    "turns_total": "turns.",
 }
 _FRONTS = {front.removesuffix("."): name for name, front in _BY_REASON.items()}
 _PLAIN = {
@@ -90,7 +91,8 @@ def figures(ledger: Ledger, control: Mapping[str, int], now: float, blocks: int)
 
 def _oldest(ledger: Ledger, now: float) -> float:
     hold_s = ledger.desk.settings.max_hold_s
-    begun = [lease.term.hold_until - hold_s for lease in list(ledger.producer.leases.values())]
+    leases = list(ledger.producer.leases.values())
+    begun = [lease.term.hold_until - hold_s for lease in leases if not lease.term.is_turn]
     return round(max(now - min(begun), 0.0), 3) if begun else 0.0
 
 

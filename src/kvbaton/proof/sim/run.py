@@ -13,6 +13,7 @@ from kvbaton.proof.sim.questions.exam import asked
 from kvbaton.proof.sim.questions.exam_bank import BANK
 from kvbaton.proof.sim.quiet import quietly
 from kvbaton.proof.sim.rank_models.rank_benches import run_benches
+from kvbaton.proof.sim.turn_worlds import turn_world
 from kvbaton.proof.sim.world.sim_cluster import Cluster
 from kvbaton.proof.sim.world.world import World
 
@@ -58,6 +59,7 @@ def run_seed(seed: int) -> Result:
         check_recovery(cluster, before, probes)
         check_planes(cluster, FAULTY_S)
         check_excuses(cluster)
+        turn_world(seed)
     except Broken as broken:
         result.holds, result.promise, result.what = False, broken.promise, broken.what
     finally:

@@ -103,6 +103,7 @@ class Term:
 
     hold_until: float  # however many read, and however often it is renewed
     claimable_until: float  # by a first reader
+    is_turn: bool = False  # kept for the next turn of a conversation: nobody was promised it (rule turn)
 
 
 @dataclass(slots=True)

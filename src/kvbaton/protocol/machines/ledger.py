@@ -281,6 +281,7 @@ class Ledger:
 
     def _on_drain(self, event: ev.DrainStarted, now: float) -> None:
         self.producer.draining = True
+        self.producer.let_turns_go(now)
 
     def _on_cache_replaced(self, event: ev.CacheReplaced, now: float) -> None:
         self.consumer.void(now)

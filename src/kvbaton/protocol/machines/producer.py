@@ -86,16 +86,22 @@ class Producer:
         begun = Begun(
             event.handoff, event.request, event.target, event.tokens, deferred=event.deferred, trace=event.trace
         )
-        self._mark(event.lease, Step.BEGUN, now, begun)
+        self._mark(event.lease, Step.BEGUN, now, begun, "kept for the next turn" if event.keep_s else "")
         if full or event.handoff in self.by_handoff or event.lease in self.leases:
             self._refuse_lease(event, Reason.BUSY if full else Reason.DUPLICATE, now)
             return
         if self.ended.get(event.handoff) is Reason.DISCARDED:
             self._refuse_lease(event, Reason.DISCARDED, now)
             return
+        if event.keep_s and self.draining:
+            self._refuse_lease(event, Reason.DRAINING, now)
+            return
         hold_until = now + settings.max_hold_s
         first_s = settings.defer_timeout if event.deferred else settings.lease_s
         term = Term(hold_until, min(now + first_s, hold_until))
+        if event.keep_s:
+            term = Term(hold_until + event.keep_s, now + event.keep_s, is_turn=True)
+            self.desk.count("turns.kept")
         lease = new_lease(event, len(self.desk.identity.layout.ranks), term)
         self.leases[lease.id] = self.by_handoff[lease.handoff] = lease
         self.desk.timers.set(("lease", lease.id), term.claimable_until)
@@ -268,6 +274,8 @@ class Producer:
         blocks = sum(map(len, lease.blocks))
         ended = Ended(_how(lease, reason), lease.traffic.moved, blocks, lease.traffic.transport)
         self._mark(lease.id, Step.CLOSED, now, ended)
+        if lease.term.is_turn:
+            self.desk.count(f"turns.{'taken' if ended.end.delivered else reason}")
         for reader, seat in lease.seats.items():
             if seat.state is ReaderState.LIVE:
                 seat.state = ReaderState.GONE
@@ -285,8 +293,15 @@ class Producer:
             self._mark(lease.id, Step.RESTED, now)
             self.desk.emit(Unpin(lease.id))
 
+    def let_turns_go(self, now: float) -> None:
+        """This engine is about to leave: what it keeps for next turns goes first, but for what is being read."""
+        for lease in list(self.leases.values()):
+            if lease.term.is_turn:
+                self.on_discarded(Discarded(lease.handoff), now)
+
     def on_expired(self, lease: LeaseId, now: float) -> None:
-        self.desk.count("leases_expired")
+        if not self.leases[lease].term.is_turn:  # a conversation that did not go on is nobody's failure
+            self.desk.count("leases_expired")
         self.close(self.leases[lease], Reason.LEASE_EXPIRED, now)
 
     def void(self, now: float, leaving: bool = False) -> None:
@@ -370,6 +385,8 @@ class Producer:
 
 def _how(lease: Lease, reason: Reason) -> End:
     """How a lease that closes for `reason` ended, in terms of a handoff."""
+    if lease.term.is_turn and not lease.seats:
+        return End(Reason.DISCARDED, str(reason))  # nobody came for it, and nobody had to: no handoff has failed
     if reason is not Reason.TICKET_SPENT:
         return End(reason)
     states = {seat.state for seat in lease.seats.values()}

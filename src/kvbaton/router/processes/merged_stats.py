@@ -18,7 +18,7 @@ from kvbaton.router.router_stats import RouterStats, Waits
 _NUMBERS = ("tickets", "discards", "dropped")
 _COUNTERS = ("tries", "alone", "ends", "responses", "failures", "retries", "probes")
 _OF_THE_ROOM = ("refused", "turned_away")
-_OF_THE_WAITS = ("tokens", "legs")
+_OF_THE_WAITS = ("tokens", "legs", "turns")
 
 
 class MergedStats(RouterStats):

@@ -81,7 +81,7 @@ class Dues:
     def _begins(self, event: LeaseBegun, now: float) -> None:
         if event.lease not in self._begun:
             first_s = self._settings.defer_timeout if event.deferred else self._settings.lease_s
-            self._begun[event.lease] = now, now + first_s
+            self._begun[event.lease] = now + event.keep_s, now + (event.keep_s or first_s)
 
     def _holds(self, event: Allocated, now: float) -> None:
         self._held[event.request] = now

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Handle = Callable[[Any, float], None]
 
+TURN_S_MAX = 4.0
+"""As long as any D of these worlds keeps a turn."""
 LATE_S = 0.1
 """A loop may be this busy when something is due."""
 
@@ -43,6 +45,7 @@ class Vigil:
         self._first_s = min(settings.lease_s, settings.defer_timeout, settings.max_hold_s) / pace - LATE_S
         self._put_s = settings.transfer_timeout / pace + LATE_S
         self._wait_s = max(settings.transfer_timeout, settings.defer_timeout, settings.claim_timeout) / pace + 0.5
+        self._turn_s = TURN_S_MAX / pace
         self._leased: dict[LeaseId, float] = {}  # since when each has been seen held
         self._loading: dict[int, float] = {}  # by attempt
         self._putting: dict[PutId, float] = {}
@@ -83,7 +86,8 @@ class Vigil:
         owned = engine.held_refs + doorway.pinned_blocks
         if engine.pool.total != owned:
             raise Broken(LEAK, f"{self._name}: {engine.pool.total} references to blocks, {owned} with an owner")
-        if doorway.pinned_blocks and not (doorway.holding and doorway.busy):
+        pinned = doorway.pinned_blocks - doorway.turn_blocks  # for which alone no engine has to stay awake
+        if pinned and not (doorway.holding and doorway.busy):
             raise Broken(RULE, f"{self._name}: {doorway.pinned_blocks} blocks are held, and the door says none is")
         for put in self._life.store.open:
             if ("put", put) not in doorway._pins:
@@ -197,7 +201,7 @@ class Vigil:
     def _check_leases(self, now: float) -> None:
         leases, leased, pins = self._ledger.producer.leases, self._leased, self._life.doorway._pins
         for id, lease in leases.items():
-            since = leased.setdefault(id, now)
+            since = leased.setdefault(id, now) + (self._turn_s if lease.term.is_turn else 0.0)
             if now - since > self._hold_s and lease.state is not LeaseState.CLOSING:
                 raise Broken(LEAK, f"{self._name}: lease {id} is held past max_hold_s")
             if id not in pins:
@@ -214,7 +218,7 @@ class Vigil:
         producer = self._ledger.producer
         lease = producer.tombstones.get(id)
         expired = lease is not None and producer.ended.get(lease.handoff) is Reason.LEASE_EXPIRED
-        if expired and held_s < self._first_s:
+        if expired and lease is not None and not lease.term.is_turn and held_s < self._first_s:
             raise Broken(NEEDLESS, f"{self._name}: lease {id} expired after {held_s:.2f} s")
 
     def _check_intakes(self, now: float) -> None:

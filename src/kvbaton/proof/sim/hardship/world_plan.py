@@ -60,6 +60,7 @@ class Plan(msgspec.Struct, frozen=True):
     hardships: Hardships
     ranks: RankFaults = RankFaults()
     liars: tuple[WorkerId, ...] = ()
+    talks: bool = False  # conversations go on, and D keeps them for that: in worlds of their own (`turn_worlds`)
 
 
 HEALTHY = Settings(

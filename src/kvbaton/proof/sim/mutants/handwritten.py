@@ -18,6 +18,7 @@ from kvbaton.proof.sim.mutants.mutants_push import PUSH_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_ranks import RANK_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_source import SOURCE_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_target import TARGET_MUTANTS
+from kvbaton.proof.sim.mutants.mutants_turns import TURN_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_versions import VERSION_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_worlds import WORLD_MUTANTS
 from kvbaton.proof.sim.mutants.mutation import Mutant
@@ -37,5 +38,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *WORLD_MUTANTS,
     *LIAR_MUTANTS,
     *DIALOGUE_MUTANTS,
+    *TURN_MUTANTS,
 )
 """Every mutant must be caught by the simulator; the clean tree by none of the same seeds."""

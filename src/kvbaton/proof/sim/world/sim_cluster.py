@@ -24,6 +24,7 @@ from kvbaton.proof.sim.world.sim_network import Network, NetworkFaults
 from kvbaton.proof.sim.world.sim_request import SimRequest, digest_for
 from kvbaton.proof.sim.world.sim_router import Errand, Router
 from kvbaton.proof.sim.world.sim_transport import Fabric, TransportFaults, astray
+from kvbaton.proof.sim.world.sim_turns import Conversations
 from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
@@ -64,6 +65,7 @@ class Cluster:
         self.liars.attend(self.witness)
         self.router = Router(world, self.network, self.lives)
         self.router.late = plan.stray
+        self.talk = Conversations(self) if plan.talks else None
         self.draining: set[WorkerId] = set()
         self.healed = False
         self.every_life: list[Life] = []
@@ -94,6 +96,8 @@ class Cluster:
                 life.ranks.heal()
         else:
             life.store.throws = self.plan.hardships.throws
+        if self.talk is not None:
+            self.talk.equip(life)
         self.draining.discard(character.name)
         self.lives[character.name] = life
         self.every_life.append(life)
@@ -248,11 +252,19 @@ class Cluster:
             opened = current.doorway.open_ticket(errand.ticket)
             ticket = seal(msgspec.structs.replace(opened, source=WorkerId("nobody")), TICKET_KEY)
 
+        talk = self.talk
+        handoff, keep = talk.ticket(current) if talk is not None else (HandoffId(""), "")
+
         def answered(how: str, detail: str) -> None:
             self.router.on_target(errand, how)
+            if talk is not None and how == "answered":
+                talk.answered(index, current, content, tokens, handoff)
 
         cancelled = errand if mode != "pull" else None
-        self.add(index, current, content, tokens, "decode", answered, mode, ticket, trusted=trusted, errand=cancelled)
+        self.add(
+            index, current, content, tokens, "decode", answered, mode, ticket, trusted=trusted, errand=cancelled,
+            keep=keep,
+        )  # fmt: skip
 
     def add(
         self,
@@ -270,6 +282,8 @@ class Cluster:
         trusted: bool = True,
         errand: Errand | None = None,
         prefers: tuple[int, ...] = (),
+        keep: str = "",
+        offer: tuple[str, int] | None = None,
     ) -> None:
         leg = Leg(index, life, then)
         self.legs.append(leg)
@@ -291,6 +305,8 @@ class Cluster:
             max_readers,
             trusted=trusted,
             prefers=prefers,
+            keep=keep,
+            offer=offer,
         )
         self.world.tell(f"{life.peer.worker} {name} {role} {mode} content {content} tokens {tokens}")
         life.engine.add(request)

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from kvbaton.node.doorway import Doorway, DropBlocks, LoadReport, MatchState, UnpinBlocks
-from kvbaton.node.pin_budget import Room
 from kvbaton.proof.sim.promises import DEATH, STRANGER, Broken
 from kvbaton.proof.sim.world.fetching import Fetching
+from kvbaton.proof.sim.world.sim_admission import is_put_off
 from kvbaton.proof.sim.world.sim_announcing import Announcer
 from kvbaton.proof.sim.world.sim_device import Device, Step, Work
 from kvbaton.proof.sim.world.sim_memory import Shape
@@ -28,7 +29,8 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.ids import HandoffId, RequestId
 
-LATE_LOOK_S = 0.01
+if TYPE_CHECKING:
+    from kvbaton.proof.sim.world.sim_turns import EngineTurns
 
 
 class SimEngine:
@@ -59,6 +61,7 @@ class SimEngine:
         self._in_flight: deque[Step] = deque()
         self._deferred: deque[tuple[int, list[int]]] = deque()  # (the last step that may write there, blocks)
         self._last_step = 0
+        self.turns: EngineTurns | None = None  # where conversations go on
 
     # --- requests
 
@@ -68,6 +71,8 @@ class SimEngine:
             self.doorway.want(
                 request.id, request.ticket, digest_of(request), request.tokens, push=request.mode == "push"
             )
+        if self.turns is not None:
+            self.turns.added(request)
 
     def abort(self, id: RequestId) -> None:
         request = self.requests.get(id)
@@ -87,6 +92,8 @@ class SimEngine:
         """Take the outputs that have come, and issue the next step if there is room for one more in flight."""
         self._do_duties()
         self.fetching.poll()
+        if self.turns is not None:
+            self.turns.step()
         self._take_outputs()
         if len(self._in_flight) < self.depth and not self.replacing:
             self._issue([work for request in list(self.requests.values()) for work in self._advance(request)])
@@ -110,7 +117,7 @@ class SimEngine:
 
     @property
     def busy(self) -> bool:
-        return bool(self.requests) or self.doorway.busy
+        return bool(self.requests) or self.doorway.busy or self.doorway.turn_blocks > 0
 
     @property
     def at_rest(self) -> bool:
@@ -151,6 +158,8 @@ class SimEngine:
 
     def _loaded(self, request: SimRequest) -> None:
         self.world.tell(f"{self.name} loaded {request.id} {request.failed.reason if request.failed else 'ok'}")
+        if self.turns is not None and self.turns.loaded(request):
+            return
         if request.aborted:
             self._remove(request)
         elif request.failed is None:
@@ -184,29 +193,10 @@ class SimEngine:
             return self._prefill(request)
         return self._decode(request) if request.phase is Phase.DECODING else []
 
-    def _is_put_off(self, request: SimRequest) -> bool:
-        """Whether a prompt that is computed for others has no room to be pinned, yet or for good."""
-        per_group = -(-request.tokens // self.shape.block_tokens)
-        groups = range(len(self.shape.group_layers))
-        blocks = sum(1 if group in self.shape.states else per_group for group in groups)
-        budget, now = self.doorway.budget, self.world.now
-        waited = budget.waits(request.id, now)
-        room = budget.ask(request.id, blocks, now)
-        if room is Room.WAITING and not waited:
-            self.world.faults["pins_waited"] += 1
-            self.world.after(budget.wait_s + LATE_LOOK_S, self.on_wake)
-        if room is Room.REFUSED:
-            self.world.faults["pins_refused"] += 1
-            if request.handoff:
-                self._begin_lease(request)
-                assert request.lease is not None
-                self.doorway.source_ended(request.lease, Reason.PINS_FULL)
-                request.lease = None
-            self._finish(request, "failed", str(Reason.PINS_FULL))
-        return room is not Room.ADMITTED
-
     def _schedule(self, request: SimRequest) -> None:
-        if request.role == "prefill" and self._is_put_off(request):
+        if request.role == "prefill" and is_put_off(self, request):
+            return
+        if self.turns is not None and self.turns.schedules(request):
             return
         if request.role == "decode" and request.ticket and not request.remote_done:
             match = self.doorway.match(request.id)
@@ -414,6 +404,8 @@ class SimEngine:
     # --- endings and checks
 
     def _finish(self, request: SimRequest, how: str, detail: str) -> None:
+        if how == "answered" and self.turns is not None:
+            self.turns.ended(request)
         self._remove(request)
         self.doorway.gave_up(request.id)
         request.on_end(how, detail)
@@ -422,6 +414,8 @@ class SimEngine:
         self._free(request)
         self.doorway.budget.left(request.id)
         del self.requests[request.id]
+        if self.turns is not None:
+            self.turns.taker.forget(request.id)
         if request.aborted:
             request.on_end("aborted", "")
 
@@ -443,9 +437,8 @@ class SimEngine:
 
     def _check_tokens(self, request: SimRequest, tokens: int, when: str) -> None:
         """Every cell of the prompt is this prompt's."""
-        shape = self.shape
-        who = f"{request.id} {when}"
-        self.device.check(request.content, request.blocks, tokens, range(shape.ranks), range(shape.layers), who)
+        ranks, layers = range(self.shape.ranks), range(self.shape.layers)
+        self.device.check(request.content, request.blocks, tokens, ranks, layers, f"{request.id} {when}")
 
 
 def _one_value(request: SimRequest, blocks: Groups) -> tuple[Groups, tuple[bytes, ...]]:

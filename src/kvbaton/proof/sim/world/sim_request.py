@@ -48,6 +48,8 @@ class SimRequest:
     remote_done: bool = False  # matched or failed once: never again
     fetched: bool = False  # asked a store once, likewise
     trusted: bool = True  # its ticket is genuine
+    keep: str = ""  # the ticket under which D may keep it for the next turn
+    offer: tuple[str, int] | None = None  # what a D keeps of it: the ticket, and the turn's tokens
     prefers: tuple[int, ...] = ()  # blocks that it gets, where they are free
 
 

@@ -1,0 +1,59 @@
+"""Wrong ideas about turns: what D keeps for the next turn of a conversation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvbaton.node import doorway, turn_keeping
+from kvbaton.proof.sim.mutants.mutation import Mutant, swap
+from kvbaton.protocol.machines import producer
+
+
+def _no_share(original: Any) -> Any:
+    return property(lambda self: 0)
+
+
+def _no_end(original: Any) -> Any:
+    def on_begun(self: Any, event: Any, now: float) -> None:
+        original(self, event, now)
+        if event.keep_s and event.lease in self.leases:
+            self.desk.timers.clear(("lease", event.lease))
+
+    return on_begun
+
+
+def _pins_lost(original: Any) -> Any:
+    def unpinned(self: Any, key: Any) -> Any:
+        kept = key in self._turns
+        duties = original(self, key)
+        return [] if kept else duties
+
+    return unpinned
+
+
+def _reader_keeps_the_term(original: Any) -> Any:
+    def extend(self: Any, lease: Any, now: float) -> float:
+        ttl_s = float(original(self, lease, now))
+        if lease.term.is_turn:
+            self.desk.timers.set(("lease", lease.id), lease.term.hold_until)
+        return ttl_s
+
+    return extend
+
+
+def _load_forgotten(original: Any) -> Any:
+    return lambda self, request: self._asked.pop(request, None)
+
+
+TURN_MUTANTS: tuple[Mutant, ...] = (
+    Mutant("turns_without_share", "turn", "what is kept for next turns fills the cache",
+           swap(turn_keeping.TurnKeeper, "blocks", _no_share)),
+    Mutant("turn_without_end", "9, turn", "a conversation that does not go on keeps its blocks for ever",
+           swap(producer.Producer, "on_begun", _no_end)),
+    Mutant("turn_pins_lost", "turn", "a turn that was taken is never unpinned",
+           swap(doorway.Doorway, "_unpinned", _pins_lost)),
+    Mutant("turn_reader_keeps_the_term", "9, turn", "a reader that falls silent has the whole turn's term",
+           swap(producer.Producer, "extend", _reader_keeps_the_term)),
+    Mutant("turn_load_forgotten", "20, turn", "a request that ends while its turn is loaded is forgotten",
+           swap(turn_keeping.TurnTaker, "forget", _load_forgotten)),
+)  # fmt: skip

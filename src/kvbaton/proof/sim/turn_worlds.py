@@ -1,0 +1,64 @@
+"""Worlds in which conversations go on: D keeps turns, the next turn's P takes them, under all faults of others.
+
+They run beside a seed's own world, with chance of their own, so that what a seed has shown before it still shows.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvbaton.proof.sim.checks.checkers import check_at_rest, check_recovery
+from kvbaton.proof.sim.hardship.world_plan import FAULTY_S, PROBE_S, REST_S, Plan, draw
+from kvbaton.proof.sim.promises import Broken
+from kvbaton.proof.sim.world.life import Character
+from kvbaton.proof.sim.world.sim_cluster import Cluster
+from kvbaton.proof.sim.world.world import World
+from kvbaton.protocol.geometry.layout import GroupKind
+
+EVERY = 8
+"""Seeds that have such a world: one in so many."""
+SEED_FROM = 10**9
+TRIES = 64
+REQUESTS = 14
+
+
+def turn_world(seed: int) -> Cluster | None:
+    """`Broken` if a promise was; None where the seed has no such world."""
+    if seed % EVERY:
+        return None
+    world, plan = _drawn(seed)
+    cluster = Cluster(world, plan)
+    try:
+        world.run(FAULTY_S)
+        cluster.heal()
+        world.run(FAULTY_S + REST_S)
+        check_at_rest(cluster)
+        before = cluster.delivered()
+        probes = cluster.probe()
+        world.run(FAULTY_S + REST_S + PROBE_S)
+        check_at_rest(cluster)
+        check_recovery(cluster, before, probes)
+    except Broken as broken:
+        raise Broken(broken.promise, f"in the world of turns beside it, {broken.what}") from None
+    return cluster
+
+
+def _drawn(seed: int) -> tuple[World, Plan]:
+    """The first plan whose KV has neither windows nor states, whose ranks are not apart and in which nobody lies."""
+    for attempt in range(TRIES):
+        world = World(SEED_FROM + TRIES * seed + attempt)
+        plan = draw(world.rng)
+        if plan.liars or not all(map(_is_plain, (*plan.prefill, *plan.decode))):
+            continue
+        defers = tuple(msgspec.structs.replace(each, defers=True) for each in plan.prefill)
+        both = plan.prefill == plan.decode
+        plan = msgspec.structs.replace(
+            plan, prefill=defers, decode=defers if both else plan.decode, requests=REQUESTS, talks=True
+        )
+        return world, plan
+    raise AssertionError(f"seed {seed}: no plan of {TRIES} has plain KV")
+
+
+def _is_plain(character: Character) -> bool:
+    shape = character.shape
+    return character.ranks is None and not shape.optional and set(shape.kinds) <= {GroupKind.FULL, GroupKind.LATENT}

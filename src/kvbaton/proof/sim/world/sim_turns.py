@@ -1,0 +1,166 @@
+"""Turns in a simulated world: engines that keep and take them, and clients whose conversations go on.
+
+The next turn's prompt is the content of the one before with more tokens, so what was taken is checked cell by cell.
+Laws: what is kept pins at most its share after every step; a turn that was taken is this prompt's. All chance is the
+world's, and only worlds in which conversations go on know of it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvbaton.node.turn_keeping import TurnKeeper, TurnSettings, TurnTaker
+from kvbaton.proof.sim.promises import LEAK, Broken
+from kvbaton.proof.sim.world.life import TICKET_KEY
+from kvbaton.proof.sim.world.sim_request import Phase, SimRequest, digest_for, digest_of
+from kvbaton.proof.sim.world.sim_router import Errand
+from kvbaton.protocol.ids import HandoffId, TransferId, handoff_id
+from kvbaton.protocol.wire.ticket import Ticket, seal
+
+if TYPE_CHECKING:
+    from kvbaton.proof.sim.world.life import Life
+    from kvbaton.proof.sim.world.sim_cluster import Cluster
+    from kvbaton.proof.sim.world.sim_engine import SimEngine
+
+TOKENS_MAX = 20
+GOES_ON = 0.8
+OTHER_WORDS = 0.1
+TURN_S = (0.3, 1.0, 4.0)
+PERCENTS = (10.0, 25.0, 60.0, 100.0)
+
+
+class EngineTurns:
+    """Of one engine in one life."""
+
+    def __init__(self, engine: SimEngine, settings: TurnSettings) -> None:
+        self.keeper = TurnKeeper(engine.doorway, settings, engine.shape.blocks)
+        self.taker = TurnTaker(engine.doorway)
+        self._engine = engine
+        self._most = engine.shape.blocks * settings.turn_percent / 100
+
+    def added(self, request: SimRequest) -> None:
+        if request.offer is not None:
+            ticket, tokens = request.offer
+            content = request.content
+            self.taker.ask(request.id, ticket, tokens, request.tokens, lambda upto: digest_for(content, upto))
+
+    def step(self) -> None:
+        """Before requests are looked at."""
+        self.keeper.press(len(self._engine.pool.free))
+        pinned = self._engine.doorway.turn_blocks
+        if pinned > self._most:
+            raise Broken(LEAK, f"{self._engine.name}: turns pin {pinned} blocks, of {self._most:g} that they may")
+
+    def schedules(self, request: SimRequest) -> bool:
+        """Whether a turn decides about this request now: D has not answered, or it is loaded."""
+        engine = self._engine
+        self.keeper.press(len(engine.pool.free), -(-(request.tokens + 1) // engine.shape.block_tokens) * 2)
+        if not self.taker.awaits(request.id):
+            return False
+        found = self.taker.match(request.id, 0, 1)
+        if not found:
+            return found is None
+        if not engine._allocate(request):
+            return True
+        position, local = found, request.computed
+        if self.taker.match(request.id, local, 1) == 0:  # as much is here
+            engine._start_prefill(request)
+            return True
+        first, upto = self.taker.first_token(request.id, position - local)
+        request.phase, request.first_token, request.reported = Phase.LOADING, first, set()
+        size = engine.shape.block_tokens
+        wanted = tuple(tuple(ids[first // size : -(-upto // size)]) for ids in request.blocks)
+        held = engine.doorway.allocated(request.id, wanted, first)
+        engine.device.check_quiet(held)
+        engine.pool.hold(held)
+        engine.world.faults["turns_loaded"] += 1
+        return True
+
+    def loaded(self, request: SimRequest) -> bool:
+        """Whether it was a turn that has come to its end."""
+        if not self.taker.is_loading(request.id):
+            return False
+        upto, engine, failed = self.taker.upto(request.id), self._engine, request.failed
+        self.taker.loaded(request.id, failed.reason if failed is not None else None)
+        request.failed = None
+        if request.aborted:
+            engine._remove(request)
+        elif failed is None:
+            self._is_there(request, upto, "as taken from the turn before")
+            request.computed = upto
+            engine.world.faults["turns_taken"] += 1
+            engine._start_prefill(request)
+        else:
+            engine._free(request)
+            request.phase = Phase.WAITING
+        return True
+
+    def ended(self, request: SimRequest) -> None:
+        """An answer is complete: its prompt's blocks are kept, if they may be."""
+        if not request.keep:
+            return
+        engine = self._engine
+        self._is_there(request, request.tokens, "as kept for the next turn")
+        blocks = tuple(map(tuple, engine._listed(request)))
+        engine.pool.before_pin([block for ids in blocks for block in ids])
+        engine.pool.touch(self.keeper.keep(request.keep, digest_of(request), request.tokens, blocks, request.id))
+
+    def _is_there(self, request: SimRequest, tokens: int, when: str) -> None:
+        """What was loaded is as good as computed, once it has been looked at."""
+        engine = self._engine
+        engine._check_tokens(request, tokens, when)
+        upto = -(-tokens // engine.shape.block_tokens)
+        for blank in engine.device.blank:
+            blank.difference_update(block for ids in request.blocks for block in ids[:upto])
+
+
+class Conversations:
+    """Clients who come back with what they were told, and more."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        rng = cluster.world.rng
+        self._settings = TurnSettings(rng.choice(TURN_S), rng.choice(PERCENTS))
+
+    def equip(self, life: Life) -> None:
+        life.engine.turns = EngineTurns(life.engine, self._settings)
+
+    def ticket(self, life: Life) -> tuple[HandoffId, str]:
+        handoff = handoff_id(TransferId(f"{self._cluster.world.rng.getrandbits(128):032x}"))
+        return handoff, self._sealed(handoff, life, "")
+
+    def answered(self, index: int, life: Life, content: int, tokens: int, handoff: HandoffId) -> None:
+        """A client has its answer, and may go on."""
+        cluster, rng = self._cluster, self._cluster.world.rng
+        more = tokens + rng.randint(1, 6)
+        if cluster.healed or more > TOKENS_MAX or rng.random() > GOES_ON:
+            return
+        cluster.world.after(rng.uniform(0.01, 1.5), partial(self._go_on, index, life, content, tokens, more, handoff))
+
+    def _go_on(self, index: int, kept_by: Life, content: int, had: int, tokens: int, handoff: HandoffId) -> None:
+        cluster, world = self._cluster, self._cluster.world
+        source = cluster._chosen([each.name for each in cluster.plan.prefill])
+        others = [each.name for each in cluster.plan.decode if each.name != source.peer.worker]
+        target = cluster._chosen(others)
+        if kept_by.peer.worker == source.peer.worker:
+            return
+        if world.chance(OTHER_WORDS):
+            content += 200_000
+        ticket = self._sealed(handoff, kept_by, source.peer.worker)
+
+        def prefilled(how: str, given: str) -> None:
+            if how == "prefilled":
+                errand = Errand(source.peer.worker, given, 1)
+                delay = world.rng.uniform(0.001, 0.1)
+                world.after(delay, partial(cluster._decode, index, target, content, tokens, "pull", errand))
+
+        world.faults["turns_offered"] += 1
+        cluster.add(index, source, content, tokens, "prefill", prefilled, offer=(ticket, had + 1))
+
+    def _sealed(self, handoff: HandoffId, life: Life, target: str) -> str:
+        peer = life.peer
+        expires = self._cluster.world.now + 30.0
+        return seal(
+            Ticket(handoff, peer.worker, expires, peer.incarnation, target=type(peer.worker)(target)), TICKET_KEY
+        )

@@ -1,0 +1,152 @@
+"""Turns of conversations: D keeps what a request ended with, and the P of the next turn takes it from there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+
+import aiohttp
+import pytest
+
+from kvbaton.api.params import TransferParams, TurnOffer
+from kvbaton.engines.embedded import tokenizer
+from kvbaton.engines.embedded.embedded_worker import reference_answers
+from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
+from kvbaton.protocol.wire.ticket import Ticket, seal
+from tests.e2e.cluster import up
+from tests.e2e.pair import Pair, generate, pair
+
+pytestmark = pytest.mark.timeout(120)
+ANSWER_TOKENS = 40
+FIRST = "A conversation begins here, and it is long enough to be of several blocks of tokens. " * 4
+MORE = ("And what is more, tell me about batons.", "Thank you. One last question about relays.")
+
+
+def ticket_of(both: Pair, handoff: HandoffId, target: str = "") -> str:
+    return seal(Ticket(handoff, WorkerId("d0"), time.time() + 60, target=WorkerId(target)), both.key)
+
+
+async def one_turn(both: Pair, prompt: str, turn: TurnOffer | None, keep: HandoffId) -> tuple[str, TurnOffer]:
+    """An answer, and what the router would tell the P of the next turn."""
+    params = TransferParams(do_remote_decode=True, turn=turn)
+    _, told = await generate(both.p, prompt, 1, params)
+    asked = TransferParams.parse({**(told or {}), "keep": ticket_of(both, keep)})
+    text, _ = await generate(both.d, prompt, ANSWER_TOKENS, asked)
+    tokens = len(tokenizer.encode(prompt)) + len(text)
+    return text, TurnOffer(ticket_of(both, keep, "p0"), tokens)
+
+
+def new_handoff() -> HandoffId:
+    return handoff_id(TransferId(secrets.token_hex(16)))
+
+
+async def talk(both: Pair) -> list[tuple[str, str]]:
+    prompt, turn, said = FIRST, None, []
+    for more in (*MORE, ""):
+        text, turn = await one_turn(both, prompt, turn, new_handoff())
+        said.append((prompt, text))
+        prompt += text + more
+    return said
+
+
+@pytest.mark.parametrize(("p", "d"), [({}, {}), ({"block_tokens": 32}, {"block_tokens": 8}), ({"tp": 2}, {})])
+def test_the_next_turn_takes_from_d_what_it_need_not_compute(tmp_path, p, d):
+    async def go() -> None:
+        async with pair(tmp_path, p=p, d={"turn_s": 30.0, **d}) as both:
+            said = await talk(both)
+            assert [text for _, text in said] == reference_answers([prompt for prompt, _ in said], ANSWER_TOKENS)
+            stats, kept = both.p.stats(), both.d.stats()
+            assert stats["turn_loads_total"] == {"taken": 2}
+            size = p.get("block_tokens", 16)  # P has what it computed itself, in whole blocks
+            computed = [len(tokenizer.encode(prompt)) // size * size for prompt, _ in said[:2]]
+            had = [len(tokenizer.encode(prompt + text)) - 1 for prompt, text in said[:2]]
+            assert stats["turn_tokens_total"] == sum(had) - sum(computed)
+            assert kept["turns_total"] == {"kept": 3, "taken": 2}
+            assert kept["pins"] == kept["turn_blocks"] > 0, "the third waits for a fourth turn"
+
+    asyncio.run(go())
+
+
+def test_a_turn_of_other_words_is_computed_and_shows_nothing(tmp_path):
+    """Promises 1 and 5: a ticket that is valid, with a conversation that is not the one it is of."""
+
+    async def go() -> None:
+        async with pair(tmp_path, d={"turn_s": 30.0}) as both:
+            text, turn = await one_turn(both, FIRST, None, new_handoff())
+            other = FIRST + "x" * len(text) + MORE[0]
+            said, _ = await one_turn(both, other, turn, new_handoff())
+            assert [said] == reference_answers([other], ANSWER_TOKENS)
+            assert both.p.stats()["turn_loads_total"] == {"content_mismatch": 1}
+            assert both.d.stats()["turns_total"]["content_mismatch"] == 1, "and its blocks are free again"
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_turn_that_nobody_has_costs_one_question(tmp_path, policy):
+    async def go() -> None:
+        async with pair(tmp_path, p={"policy": policy}, d={"turn_s": 0.0}) as both:
+            text, turn = await one_turn(both, FIRST, None, new_handoff())
+            prompt = FIRST + text + MORE[0]
+            said, _ = await one_turn(both, prompt, turn, new_handoff())
+            assert [said] == reference_answers([prompt], ANSWER_TOKENS)
+            assert both.p.stats()["turn_loads_total"] == {"unknown_lease": 1}
+            await both.at_rest()
+
+    asyncio.run(go())
+
+
+def test_turns_go_when_requests_need_their_blocks(tmp_path):
+    """Promise 3: a D whose cache turns have filled serves what fits into it without them."""
+
+    async def go() -> None:
+        options = {"turn_s": 60.0, "turn_percent": 100.0, "blocks": 64}
+        async with pair(tmp_path, d=options) as both:
+            prompts = [f"{index} " + FIRST for index in range(8)]
+            texts = [(await one_turn(both, prompt, None, new_handoff()))[0] for prompt in prompts]
+            assert texts == reference_answers(prompts, ANSWER_TOKENS)
+            stats = both.d.stats()
+            assert stats["turns_total"]["discarded"] > 0
+            assert stats["turn_blocks"] <= 64
+            assert stats["faults_total"] == 0
+
+    asyncio.run(go())
+
+
+@pytest.mark.slow
+def test_a_cluster_takes_turns_over_and_clients_see_nothing_of_it(tmp_path):
+    with up(tmp_path, "--turn-s", "60", "--prefill", "1", "--decode", "2") as cluster:
+
+        async def ask(session: aiohttp.ClientSession, prompt: str, stream: bool) -> str:
+            body = {"prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "stream": stream}
+            async with session.post(f"{cluster.url}/v1/completions", json=body) as answer:
+                data = await answer.read()
+                assert answer.status == 200, data
+            assert b"kv_transfer_params" not in data
+            if not stream:
+                return json.loads(data)["choices"][0]["text"]
+            events = [line[6:] for line in data.split(b"\n") if line.startswith(b"data: ")]
+            assert events[-1] == b"[DONE]" and b"usage" not in data
+            return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+
+        async def go() -> None:
+            async with aiohttp.ClientSession() as session:
+                for stream in (False, True):
+                    prompt, said = f"{stream} " + FIRST, []
+                    for more in (*MORE, ""):
+                        text = await ask(session, prompt, stream)
+                        said.append((prompt, text))
+                        prompt += text + more
+                    expected = reference_answers([prompt for prompt, _ in said], ANSWER_TOKENS)
+                    assert [text for _, text in said] == expected
+                async with session.get(f"{cluster.url}/stats") as answer:
+                    turns = (await answer.json())["turns_total"]
+            assert turns == {"noted": 6, "offered": 4}
+            stats = await cluster.workers()
+            assert stats["p0"]["turn_loads_total"] == {"taken": 4}
+            assert stats["p0"]["turn_tokens_total"] > 4 * ANSWER_TOKENS
+            assert sum(stats[name]["turns_total"]["taken"] for name in ("d0", "d1") if stats[name]["turns_total"]) == 4
+
+        asyncio.run(go())

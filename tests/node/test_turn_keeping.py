@@ -1,0 +1,188 @@
+"""Turns, as an engine keeps and takes them: within a share of the cache, the oldest first to go, no request held up."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvbaton.node import turn_keeping
+from kvbaton.node.doorway import Doorway
+from kvbaton.node.turn_keeping import TurnKeeper, TurnSettings, TurnTaker
+from kvbaton.protocol import effects as fx
+from kvbaton.protocol import events as ev
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId, WorkerId
+from kvbaton.protocol.wire.ticket import Ticket, seal
+from tests.node.test_doorway import DIGEST, KEY, NOW_S, R, door, events
+
+BLOCKS = 64  # of which the share is 16, and 4 are kept free
+ON = TurnSettings(turn_s=30.0, turn_percent=25.0)
+
+
+def name(number: int) -> HandoffId:
+    return HandoffId(f"{number:032x}.0")
+
+
+def ticket(number: int = 1, **changes: object) -> str:
+    made = Ticket(name(number), WorkerId("d"), NOW_S + 60)
+    return seal(msgspec.structs.replace(made, **changes), KEY)
+
+
+def keep(keeper: TurnKeeper, number: int, blocks: int) -> bool:
+    ids = tuple(range(1, blocks + 1))
+    return keeper.keep(ticket(number), DIGEST, 5, (ids,), R) == ids
+
+
+def let_go(engine: Doorway) -> list[HandoffId]:
+    return [each.handoff for each in events(engine) if isinstance(each, ev.Discarded)]
+
+
+class TestKeeping:
+    def test_a_turn_is_a_lease_of_its_own_term(self) -> None:
+        engine = door()
+        keeper = TurnKeeper(engine, ON, BLOCKS)
+        assert keep(keeper, 1, 3) and keeper.blocks == engine.turn_blocks == 3
+        begun = events(engine)[0]
+        assert (begun.handoff, begun.keep_s, begun.deferred, begun.max_readers) == (name(1), 30.0, False, 1)
+        assert not engine.holding and not engine.busy, "an engine that is idle may sleep"
+
+    @pytest.mark.parametrize(
+        "text",
+        [None, "forged", ticket(source=WorkerId("p")), ticket(expires_unix_s=NOW_S - 1), ticket(lease=LeaseId(3))],
+    )
+    def test_a_ticket_that_is_not_for_keeping_keeps_nothing(self, text: object) -> None:
+        engine = door()
+        keeper = TurnKeeper(engine, ON, BLOCKS)
+        assert keeper.keep(text, DIGEST, 5, ((1, 2),), R) == ()
+        assert events(engine) == [] and engine.pinned_blocks == 0 and sum(keeper.counts.values()) == 1
+
+    def test_off_is_off(self) -> None:
+        engine = door()
+        assert not keep(TurnKeeper(engine, TurnSettings(), BLOCKS), 1, 2) and events(engine) == []
+
+    def test_the_share_is_never_passed_and_the_oldest_make_place(self) -> None:
+        engine = door()
+        keeper = TurnKeeper(engine, ON, BLOCKS)
+        assert keep(keeper, 1, 5) and keep(keeper, 2, 5) and let_go(engine) == []
+        assert keep(keeper, 3, 5) and let_go(engine) == [name(1)], "a place for the next, before it comes"
+        assert not keep(keeper, 4, 5), "15 of 16 are pinned until the first has come to rest"
+        engine.hand_in(fx.Unpin(LeaseId(1)))
+        engine.duties()
+        assert keep(keeper, 5, 5) and keeper.blocks == 15
+
+    def test_one_that_is_larger_than_the_share_is_not_kept(self) -> None:
+        keeper = TurnKeeper(door(), ON, BLOCKS)
+        assert not keep(keeper, 1, 17) and keeper.counts["unkept.busy"] == 1
+
+    def test_what_is_over_is_forgotten(self) -> None:
+        engine = door()
+        keeper = TurnKeeper(engine, ON, BLOCKS)
+        keep(keeper, 1, 6)
+        engine.hand_in(fx.Unpin(LeaseId(1)))
+        engine.duties()
+        keeper.settle()
+        assert keeper.blocks == engine.turn_blocks == 0
+
+
+class TestPressure:
+    def test_the_oldest_go_as_many_as_a_request_needs(self) -> None:
+        engine = door()
+        keeper = TurnKeeper(engine, ON, BLOCKS)
+        for number in (1, 2, 3):
+            keep(keeper, number, 4)
+        events(engine)
+        keeper.press(free_blocks=10, needed=5)
+        assert let_go(engine) == [], "5 and the reserve of 4 are free"
+        keeper.press(free_blocks=10, needed=11)
+        assert let_go(engine) == [name(1), name(2)]
+        keeper.press(free_blocks=10, needed=11)
+        assert let_go(engine) == [], "those are on their way back"
+        assert keeper.counts["evicted"] == 2
+
+    def test_running_requests_find_blocks_to_grow_by(self) -> None:
+        engine = door()
+        keeper = TurnKeeper(engine, ON, BLOCKS)
+        keep(keeper, 1, 4)
+        events(engine)
+        keeper.press(free_blocks=3)
+        assert let_go(engine) == [name(1)]
+
+
+class TestTaking:
+    def taker(self) -> tuple[Doorway, TurnTaker]:
+        engine = door("p")
+        return engine, TurnTaker(engine)
+
+    def ask(self, taker: TurnTaker, tokens: int = 41, prompt: int = 60) -> None:
+        taker.ask(R, ticket(target=WorkerId("p")), tokens, prompt, lambda upto: b"%d" % upto)
+
+    def test_it_asks_for_all_but_the_last_token_and_does_not_wait_for_a_beginning(self) -> None:
+        engine, taker = self.taker()
+        self.ask(taker)
+        [wanted] = events(engine)
+        assert (wanted.source, wanted.tokens, wanted.digest, wanted.deferred) == ("d", 40, b"40", False)
+        assert taker.match(R, 16, 16) is None
+        engine.hand_in(fx.MatchFound(R))
+        engine.duties()
+        assert taker.match(R, 16, 16) == 24
+        assert taker.first_token(R, 24) == (16, 40) and taker.is_loading(R)
+        taker.loaded(R, None)
+        assert taker.stats() == {"turn_loads_total": {"taken": 1}, "turn_tokens_total": 24}
+
+    @pytest.mark.parametrize(("tokens", "prompt"), [(1, 60), (0, 60), (62, 60), (61, 60)])
+    def test_what_is_no_beginning_of_the_prompt_is_given_back(self, tokens: int, prompt: int) -> None:
+        engine, taker = self.taker()
+        self.ask(taker, tokens, prompt)
+        [disowned] = events(engine)
+        assert isinstance(disowned, ev.Disowned) and not taker.awaits(R)
+        assert taker.loads == {"unfit": 1}
+
+    def test_p_that_has_as_much_itself_gives_the_turn_back(self) -> None:
+        engine, taker = self.taker()
+        self.ask(taker)
+        events(engine)
+        assert taker.match(R, 32, 16) == 0 and taker.loads == {"known": 1}
+        assert events(engine) == [ev.NotNeeded(R)]
+
+    def test_a_d_that_does_not_answer_is_not_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine, taker = self.taker()
+        self.ask(taker)
+        events(engine)
+        taker.give_up_late()
+        assert taker.awaits(R)
+        monkeypatch.setattr(turn_keeping, "TAKE_S", -1.0)
+        taker.give_up_late()
+        assert not taker.awaits(R) and taker.loads == {"late": 1} and events(engine) == [ev.NotNeeded(R)]
+        self.ask(taker)
+        assert taker.match(R, 0, 16) == 0 and taker.loads == {"late": 2}
+
+    def test_a_refusal_is_counted_by_its_reason_and_computed(self) -> None:
+        engine, taker = self.taker()
+        self.ask(taker)
+        engine.hand_in(fx.MatchFailed(R, fx.End(Reason.UNKNOWN_LEASE)))
+        engine.duties()
+        assert taker.match(R, 0, 16) == 0 and taker.loads == {"unknown_lease": 1} and not taker.awaits(R)
+
+    def test_a_load_outlives_its_request_until_its_report(self) -> None:
+        _, taker = self.taker()
+        self.ask(taker)
+        taker.first_token(R, 40)
+        taker.forget(R)
+        assert taker.is_loading(R)
+        taker.loaded(R, Reason.ABORTED)
+        taker.forget(RequestId("another"))
+        assert not taker.is_loading(R) and taker.loads == {"aborted": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"turn_s": -1.0}, "turn_s: got -1.0, expected 0 .off. to"),
+        ({"turn_s": float("nan")}, "turn_s"),
+        ({"turn_percent": 0.0}, "turn_percent: got 0.0"),
+        ({"turn_percent": 101.0}, "turn_percent"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused_by_name(changes: dict[str, float], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        TurnSettings(**changes)
