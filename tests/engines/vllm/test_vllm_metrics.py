@@ -98,7 +98,7 @@ class Side:
             port_faults={},
             control=SimpleNamespace(counters={"connections": 3, "admitted": 2}),
             loop=SimpleNamespace(faults=0),
-            doorway=SimpleNamespace(pinned_blocks=5, put_blocks=1, budget=PinBudget(45)),
+            doorway=SimpleNamespace(pinned_blocks=5, put_blocks=1, turn_blocks=0, budget=PinBudget(45)),
             facts=SimpleNamespace(blocks=60, role="decode"),
             peer=SimpleNamespace(worker="d0"),
         )
@@ -112,6 +112,7 @@ class Side:
             gauges_told={},
             tray=Tray(),
             turn=SimpleNamespace(comes=lambda: True),
+            turn_figures=lambda: {"turn_tokens_total": 0},
         )
 
 
