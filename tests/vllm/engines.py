@@ -156,11 +156,13 @@ def start_engine(
     env: Mapping[str, str] | None = None,
     log: Path,
 ) -> Engine:
-    """Start a server; `Engine.wait_ready` waits for it. `env` goes on top of what a small machine needs."""
+    """Start a server; `Engine.wait_ready` waits for it. `env` goes on top of what a small machine needs; what is set to
+    nothing is left out."""
     command = vllm_engine.server_argv(str(python), str(model), SERVED_NAME, port)
     if kv_transfer_config is not None:
         command += ["--kv-transfer-config", json.dumps(kv_transfer_config)]
-    surroundings = {**os.environ, **vllm_engine.environment(kv_gib=1), **(env or {})}
+    told = {**os.environ, **vllm_engine.environment(kv_gib=1), **(env or {})}
+    surroundings = {name: value for name, value in told.items() if value}
     log.parent.mkdir(parents=True, exist_ok=True)
     return _launched([*command, *extra_args], surroundings, port, log, "wb")
 

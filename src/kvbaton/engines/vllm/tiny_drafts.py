@@ -13,10 +13,9 @@ from typing import Any, Literal, get_args
 Drafted = Literal["few-words", "eagle", "qwen3-next-mtp"]
 DRAFTED: tuple[Drafted, ...] = get_args(Drafted)
 """A Llama that answers with few tokens; an EAGLE head for it; the hybrid of gated delta nets with an MTP layer."""
-BASES: dict[str, Literal["llama", "qwen3-next"]] = {"few-words": "llama", "qwen3-next-mtp": "qwen3-next"}
 WORDS = 6
-_ATTENTION = 2
-"""The layer of the hybrid whose shapes an MTP layer has: full attention, and no experts."""
+_ATTENTION, _EXPERTS = 2, 0
+"""The layers of the hybrid whose shapes an MTP layer has: full attention of one, experts of the other."""
 
 
 def words_of(printable: list[int]) -> list[int]:
@@ -46,9 +45,15 @@ def add_mtp(directory: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    path, prefix = directory / "model.safetensors", f"model.layers.{_ATTENTION}."
+    path = directory / "model.safetensors"
     found = load_file(path)
-    alike = {name.removeprefix(prefix): weight for name, weight in found.items() if name.startswith(prefix)}
+    parts = ((_ATTENTION, "self_attn."), (_ATTENTION, "input_"), (_ATTENTION, "post_"), (_EXPERTS, "mlp."))
+    alike = {
+        name.removeprefix(f"model.layers.{layer}."): weight
+        for layer, part in parts
+        for name, weight in found.items()
+        if name.startswith(f"model.layers.{layer}.{part}")
+    }
     found |= {f"mtp.layers.0.{name}": _random(name, weight) for name, weight in alike.items()}
     width = alike["input_layernorm.weight"].shape[0]
     found["mtp.fc.weight"] = torch.randn(width, 2 * width) / (2 * width) ** 0.5

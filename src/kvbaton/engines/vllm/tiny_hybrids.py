@@ -18,7 +18,7 @@ STEP = 0.05
 """How much of a state one token replaces, about: a prompt of 100 tokens is remembered."""
 
 
-def hybrid(kind: Hybrid, shared: dict[str, Any]) -> Any:
+def hybrid(kind: Hybrid, shared: dict[str, Any], *, experts_first: bool = False) -> Any:
     """The model, of the weights that transformers gives it. `shared`: what all tiny models have in common."""
     import transformers
 
@@ -31,8 +31,9 @@ def hybrid(kind: Hybrid, shared: dict[str, Any]) -> Any:
     if kind == "qwen3-next":
         linear = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 2}
         layers = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
-        # Experts in the last layer alone: vLLM takes no model of this kind without any.
-        experts = {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": list(range(len(layers) - 1))}
+        # Experts in one layer alone: vLLM takes no model of this kind without any, and no MTP layer, whose number is 0.
+        without = range(1, len(layers)) if experts_first else range(len(layers) - 1)
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": list(without)}
         experts |= {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
         own = {**linear, "linear_num_value_heads": 4, "layer_types": layers, "num_hidden_layers": len(layers)}
         config = transformers.Qwen3NextConfig(**shared | heads | experts | own)

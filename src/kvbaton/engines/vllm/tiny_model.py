@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from kvbaton.engines.vllm.tiny_drafts import BASES, DRAFTED, Drafted, add_mtp, words_of, write_head
+from kvbaton.engines.vllm.tiny_drafts import DRAFTED, Drafted, add_mtp, words_of, write_head
 from kvbaton.engines.vllm.tiny_hybrids import HYBRIDS, Hybrid, hybrid, randomize_state
 
 Plain = Literal["llama", "mla", "gemma3", "small", "latent", "8b"]
@@ -107,7 +107,10 @@ def _write(kind: Kind, seed: int, directory: Path) -> None:
     if kind == "eagle":
         write_head(directory, _shared(tokenizer))
         return
-    model, printable = _model(BASES.get(kind, kind), tokenizer).to(torch.float32), _printable(tokenizer)
+    model, printable = (
+        _model("llama" if kind == "few-words" else kind, tokenizer).to(torch.float32),
+        _printable(tokenizer),
+    )
     _randomize(model, words_of(printable) if kind in DRAFTED else printable)
     model.generation_config.do_sample = False
     model.save_pretrained(directory)
@@ -168,6 +171,8 @@ def _model(kind: Kind, tokenizer: Any) -> Any:
     shared = _shared(tokenizer)
     if kind in HYBRIDS:
         return hybrid(kind, shared)
+    if kind == "qwen3-next-mtp":
+        return hybrid("qwen3-next", shared, experts_first=True)
     if kind == "small":
         wide = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "head_dim": 64}
         config = transformers.LlamaConfig(**shared | wide, num_hidden_layers=8, num_key_value_heads=8)
