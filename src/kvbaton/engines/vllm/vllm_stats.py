@@ -117,7 +117,7 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]
                 **node_figures.counters(ledger, node.control.counters),
                 **side.stored.figures(),
                 **refused,
-                **side.turn_figures,
+                **reporting.turn_figures(),
             }
         )
         counts["faults_total"] = sum(guard.faults.values()) + node.loop.faults + sum(node.port_faults.values())

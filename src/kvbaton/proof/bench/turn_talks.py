@@ -12,6 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -156,7 +157,8 @@ async def _ask(
     }
     body |= {"return_token_ids": True} if tokens else {}
     begun, first = time.monotonic(), 0.0
-    text, ids = "", []
+    text = ""
+    ids: list[int] = []
     limit = aiohttp.ClientTimeout(total=REQUEST_S)
     async with session.post(f"{url}/v1/completions", json=body, timeout=limit) as got:
         got.raise_for_status()
@@ -168,7 +170,7 @@ async def _ask(
     return (ids if tokens else text), first
 
 
-async def _events(got: aiohttp.ClientResponse) -> AsyncIterator[Mapping[str, object]]:
+async def _events(got: aiohttp.ClientResponse) -> AsyncIterator[Mapping[str, Any]]:
     async for line in got.content:
         if line.startswith(b"data: {"):
             yield msgspec.json.decode(line[6:])
