@@ -41,10 +41,6 @@ def _reader_keeps_the_term(original: Any) -> Any:
     return extend
 
 
-def _load_forgotten(original: Any) -> Any:
-    return lambda self, request: self._asked.pop(request, None)
-
-
 TURN_MUTANTS: tuple[Mutant, ...] = (
     Mutant("turns_without_share", "turn", "what is kept for next turns fills the cache",
            swap(turn_keeping.TurnKeeper, "blocks", _no_share)),
@@ -54,6 +50,4 @@ TURN_MUTANTS: tuple[Mutant, ...] = (
            swap(doorway.Doorway, "_unpinned", _pins_lost)),
     Mutant("turn_reader_keeps_the_term", "9, turn", "a reader that falls silent has the whole turn's term",
            swap(producer.Producer, "extend", _reader_keeps_the_term)),
-    Mutant("turn_load_forgotten", "20, turn", "a request that ends while its turn is loaded is forgotten",
-           swap(turn_keeping.TurnTaker, "forget", _load_forgotten)),
 )  # fmt: skip
