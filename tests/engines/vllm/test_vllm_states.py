@@ -17,6 +17,7 @@ from kvbaton.engines.vllm.request_content import content_digest, handed_position
 from kvbaton.engines.vllm.vllm_block_tables import Grouping
 from kvbaton.engines.vllm.vllm_layout import Parallel, RankFacts, engine_layout, rank_facts
 from kvbaton.node.epochs import EpochTable
+from kvbaton.node.pin_budget import PinBudget
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind, Per
 from kvbaton.protocol.geometry.plan import plan
@@ -173,6 +174,7 @@ class FakeDoor:
     """What P's half tells the node."""
 
     config = SimpleNamespace(me=SimpleNamespace(worker="p0"))
+    budget = PinBudget()
 
     def __init__(self) -> None:
         self.told: list[tuple[Any, ...]] = []

@@ -45,4 +45,5 @@ ROUTER_TURNS = Metric(
             "`noted`: kept by D; `offered`: told to the next turn's P; `forgotten`: too old, too many, or D is gone",
         ),
     ),
+    from_zero=True,
 )  # fmt: skip
