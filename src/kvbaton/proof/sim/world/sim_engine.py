@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Callable
 
 from kvbaton.node.doorway import Doorway, DropBlocks, LoadReport, MatchState, UnpinBlocks
-from kvbaton.node.pin_budget import Room
 from kvbaton.proof.sim.promises import DEATH, STRANGER, Broken
 from kvbaton.proof.sim.world.fetching import Fetching
+from kvbaton.proof.sim.world.sim_admission import is_put_off
 from kvbaton.proof.sim.world.sim_announcing import Announcer
 from kvbaton.proof.sim.world.sim_device import Device, Step, Work
 from kvbaton.proof.sim.world.sim_memory import Shape
@@ -27,8 +27,6 @@ from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.ids import HandoffId, RequestId
-
-LATE_LOOK_S = 0.01
 
 
 class SimEngine:
@@ -160,7 +158,7 @@ class SimEngine:
             request.computed = request.tokens
             self._start_decoding(request)
         elif self.policy == "fail":
-            self._finish(request, "failed", str(request.failed.reason))
+            self.finish(request, "failed", str(request.failed.reason))
         else:
             self._keep_good_prefix(request)
 
@@ -184,29 +182,8 @@ class SimEngine:
             return self._prefill(request)
         return self._decode(request) if request.phase is Phase.DECODING else []
 
-    def _is_put_off(self, request: SimRequest) -> bool:
-        """Whether a prompt that is computed for others has no room to be pinned, yet or for good."""
-        per_group = -(-request.tokens // self.shape.block_tokens)
-        groups = range(len(self.shape.group_layers))
-        blocks = sum(1 if group in self.shape.states else per_group for group in groups)
-        budget, now = self.doorway.budget, self.world.now
-        waited = budget.waits(request.id, now)
-        room = budget.ask(request.id, blocks, now)
-        if room is Room.WAITING and not waited:
-            self.world.faults["pins_waited"] += 1
-            self.world.after(budget.wait_s + LATE_LOOK_S, self.on_wake)
-        if room is Room.REFUSED:
-            self.world.faults["pins_refused"] += 1
-            if request.handoff:
-                self._begin_lease(request)
-                assert request.lease is not None
-                self.doorway.source_ended(request.lease, Reason.PINS_FULL)
-                request.lease = None
-            self._finish(request, "failed", str(Reason.PINS_FULL))
-        return room is not Room.ADMITTED
-
     def _schedule(self, request: SimRequest) -> None:
-        if request.role == "prefill" and self._is_put_off(request):
+        if request.role == "prefill" and is_put_off(self, request):
             return
         if request.role == "decode" and request.ticket and not request.remote_done:
             match = self.doorway.match(request.id)
@@ -226,7 +203,7 @@ class SimEngine:
             request.remote_done = True
             self.world.tell(f"{self.name} no match {request.id} {match.end.reason if match.end else ''}")
             if self.policy == "fail" and match.end is not None:
-                self._finish(request, "failed", str(match.end.reason))
+                self.finish(request, "failed", str(match.end.reason))
                 return
         if not self._allocate(request):
             return
@@ -238,7 +215,7 @@ class SimEngine:
     def _start_prefill(self, request: SimRequest) -> None:
         request.phase = Phase.PREFILLING
         if request.handoff and request.role == "prefill":
-            self._begin_lease(request)
+            self.begin_lease(request)
 
     def _fetched(self, request: SimRequest, blocks: int, turn: int) -> None:
         """A store's bytes are at rest in the first `blocks` blocks; or, if there are none, it did not have them."""
@@ -337,7 +314,7 @@ class SimEngine:
             request.decode_left -= 1
             request.decode_issued -= 1
             if request.decode_left <= 0:
-                self._finish(request, "answered", "")
+                self.finish(request, "answered", "")
             return
         self.announcer.chunk_done(work)
         if work.stop == request.tokens:
@@ -349,7 +326,7 @@ class SimEngine:
         else:
             self._start_decoding(request)
 
-    def _begin_lease(self, request: SimRequest) -> None:
+    def begin_lease(self, request: SimRequest) -> None:
         request.pinned = 0  # also what the prefix cache gave is pinned with the first chunk
         request.lease = self.doorway.begin(
             request.handoff, digest_of(request), request.tokens, target=request.target, max_readers=request.max_readers
@@ -390,7 +367,7 @@ class SimEngine:
             self.put_prompts[blocks] = request
             self.pool.touch(self.doorway.put(*self.values_of(request, blocks)))
         request.lease = None
-        self._finish(request, "prefilled", ticket)
+        self.finish(request, "prefilled", ticket)
 
     def _listed(self, request: SimRequest) -> list[list[int]]:
         """The blocks of a prompt that its KV is in, without those that left a window."""
@@ -413,7 +390,7 @@ class SimEngine:
 
     # --- endings and checks
 
-    def _finish(self, request: SimRequest, how: str, detail: str) -> None:
+    def finish(self, request: SimRequest, how: str, detail: str) -> None:
         self._remove(request)
         self.doorway.gave_up(request.id)
         request.on_end(how, detail)
