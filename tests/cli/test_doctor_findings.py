@@ -625,6 +625,7 @@ def test_every_code_is_planted_somewhere() -> None:
     elsewhere = {
         "python-version", "mover-missing", "seal-missing", "encrypt-missing", "plane-open", "no-plane", "huge-pages",
         "policy-default", "host-foreign", "port-ephemeral", "files-few", "worker-silent", "clock-off",
+        "decode-alone",  # test_doctor_alone.py
         "gpu-container", "gpu-ipc", "gpu-missing", "gpu-peer", "memlock-small",  # test_doctor_gpu.py
     }  # fmt: skip
     assert {code for code, *_ in PLANTED.values()} | elsewhere == set(SEVERITY)

@@ -1,4 +1,4 @@
-"""The budget of pins: who is admitted, who waits, who is refused; and what the doorway counts against it."""
+"""The budget of pins (rule 33): who is admitted, who waits, who is refused; what the doorway counts against it."""
 
 from __future__ import annotations
 

@@ -111,6 +111,9 @@ class Script:
     def do_preempt(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
         self._party(words).tell(ev.SourceEnded(self._source(words).lease, Reason.SOURCE_PREEMPTED))
 
+    def do_refuse(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        self._party(words).tell(ev.SourceEnded(self._source(words).lease, Reason.PINS_FULL))
+
     def do_discard(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
         """`discard p 1`: the registry tells p that the router took the ticket of handoff 1 back."""
         self._party(words).tell(ev.Discarded(transfer(int(words[1]))))

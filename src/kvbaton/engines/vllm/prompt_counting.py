@@ -39,7 +39,7 @@ class FailedLoads:
     fewer."""
 
     def __init__(self, account: PromptAccount | None = None) -> None:
-        self._account = account or PromptAccount()
+        self._account = PromptAccount() if account is None else account
         self._said: Counter[str] = Counter()
 
     def say(self, request_id: str, end: End, *, recomputes: bool) -> None:

@@ -169,7 +169,7 @@ class SimEngine:
             request.computed = request.tokens
             self._start_decoding(request)
         elif self.policy == "fail":
-            self._finish(request, "failed", str(request.failed.reason))
+            self.finish(request, "failed", str(request.failed.reason))
         else:
             self._keep_good_prefix(request)
 
@@ -216,7 +216,7 @@ class SimEngine:
             request.remote_done = True
             self.world.tell(f"{self.name} no match {request.id} {match.end.reason if match.end else ''}")
             if self.policy == "fail" and match.end is not None:
-                self._finish(request, "failed", str(match.end.reason))
+                self.finish(request, "failed", str(match.end.reason))
                 return
         if not self._allocate(request):
             return
@@ -228,7 +228,7 @@ class SimEngine:
     def _start_prefill(self, request: SimRequest) -> None:
         request.phase = Phase.PREFILLING
         if request.handoff and request.role == "prefill":
-            self._begin_lease(request)
+            self.begin_lease(request)
 
     def _fetched(self, request: SimRequest, blocks: int, turn: int) -> None:
         """A store's bytes are at rest in the first `blocks` blocks; or, if there are none, it did not have them."""
@@ -327,7 +327,7 @@ class SimEngine:
             request.decode_left -= 1
             request.decode_issued -= 1
             if request.decode_left <= 0:
-                self._finish(request, "answered", "")
+                self.finish(request, "answered", "")
             return
         self.announcer.chunk_done(work)
         if work.stop == request.tokens:
@@ -339,7 +339,7 @@ class SimEngine:
         else:
             self._start_decoding(request)
 
-    def _begin_lease(self, request: SimRequest) -> None:
+    def begin_lease(self, request: SimRequest) -> None:
         request.pinned = 0  # also what the prefix cache gave is pinned with the first chunk
         request.lease = self.doorway.begin(
             request.handoff, digest_of(request), request.tokens, target=request.target, max_readers=request.max_readers
@@ -380,7 +380,7 @@ class SimEngine:
             self.put_prompts[blocks] = request
             self.pool.touch(self.doorway.put(*self.values_of(request, blocks)))
         request.lease = None
-        self._finish(request, "prefilled", ticket)
+        self.finish(request, "prefilled", ticket)
 
     def _listed(self, request: SimRequest) -> list[list[int]]:
         """The blocks of a prompt that its KV is in, without those that left a window."""
@@ -403,7 +403,7 @@ class SimEngine:
 
     # --- endings and checks
 
-    def _finish(self, request: SimRequest, how: str, detail: str) -> None:
+    def finish(self, request: SimRequest, how: str, detail: str) -> None:
         if how == "answered" and self.turns is not None:
             self.turns.ended(request)
         self._remove(request)
