@@ -64,7 +64,8 @@ DRAFTS: dict[str, tuple[str, Callable[[Tiny], dict[str, Any]], bool]] = {
 def test_drafts_are_as_good_as_on_one_engine(drafter: str, vllm_python: str, tiny: Tiny, tmp_path: Path) -> None:
     """The same answers, and for each of them the same number of accepted drafts; D alone is the one engine."""
     kind, told, has_kv = DRAFTS[drafter]
-    spec = ("--speculative-config", json.dumps({"num_speculative_tokens": 2, **told(tiny)}))
+    spec = ["--speculative-config", json.dumps({"num_speculative_tokens": 2, **told(tiny)})]
+    spec += ["--no-enable-prefix-caching"] if "hybrid" in drafter else []  # vLLM's copies of states need Triton
     with running_duo(vllm_python, tiny(kind), tmp_path, p_args=spec if has_kv else (), d_args=spec) as duo:
         handed, prompts = duo.delivered(), prompts_of(drafter)
         found = [counted(duo.d, lambda: duo.ask(prompt, mode)) for mode, prompt in prompts]  # noqa: B023
