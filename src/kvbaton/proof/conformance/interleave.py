@@ -288,9 +288,8 @@ def _judge(lab: Lab) -> None:
             right = answer(outcome.prompt, len(outcome.tokens))
             if each in engine.first_eos:
                 right = [EOS] * len(outcome.tokens)
-            if (outcome.params or {}).get("refused"):  # for want of room to pin: shortened, and its answer is nobody's
-                continue
-            demand(outcome.tokens == right, f"{name} {each}: {outcome.tokens}, a single engine says {right}")
+            refused = (outcome.params or {}).get("refused")  # for want of room to pin: its answer is nobody's
+            demand(refused or outcome.tokens == right, f"{name} {each}: {outcome.tokens}, a single engine says {right}")
             allowed = {"length", "stop", "abort"} | ({"error"} if engine.shape.policy == "fail" else set())
             demand(outcome.reason in allowed, f"{name} {each} ended as {outcome.reason}")
         most = 2 if lab.stores else 1  # the store is a second source
