@@ -111,7 +111,7 @@ async def measured(
             for turn in range(shape.turns):
                 said = {}
                 for name in (*TARGETS[number % 3 :], *TARGETS[: number % 3]):
-                    said[name], seconds = await _ask(session, urls[name], model, talk.prompt, shape.answer)
+                    said[name], seconds = await streamed_turn(session, urls[name], model, talk.prompt, shape.answer)
                     if number:
                         times[name][turn].append(seconds)
                 wrong += sum(answer != said["aggregated"] for answer in said.values())
@@ -142,7 +142,7 @@ class _Talk:
         return words[:count]
 
 
-async def _ask(
+async def streamed_turn(
     session: aiohttp.ClientSession, url: str, model: str, prompt: str | list[int], answer: int
 ) -> tuple[str | list[int], float]:
     """The answer, in the kind of the prompt, and the seconds to its first token."""

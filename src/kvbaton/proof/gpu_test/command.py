@@ -28,6 +28,7 @@ from kvbaton.proof.gpu_test import (
     gpu_load,
     gpu_machine,
     gpu_record,
+    gpu_turns,
     page,
     timing,
 )
@@ -70,6 +71,10 @@ async def _hybrids(stage: Stage, found: Page) -> None:
     await gpu_hybrids.run(stage.sizes, stage.groups, stage.session, found, stage.say)
 
 
+async def _turns(stage: Stage, found: Page) -> None:
+    await gpu_turns.run(stage.sizes, stage.groups, stage.session, found, stage.say, stage.site.device == "cuda")
+
+
 async def _timing(stage: Stage, found: Page) -> None:
     await timing.run(stage.sizes, stage.groups, stage.session, found, stage.say, stage.site.device == "cuda")
 
@@ -90,8 +95,8 @@ async def _handoff(stage: Stage, found: Page) -> None:
 
 
 RUN: Mapping[str, Run] = {
-    "answers": _answers, "bytes": _bytes, "mla": _mla, "hybrids": _hybrids, "timing": _timing, "load": _load,
-    "faults": _faults, "handoff": _handoff,
+    "answers": _answers, "bytes": _bytes, "mla": _mla, "hybrids": _hybrids, "turns": _turns, "timing": _timing,
+    "load": _load, "faults": _faults, "handoff": _handoff,
 }  # fmt: skip
 
 
@@ -103,6 +108,8 @@ def specs(name: str, sizes: Sizes) -> list[Spec]:
         return exact.specs(exact.BYTES if name == "bytes" else exact.MLA, sizes)
     if name == "hybrids":
         return gpu_hybrids.specs(sizes)
+    if name == "turns":
+        return gpu_turns.specs(sizes)
     return timing.specs(sizes) if name in ("timing", "load") else []
 
 

@@ -15,6 +15,8 @@ ABOUT: Mapping[str, str] = {
     "mla": "The same with a latent KV (MLA).",
     "hybrids": "Greedy tokens of models whose layers keep a state (Falcon-H1-, Qwen3-Next-, Nemotron-H-, Mamba2-like) "
                "beside one engine's: modes, with and without a prefix cache, and a control that damages states.",
+    "turns": "Conversations of several turns, with a D that keeps them and one that does not: answers beside one "
+             "engine's, turns that P took, time to first token of each turn.",
     "timing": "The shape of an 8B model, CUDA graphs, one request at a time: D's leg beside its floor, time to first "
               "token when streaming beside one engine's, NixlConnector at its best settings beside both.",
     "load": "32 requests at once of 2,000 tokens: requests per second beside NixlConnector's, and what D's streams "
@@ -23,7 +25,8 @@ ABOUT: Mapping[str, str] = {
     "handoff": "Without an engine: the contract of the device's data planes, and a handoff of 2.1 GB beside its copy.",
 }  # fmt: skip
 STANDARD: Sequence[Sequence[str]] = (
-    ("answers", "bytes", "mla"), ("hybrids",), ("timing", "load"), ("faults",), ("handoff",)
+    ("answers", "bytes", "mla"), ("hybrids",), ("turns",), ("timing", "load"), ("faults",),
+    ("handoff",),
 )  # fmt: skip
 QUICK: Sequence[Sequence[str]] = (("answers", "timing"), ("handoff",))
 REHEARSED: Sequence[Sequence[str]] = (("answers",), ("timing", "load"), ("faults",))

@@ -77,6 +77,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     has_control: bool = False  # D can be told to misplace blocks; costs every copy a thread's turn: not for timing
     settings: Mapping[str, Any] = {}  # kv_connector_extra_config besides who it is
     times: Mapping[str, Any] = {}  # the same of NIXL's
+    turn_s: float = 0.0  # how long D keeps turns of conversations
+
+    def pair(self, name: str, turn_s: float) -> Spec:
+        """The same as a P and a D of ours."""
+        return msgspec.structs.replace(self, name=name, connector="kvbaton", turn_s=turn_s)
 
     @property
     def is_dummy(self) -> bool:
@@ -182,10 +187,12 @@ def made(site: Site, spec: Spec) -> Group:
         group.engines["alone"] = Engine("alone", ports[0], words, site.variables(spec), site.logs / f"{spec.name}.log")
         return group
     if spec.connector == "kvbaton":
-        keyring.mint(home / "keys", [ROUTER, f"{P}:prefill", f"{D}:decode"])
+        roles = ("both", "both") if spec.turn_s else ("prefill", "decode")  # of keys: turns go the other way as well
+        keyring.mint(home / "keys", [ROUTER, f"{P}:{roles[0]}", f"{D}:{roles[1]}"])
         if spec.has_router:
             words = [*KVBATON_ARGV, "router", "--keys", str(home / "keys"), "--port"]
             words += [str(ports[4]), "--registry-port", str(ports[5])]
+            words += ["--turn-s", str(spec.turn_s)] if spec.turn_s else []
             group.engines[ROUTER] = Engine(ROUTER, ports[4], words, {}, site.logs / f"{spec.name}-router.log")
     for name, port, side, blocks in ((P, ports[0], ports[2], spec.p_blocks), (D, ports[1], ports[3], spec.d_blocks)):
         config, more = transfer_config(site, spec, name, ports, group.flag)
@@ -221,6 +228,10 @@ def transfer_config(
     if spec.is_dummy and site.device != "cpu":
         extra["model_id"] = "8b-dummy"
     role = "kv_producer" if name == P else "kv_consumer"
+    if spec.turn_s:
+        extra["turn_s"] = spec.turn_s
+        if name == P:  # it loads too, and vLLM must know
+            role, extra["role"] = "kv_both", "prefill"
     return launching.kv_transfer_config(role, "recompute", extra), {}
 
 
