@@ -129,7 +129,7 @@ runtime: $(VENV)/.dev ## tests of nodes, ranks and flight records
 
 # Real sockets, real processes, a real model.
 processes: $(VENV)/.planes $(ROUTER_VENV)/.ready ## tests of nodes, engines, data planes, routers, stores, commands
-	KVBATON_TEST_ALL=1 $(PYTEST) -n 6 $(RUNTIME) tests/engines tests/integrations tests/transports tests/control tests/api tests/router tests/cli tests/bench tests/gpu_test \
+	KVBATON_TEST_ALL=1 $(PYTEST) -n 4 $(RUNTIME) tests/engines tests/integrations tests/transports tests/control tests/api tests/router tests/cli tests/bench tests/gpu_test \
 		tests/store tests/mooncake_store
 
 # Whole clusters, what is seen of them, and what is written about them.

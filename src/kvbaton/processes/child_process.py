@@ -27,6 +27,8 @@ KVBATON_ARGV = (sys.executable, "-m", "kvbaton.cli.main")
 GUARD = (sys.executable, "-m", "kvbaton.local_cluster.vllm_child")
 """Prefix for a command that does not read its stdin: it keeps the pid, and ends with this process."""
 STOP_S = 5.0
+KILLED_S = 10.0
+"""A killed process is gone at once, but on a starved machine its parent hears of it seconds later."""
 NEWS_S = 15.0
 LOG_LINES = 5
 LINE_CHARS_MAX = 120
@@ -186,7 +188,7 @@ async def end(children: Sequence[Child], within_s: float = STOP_S) -> None:
     if late := await _alive(children, within_s):
         for child in late:
             child.signal(signal.SIGKILL)
-        await _alive(late, within_s)
+        await _alive(late, max(within_s, KILLED_S))
     for child in children:
         end_group(child.pid)
 
