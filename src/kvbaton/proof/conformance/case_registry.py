@@ -21,7 +21,7 @@ from kvbaton.proof.conformance.lab import BrokenLabError, Lab
 CaseFunction = Callable[..., None]
 CASE_MODULES = (
     "cases_moving", "cases_states", "cases_ending", "cases_waiting", "cases_resting", "cases_params", "cases_storing",
-    "cases_features", "cases_faults", "cases_pressure",
+    "cases_features", "cases_faults", "cases_pressure", "cases_turns",
 )  # fmt: skip
 MODES = ("pull", "stream", "push")
 OVERLAPPED = "overlapped"
