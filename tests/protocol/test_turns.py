@@ -1,4 +1,4 @@
-"""What is kept for the next turn of a conversation: a lease that nobody was promised (rule turn)."""
+"""What is kept for the next turn of a conversation: a lease that nobody was promised (rule 34)."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Script:
     # --- P
 
     def do_prefill(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
-        """`prefill p 1 tokens=5 readers=2`: a prompt is finished and leased (pull)."""
+        """`prefill p 1 tokens=5 readers=2`: a prompt is finished and leased (pull); `keep=30`: for the next turn."""
         self._begin(words, options, deferred=False)
         source, p = self._source(words), self._party(words)
         p.chunk(source, -(-source.tokens // p.shape.block_tokens))
@@ -92,6 +92,7 @@ class Script:
             max_readers=int(options.get("readers", 1)),
             target=options.get("target", ""),
             deferred=deferred,
+            keep_s=float(options.get("keep", 0)),
         )
 
     def do_chunk(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:

@@ -42,12 +42,12 @@ def _reader_keeps_the_term(original: Any) -> Any:
 
 
 TURN_MUTANTS: tuple[Mutant, ...] = (
-    Mutant("turns_without_share", "turn", "what is kept for next turns fills the cache",
+    Mutant("turns_without_share", "34", "what is kept for next turns fills the cache",
            swap(turn_keeping.TurnKeeper, "blocks", _no_share)),
-    Mutant("turn_without_end", "9, turn", "a conversation that does not go on keeps its blocks for ever",
+    Mutant("turn_without_end", "9, 34", "a conversation that does not go on keeps its blocks for ever",
            swap(producer.Producer, "on_begun", _no_end)),
-    Mutant("turn_pins_lost", "turn", "a turn that was taken is never unpinned",
+    Mutant("turn_pins_lost", "34", "a turn that was taken is never unpinned",
            swap(doorway.Doorway, "_unpinned", _pins_lost)),
-    Mutant("turn_reader_keeps_the_term", "9, turn", "a reader that falls silent has the whole turn's term",
+    Mutant("turn_reader_keeps_the_term", "9, 34", "a reader that falls silent has the whole turn's term",
            swap(producer.Producer, "extend", _reader_keeps_the_term)),
 )  # fmt: skip
