@@ -336,7 +336,7 @@ class Doorway:
     @property
     def busy(self) -> bool:
         """Whether the engine must keep stepping although it has nothing to compute (rule 19)."""
-        return bool(self.holding or self._wants)
+        return bool(len(self._pins) > len(self._turns) or self._holds or self._to_engine or self._wants)
 
     @property
     def pinned_blocks(self) -> int:

@@ -200,7 +200,7 @@ LIAR_MUTANTS: tuple[Mutant, ...] = (
     Mutant("chunks_unpinned", "11", "a chunk is listed and not pinned: P preempts, and D reads on",
            swap(Doorway, "pin", _unpinned_chunks)),
     Mutant("idle_while_pinned", "19", "an engine without requests says that it has nothing to do, and holds pins",
-           swap(Doorway, "busy", edited(("self._pins or ", "")))),
+           swap(Doorway, "busy", edited(("len(self._pins) > len(self._turns) or ", "")))),
     Mutant("idle_while_held", "19", "the same of blocks that a load has not let go",
            swap(Doorway, "busy", edited(("self._holds or ", "")))),
     Mutant("news_without_a_step", "19", "what the node has to say waits until the engine happens to step",
