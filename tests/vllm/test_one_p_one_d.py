@@ -45,7 +45,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 Oracle = Callable[[list[int]], Answer]
 EXTRA_PROMPTS = 60
-QUIET = (metric_names.LEASES_REFUSED, metric_names.OFFERS_REFUSED)
+QUIET = (metric_names.LEASES_REFUSED, metric_names.OFFERS_REFUSED, metric_names.TURNS, metric_names.TURN_LOADS)
 """Of kvbaton's metrics, those that nothing here makes count anything."""
 
 
