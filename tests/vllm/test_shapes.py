@@ -19,15 +19,14 @@ pytestmark = pytest.mark.timeout(900)
 LENGTHS = (1, 2, 15, 16, 17, 100, 127, 128, 129, 255, 256, 257, 300, 383, 384, 385, 700, 1100)
 TP2 = ("--tensor-parallel-size", "2")
 UNCACHED = ("--no-enable-prefix-caching",)
+"""vLLM 0.32.0 for CPUs fails on Falcon-H1 (one engine alone, without a connector, does too), on gated delta nets in
+float32, and on states in a prefix cache: such models are handed over on GPUs (the GPU test's part `hybrids`)."""
 
 SHAPES: dict[str, tuple[str, tuple[str, ...], tuple[str, ...]]] = {
     "mla": ("mla", (), ()),
     "mla, tp 2 to 1": ("mla", TP2, ()),
     "mla, blocks of 16 to 32": ("mla", ("--block-size", "16"), ("--block-size", "32")),
     "gemma3": ("gemma3", (), ()),
-    "falcon-h1": ("falcon-h1", (), ()),
-    "falcon-h1, no prefix cache on p": ("falcon-h1", UNCACHED, ()),
-    "qwen3-next": ("qwen3-next", (), ()),
     "mamba2, no prefix cache": ("mamba2", UNCACHED, UNCACHED),
     "tp 2 to 1": ("llama", TP2, ()),
     "tp 1 to 2": ("llama", (), TP2),
