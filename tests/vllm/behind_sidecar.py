@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tests.vllm.duo import TOKENS, Duo, Prompt, ends, prompt_of, same
+from tests.vllm.duo import TOKENS, Duo, Prompt, prompt_of, same
 from tests.vllm.engines import ask, free_port, post
 from tests.vllm.sidecar_twin import (
     REQUEST_ID,
@@ -81,7 +81,7 @@ class Behind:
         alone = [self.duo.p.ask(prompt, TOKENS, **more) for prompt in prompts]
         wrong = [len(p) for p, a, b in zip(prompts, told, alone, strict=True) if not same(a, b)]
         assert wrong == [], what
-        assert self.duo.delivered() - before == handed, (what, ends(self.duo.d))
+        self.duo.handed_over(before, handed, what)
 
     def status(self, prompt: Prompt, targets: str) -> int:
         body = json.dumps({"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0}).encode()
@@ -130,7 +130,9 @@ def _targets(behind: Behind) -> None:
 def _request_ids(behind: Behind) -> None:
     behind.twin.legs.clear()
     body = {"model": "tiny", "prompt": behind.prompt(), "max_tokens": 2, "temperature": 0}
+    before = behind.duo.delivered()
     told = post(f"{behind.twin.url}/v1/completions", body, {TARGETS: behind.p})
+    behind.duo.handed_over(before, 1)
     (_, first, _), (_, second, _) = behind.twin.legs
     assert first == second and first in told["id"]
     same_id = {REQUEST_ID: "one-id-for-all"}
@@ -167,7 +169,7 @@ def _streams_and_limits(behind: Behind) -> None:
     texts = [choice["delta"].get("content") or "" for line in lines for choice in line["choices"]]
     assert "".join(texts) == plain and len(texts) > 5, "as they are made"
     assert lines[-1]["usage"]["completion_tokens"] == 10
-    assert behind.duo.delivered() - before == 2
+    behind.duo.handed_over(before, 2)
 
 
 def _other_paths(behind: Behind) -> None:
@@ -180,7 +182,7 @@ def _other_paths(behind: Behind) -> None:
         told = post(f"{behind.twin.url}{path}", body, {TARGETS: behind.p})
         alone = post(f"{behind.duo.d.url}{path}", body)
         assert _texts(told[part]) == _texts(alone[part]), path
-        assert behind.duo.delivered() - before == 1, (path, ends(behind.duo.d))
+        behind.duo.handed_over(before, 1, path)
 
 
 def _texts(value: Any) -> list[str]:

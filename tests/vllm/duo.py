@@ -24,7 +24,17 @@ from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import ListedEngine
-from tests.vllm.engines import Answer, Engine, ask, connector_config, free_port, make_cluster_keys, start_engine, until
+from tests.vllm.engines import (
+    Answer,
+    Engine,
+    EngineError,
+    ask,
+    connector_config,
+    free_port,
+    make_cluster_keys,
+    start_engine,
+    until,
+)
 
 MODES = ("pull", "stream", "push")
 BLOCK = 128
@@ -91,6 +101,13 @@ class Duo:
 
     def delivered(self) -> float:
         return ends(self.d).get("delivered", 0.0)
+
+    def handed_over(self, since: float, count: int, what: object = "") -> None:
+        """Exactly so many were delivered since. D tells it with one of its steps, perhaps after the answer."""
+        try:
+            until(lambda: self.delivered() - since == count, 10, f"{count} handed over")
+        except EngineError as error:
+            raise AssertionError(f"{what}: {self.delivered() - since:.0f}, not {count}: {ends(self.d)}") from error
 
     def at_rest(self) -> bool:
         return all(
@@ -223,7 +240,7 @@ def answers_behind(url: str, duo: Duo, label: str) -> None:
     prompts = [prompt_of(length, label) for length in (5, 128, 129, 300, 777)]
     found = [ask(url, prompt, TOKENS, **FOREIGN) for prompt in prompts]
     duo.come_to_rest()
-    assert duo.delivered() - before == len(prompts), (label, ends(duo.d))
+    duo.handed_over(before, len(prompts), label)
     alone = [duo.p.ask(prompt, TOKENS, **FOREIGN) for prompt in prompts]
     assert [len(x) for x, a, b in zip(prompts, found, alone, strict=True) if not same(a, b)] == [], label
 

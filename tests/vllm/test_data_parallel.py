@@ -52,7 +52,7 @@ def test_all_ranks_hand_over_and_answer_as_one_engine(duo: Duo, mode: str) -> No
     before, ranks = duo.delivered(), by_rank(duo.d, "kvbaton_ends_total")
     answers = duo.ask_all(prompts, mode, at_once=4)
     duo.come_to_rest()
-    assert duo.delivered() - before == len(prompts), (mode, ends(duo.d))
+    duo.handed_over(before, len(prompts), mode)
     served = by_rank(duo.d, "kvbaton_ends_total")
     assert {rank for rank in served if served[rank] > ranks.get(rank, 0)} == {"0", "1"}, "both ranks of D"
     alone = [duo.p.ask(prompt, TOKENS, **on_rank(0)) for prompt in prompts]
@@ -70,7 +70,7 @@ def test_a_ticket_of_either_rank_is_good_at_either_rank_and_no_header_is_needed(
         answer = duo.d.ask(prompt, TOKENS, kv_transfer_params=told, **d)
         assert same(answer, duo.p.ask(prompt, TOKENS)), (p, d)
     duo.come_to_rest()
-    assert duo.delivered() - before == len(legs), ends(duo.d)
+    duo.handed_over(before, len(legs))
 
 
 def test_push_behind_the_real_router_while_leases_end_that_nobody_came_for(duo: Duo, discovery: str) -> None:

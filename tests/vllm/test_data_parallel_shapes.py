@@ -22,7 +22,7 @@ def answers_in_every_mode(duo: Duo, label: str) -> None:
         before = duo.delivered()
         answers = duo.ask_all(prompts, mode, at_once=4)
         duo.come_to_rest()
-        assert duo.delivered() - before == len(prompts), (mode, ends(duo.d))
+        duo.handed_over(before, len(prompts), mode)
         alone = [duo.d.ask(prompt, TOKENS, cache_salt="alone") for prompt in prompts]
         assert [len(x) for x, a, b in zip(prompts, answers, alone, strict=True) if not same(a, b)] == [], mode
     assert set(ends(duo.d)) == {"delivered"}

@@ -37,7 +37,7 @@ def all_by_handoff(duo: Duo, label: str) -> None:
     before, prompts = duo.delivered(), prompts_of(label)
     found = [duo.ask(prompt, mode) for mode, prompt in prompts]
     duo.come_to_rest()
-    assert duo.delivered() - before == len(prompts), ends(duo.d)
+    duo.handed_over(before, len(prompts))
     alone = [duo.d.ask(prompt, TOKENS, cache_salt="alone") for _, prompt in prompts]
     assert [len(p) for (_, p), a, b in zip(prompts, found, alone, strict=True) if not same(a, b)] == []
 
@@ -71,7 +71,7 @@ def test_drafts_are_as_good_as_on_one_engine(drafter: str, vllm_python: str, tin
         handed, prompts = duo.delivered(), prompts_of(drafter)
         found = [counted(duo.d, lambda: duo.ask(prompt, mode)) for mode, prompt in prompts]  # noqa: B023
         duo.come_to_rest()
-        assert duo.delivered() - handed == len(prompts), ends(duo.d)
+        duo.handed_over(handed, len(prompts))
         alone = [counted(duo.d, lambda: duo.d.ask(each, TOKENS, cache_salt="alone")) for _, each in prompts]  # noqa: B023
         wrong = [len(p) for (_, p), a, b in zip(prompts, found, alone, strict=True) if not same(a[0], b[0])]
         unlike = [len(p) for (_, p), a, b in zip(prompts, found, alone, strict=True) if a[1] != b[1]]
@@ -182,7 +182,7 @@ def write_adapter(directory: Path) -> Path:
 def test_an_adapter_s_kv_is_handed_over(pair: Duo, mode: str) -> None:
     prompt, before = prompt_of(200, f"lora {mode}"), pair.delivered()
     found = pair.ask(prompt, mode, model="poet")
-    assert pair.delivered() - before == 1, ends(pair.d)
+    pair.handed_over(before, 1)
     assert same(found, pair.d.ask(prompt, TOKENS, model="poet", cache_salt="alone"))
     assert found.tokens != pair.d.ask(prompt, TOKENS, model="tiny").tokens, "the adapter changes the answer"
 
@@ -192,7 +192,7 @@ def test_structured_outputs_begin_with_d_s_own_first_token(pair: Duo, mode: str)
     prompt, before = prompt_of(150, f"structured {mode}"), pair.delivered()
     told = {"structured_outputs": {"regex": "(ab|ba){3}"}}
     found = pair.ask(prompt, mode, **told)
-    assert pair.delivered() - before == 1, ends(pair.d)
+    pair.handed_over(before, 1)
     assert set(found.text) == {"a", "b"} and len(found.text) == 6
     assert found.text == pair.d.ask(prompt, TOKENS, cache_salt="alone", **told).text
 
@@ -209,12 +209,12 @@ def test_prompt_embeddings_are_handed_over(pair: Duo) -> None:
     params = told["kv_transfer_params"]
     ask = {**body, "max_tokens": TOKENS, "prompt_embeds": some}
     found = post(f"{pair.d.url}/v1/completions", {**ask, "kv_transfer_params": params})["choices"][0]["text"]
-    assert pair.delivered() - before == 1, ends(pair.d)
+    pair.handed_over(before, 1)
     assert found == post(f"{pair.d.url}/v1/completions", {**ask, "cache_salt": "alone"})["choices"][0]["text"]
     told = post(f"{pair.p.url}/v1/completions", {**body, "prompt_embeds": some, "kv_transfer_params": PULLED})
     body = {**ask, "prompt_embeds": others, "kv_transfer_params": told["kv_transfer_params"]}
     post(f"{pair.d.url}/v1/completions", body)
-    assert pair.delivered() - before == 1, "other embeddings of the same length are another prompt"
+    pair.handed_over(before, 1, "other embeddings of the same length are another prompt")
     pair.come_to_rest()
 
 

@@ -110,7 +110,7 @@ def test_forty_answers_are_those_of_one_engine(duo: Duo, oracle: Oracle, mode: s
     duo.come_to_rest()
     assert wrong == []
     failures = {name: count - counted.get(name, 0) for name, count in ends(duo.d).items() if name != "delivered"}
-    assert duo.delivered() - before == len(prompts), f"every one by a handoff; others ended as {failures}"
+    duo.handed_over(before, len(prompts), f"every one by a handoff; others ended as {failures}")
 
 
 def test_what_d_has_already_is_not_moved_again(duo: Duo, oracle: Oracle) -> None:
@@ -171,7 +171,7 @@ def test_responses_go_through_whole_and_streamed(duo: Duo) -> None:
         assert "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta") == plain[0]
         assert events[-1]["type"] == "response.completed"
         duo.come_to_rest()
-        assert duo.delivered() - before == 2
+        duo.handed_over(before, 2)
 
 
 def response_events(url: str, body: dict[str, Any], mode: str) -> Iterator[dict[str, Any]]:
@@ -207,7 +207,7 @@ def test_each_prompt_and_each_of_n_gets_a_handoff_of_its_own(duo: Duo, oracle: O
     texts = [choice["text"] for choice in sorted(told["choices"], key=lambda choice: choice["index"])]
     assert texts == [oracle(prompt).text for prompt in prompts for _ in range(2)]
     duo.come_to_rest()
-    assert duo.delivered() - before == 4
+    duo.handed_over(before, 4)
 
 
 def test_an_end_of_text_as_first_token_is_handed_over_too(duo: Duo, oracle: Oracle) -> None:
@@ -221,7 +221,7 @@ def test_an_end_of_text_as_first_token_is_handed_over_too(duo: Duo, oracle: Orac
     before = duo.delivered()
     assert same(duo.decode(prompt, told.kv_transfer_params), oracle(prompt))
     duo.come_to_rest()
-    assert duo.delivered() - before == 1
+    duo.handed_over(before, 1)
 
 
 MESSAGES: dict[str, Any] = {
@@ -250,7 +250,7 @@ def test_messages_and_paths_of_one_worker_are_answered_as_one_engine_answers_the
         assert found["usage"]["output_tokens"] == right["usage"]["output_tokens"] and "kv_transfer_params" not in found
         assert told_by_events(f"{duo.url}/v1/messages", mode) == right["content"][0]["text"], mode
     duo.come_to_rest()
-    assert duo.delivered() - before == 2 * len(MODES), ends(duo.d)
+    duo.handed_over(before, 2 * len(MODES))
     chat = {"model": "tiny", "messages": MESSAGES["messages"]}
     for path, body in (
         ("/tokenize", {"model": "tiny", "prompt": "one two three"}),
@@ -392,7 +392,7 @@ def test_zz_a_damaged_block_changes_the_answer(duo: Duo, oracle: Oracle) -> None
     assert overwrite_cache(duo.p) > 0
     answer = duo.decode(prompt, params)
     duo.come_to_rest()
-    assert duo.delivered() - before == 1, "by a handoff"
+    duo.handed_over(before, 1, "by a handoff")
     assert not same(answer, oracle(prompt))
 
 

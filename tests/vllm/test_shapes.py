@@ -69,7 +69,7 @@ def check(duo: Duo, mode: str, prompts: list[list[int]], expected: list[Answer],
     ]
     duo.come_to_rest()
     assert (mode, wrong) == (mode, [])
-    assert duo.delivered() - before == handed, f"every one by a handoff: {ends(duo.d)}"
+    duo.handed_over(before, handed, "every one by a handoff")
 
 
 def test_other_block_sizes_of_cpu_attention_are_refused_by_name(

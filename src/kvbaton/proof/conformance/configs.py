@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Mapping
@@ -106,6 +107,13 @@ def prepare() -> None:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("PYTHONHASHSEED", "0")
+
+
+def hush() -> None:
+    """vLLM logs every configuration; only errors are of interest here, and not those that were put in."""
+    for name in ("vllm", "kvbaton"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    logging.getLogger("kvbaton").propagate = False
 
 
 def warm() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import logging
 import multiprocessing
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.engines.vllm import vllm_versions
 from kvbaton.proof.conformance import configs
 
 SEEDS = range(100)
@@ -26,6 +26,7 @@ SHOWN_MAX = 20
 BAD_USAGE = 2
 COLLECT_EVERY = 20
 _runs = itertools.count(1)
+FORKED_FROM = "kvbaton.proof.conformance.forked_from"
 PARALLEL_MIN = 40  # below it, the start of other processes costs more than they save
 
 
@@ -69,8 +70,7 @@ def main(
     `tell` hears of progress; results are printed in a context of `printing`.
     """
     configs.prepare()
-    _quiet()
-    import vllm
+    configs.hush()
     from kvbaton.proof.conformance.case_registry import all_cases
 
     known = all_cases(pairwise=pairwise)
@@ -83,9 +83,7 @@ def main(
             return BAD_USAGE
         print("\n".join(each.name for each in known))
         return 0
-    if processes == 1:
-        configs.warm()
-    report, begun = ConformanceReport(vllm=str(getattr(vllm, "__version__", "?"))), time.monotonic()
+    report, begun = ConformanceReport(vllm=vllm_versions.vllm_version()), time.monotonic()
     wanted = seeds if seeds is not None else range(0) if cases is not None else SEEDS
     tasks = [*(each.name for each in chosen), *wanted]
     for at, verdict in enumerate(_verdicts(tasks, processes), 1):
@@ -120,16 +118,13 @@ def _take(report: ConformanceReport, verdict: Any) -> None:
 def _verdicts(tasks: Sequence[str | int], processes: int) -> Iterator[Any]:
     """Each task's verdict as it comes; in processes of their own, since all that a case uses is one process wide."""
     if processes == 1 or len(tasks) < PARALLEL_MIN:
+        configs.warm()
         yield from map(_run, tasks)
         return
-    with multiprocessing.get_context("spawn").Pool(processes, _begin) as pool:
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload([FORKED_FROM])
+    with forks.Pool(processes) as pool:
         yield from pool.imap_unordered(_run, tasks)
-
-
-def _begin() -> None:
-    configs.prepare()
-    _quiet()
-    configs.warm()
 
 
 def _run(task: str | int) -> Any:
@@ -181,10 +176,3 @@ def _text(report: ConformanceReport) -> str:
     for failure in report.failures:
         lines.append(f"BROKEN {failure['name']}: {failure['what']}\n{failure['trace']}  replay: {failure['replay']}")
     return "\n".join(lines)
-
-
-def _quiet() -> None:
-    """vLLM logs every configuration; only errors are of interest here, and not those that were put in."""
-    for name in ("vllm", "kvbaton"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    logging.getLogger("kvbaton").propagate = False
