@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kvbaton.engines.vllm import store_side
 from kvbaton.proof.conformance import stores, taps
 from kvbaton.proof.conformance.case_registry import MODES, case
 from kvbaton.proof.conformance.cases_ending import LOADING
@@ -129,6 +128,8 @@ def a_pending_lookup_holds_up_its_own_request_alone(lab: Lab) -> None:
 
 @case()
 def lookups_beyond_the_bound_wait_their_turn(lab: Lab) -> None:
+    from kvbaton.engines.vllm import store_side  # imports vLLM, which whoever only lists cases can do without
+
     p, d = lab.sharing(EngineShape(), EngineShape(blocks=81))
     prompts = [prompt_of(20 + seed, seed) for seed in range(6)]
     for prompt in prompts:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import secrets
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvbaton.control import keyring
-from kvbaton.engines.vllm.vllm_turns import VllmTurns
 from kvbaton.proof.conformance.case_registry import case
 from kvbaton.proof.conformance.cases_features import weights_of
 from kvbaton.proof.conformance.cases_pressure import ONE, is_refused
@@ -17,6 +16,9 @@ from kvbaton.proof.conformance.conformance_engine import LabEngine
 from kvbaton.proof.conformance.lab import Lab, demand, key_directory, p_params, prompt_of
 from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
+
+if TYPE_CHECKING:
+    from kvbaton.engines.vllm.vllm_turns import VllmTurns
 
 ON: dict[str, Any] = {"turn_s": 30.0, "turn_percent": 60.0}
 FIRST, ANSWER, MORE = 21, 10, 9
