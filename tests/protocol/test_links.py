@@ -455,3 +455,12 @@ def test_talk_to_an_earlier_life_is_late(pair: Pair) -> None:
     pair.release(Welcome)
     assert pair.d.counts["late.incarnation"] == 1
     assert not pair.said(Claim)
+
+
+def test_an_answer_to_an_earlier_life_is_late(pair: Pair) -> None:
+    pair.hold(Granted)
+    pair.d.want("r", pair.p.grant())
+    pair.settle()
+    pair.restart("d")
+    pair.release(Granted)
+    assert pair.d.counts["late.incarnation"] == 1

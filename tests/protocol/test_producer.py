@@ -402,6 +402,13 @@ class TestParking:
         assert why(load) is Reason.DEFER_TIMEOUT
         assert not pair.p.ledger.producer.parked
 
+    def test_a_parked_claim_goes_with_its_link(self, pair: Pair) -> None:
+        pair.d.want("r", pair.router_ticket())
+        pair.settle()
+        assert len(pair.p.ledger.producer.parked) == 1
+        pair.p.tell(ev.Departed(pair.d.name))
+        assert not pair.p.ledger.producer.parked
+
     def test_a_full_park_says_busy(self, make_pair: Make) -> None:
         """Parking that is full answers, it never drops."""
         pair = make_pair(settings=Settings(parked_max=2))

@@ -20,6 +20,8 @@ from kvbaton.protocol.events import Departed, SourceEnded
 from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.settings import Settings
 
+pytestmark = pytest.mark.no_cover
+"""Whatever these reach, other tests of the protocol reach by name; measured, they would take thrice the time."""
 QUICK = Settings(
     transfer_timeout=6.0, defer_timeout=12.0, claim_timeout=4.0, lease_s=3.0, max_hold_s=40.0, revoke_timeout=2.0
 )
