@@ -14,6 +14,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -26,6 +27,7 @@ import msgspec
 
 from kvbaton.control import keyring
 from kvbaton.local_cluster import vllm_engine
+from tests.vllm.forking import Forked, forked
 
 READY_S = 480.0
 """Only a hang takes so long: an engine that dies is noticed at once."""
@@ -56,7 +58,7 @@ class Answer(msgspec.Struct, frozen=True):
 class Engine:
     """One vLLM server and all its processes."""
 
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     port: int
     log: Path
     command: Sequence[str]
@@ -168,6 +170,9 @@ def start_engine(
 
 
 def _launched(command: Sequence[str], surroundings: Mapping[str, str], port: int, log: Path, how: str) -> Engine:
+    python, *words = command
+    if python == sys.executable:
+        return Engine(forked(words, surroundings, log, how), port, log, command, surroundings)
     with log.open(how) as output:
         process = subprocess.Popen(
             command,

