@@ -153,7 +153,14 @@ def command(engine: Engine, path: str, body: Any = None) -> Any:
 @pytest.fixture(scope="module", name="pair")
 def one_pair(vllm_python: str, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Duo]:
     directory = tmp_path_factory.mktemp("pair")
-    args = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"poet={tiny('adapter')}", "--enable-prompt-embeds")
+    args = (
+        "--enable-lora",
+        "--max-lora-rank",
+        "8",
+        "--lora-modules",
+        f"poet={tiny('adapter')}",
+        "--enable-prompt-embeds",
+    )
     env = {"VLLM_SERVER_DEV_MODE": "1"}
     with running_duo(vllm_python, tiny("llama"), directory, p_args=args, d_args=args, env=env) as duo:
         yield duo

@@ -84,10 +84,10 @@ def _drafter(**told: object) -> tuple[str, ...]:
     return ("--speculative-config", json.dumps({"num_speculative_tokens": DRAFTED_TOKENS, **told}))
 
 
-def _drafted(name: str, model: str, dtype: str = "float32", **told: object) -> Feature:
+def _drafted(name: str, target: str, dtype: str = "float32", **told: object) -> Feature:
     """With a drafter that has KV, on P and D alike."""
     words = _drafter(**told)
-    return Feature(name=name, model=model, dtype=dtype, alone=words, pairs=(_pair(args=words),), has_drafts=True)
+    return Feature(name=name, model=target, dtype=dtype, alone=words, pairs=(_pair(args=words),), has_drafts=True)
 
 
 _NGRAMS = _drafter(method="ngram", prompt_lookup_max=2, prompt_lookup_min=1)
