@@ -8,7 +8,7 @@ import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -217,8 +217,8 @@ def missed(
     monkeypatch.setattr(gpu_client, "at_rest", yes)
     page = Book(tmp_path, "standard", "cpu", {}, "test").begin("features")
     sizes = msgspec.structs.replace(SIZES, features=features)
-    anything: Any = None
-    asyncio.run(gpu_features.run(sizes, anything, anything, page, lambda text: None, stands=fake.standing))
+    site, session = servers.Site("cpu", "python3", tmp_path, tmp_path), cast("Any", None)
+    asyncio.run(gpu_features.run(sizes, site, session, page, lambda text: None, stands=fake.standing))
     return [each.name for each in page.part.verdicts if not each.ok], page.part.notes
 
 

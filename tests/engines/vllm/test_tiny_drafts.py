@@ -1,0 +1,28 @@
+"""Configurations of tiny models with an MTP layer: in the words of the transformers that wrote them, and of vLLM."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbaton.engines.vllm import tiny_drafts
+from kvbaton.engines.vllm.tiny_model import KINDS
+
+
+@pytest.mark.parametrize("types", [["mamba", "attention", "mlp"], ["linear_attention", "full_attention", "mlp"]])
+@pytest.mark.parametrize("field", ["layers_block_type", "layer_types"])
+def test_the_mtp_layer_has_attention_by_the_name_that_this_transformers_writes(field: str, types: list[str]) -> None:
+    found = tiny_drafts._nemotron_config({field: types, "hidden_size": 8})
+    assert found["mtp_layers_block_type"] == [types[1]]
+    assert (found["num_nextn_predict_layers"], found["hidden_size"]) == (1, 8)
+
+
+def test_a_text_s_configuration_is_put_into_that_of_a_model_with_a_vision_tower() -> None:
+    text = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "dtype": "float32", "head_dim": 64}
+    found = tiny_drafts._qwen_3_5_config(text)
+    assert (found["model_type"], found["architectures"]) == ("qwen3_5", ["Qwen3_5ForCausalLM"])
+    assert found["text_config"] == {**text, "mtp_num_hidden_layers": 1} and found["dtype"] == "float32"
+
+
+def test_every_model_with_a_drafter_is_a_kind_of_tiny_model() -> None:
+    assert set(tiny_drafts.DRAFTED) <= set(KINDS)
+    assert len(tiny_drafts.words_of(list(range(90)))) == tiny_drafts.WORDS
