@@ -16,7 +16,7 @@ import pytest
 from kvbaton.engines.vllm.tiny_model import KINDS
 from kvbaton.proof.gpu_test import command, feature_trial, gpu_client, gpu_features, servers
 from kvbaton.proof.gpu_test.feature_trial import Drafts, alike, rate
-from kvbaton.proof.gpu_test.gpu_features import FEATURES, Room, specs
+from kvbaton.proof.gpu_test.gpu_features import FEATURES, ServerRoom, specs
 from kvbaton.proof.gpu_test.gpu_record import Book
 from kvbaton.proof.gpu_test.servers import Spec
 from kvbaton.proof.gpu_test.sizes import CPU, QUICK, STANDARD
@@ -129,7 +129,7 @@ class TestDrafts:
 
 def test_features_begin_when_there_is_room_for_their_servers() -> None:
     async def main() -> list[int]:
-        room, at_once, seen = Room(5), 0, []
+        room, at_once, seen = ServerRoom(5), 0, []
 
         async def one(wanted: int) -> None:
             nonlocal at_once

@@ -56,7 +56,7 @@ ALIKE_16 = 0.6
 """Of requests whose answers are the same, how many must have as many accepted drafts as on one engine."""
 
 
-class Feature(msgspec.Struct, frozen=True, kw_only=True):
+class VllmFeature(msgspec.Struct, frozen=True, kw_only=True):
     """One engine alone and pairs; names of servers are the feature's own and a suffix."""
 
     name: str
@@ -84,36 +84,36 @@ def _drafter(**told: object) -> tuple[str, ...]:
     return ("--speculative-config", json.dumps({"num_speculative_tokens": DRAFTED_TOKENS, **told}))
 
 
-def _drafted(name: str, target: str, dtype: str = "float32", **told: object) -> Feature:
+def _drafted(name: str, target: str, dtype: str = "float32", **told: object) -> VllmFeature:
     """With a drafter that has KV, on P and D alike."""
     words = _drafter(**told)
-    return Feature(name=name, model=target, dtype=dtype, alone=words, pairs=(_pair(args=words),), has_drafts=True)
+    return VllmFeature(name=name, model=target, dtype=dtype, alone=words, pairs=(_pair(args=words),), has_drafts=True)
 
 
 _NGRAMS = _drafter(method="ngram", prompt_lookup_max=2, prompt_lookup_min=1)
 _FP8 = ("--kv-cache-dtype", "fp8")
 _LORA = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"{ADAPTER}={{model:adapter}}")
-FEATURES: Mapping[str, Feature] = {
+FEATURES: Mapping[str, VllmFeature] = {
     each.name: each
     for each in (
         _drafted("eagle", "few-words", method="eagle", model="{model:eagle}"),
         _drafted("mtp", "ernie-mtp", method="mtp"),
         _drafted("mtp-states", "nemotron-h-mtp", method="mtp"),
-        Feature(
+        VllmFeature(
             name="fp8", model="llama", alone=_FP8, pairs=(_pair(args=_FP8),),
             refused=(_pair("refused", p_args=_FP8, has_router=False),), field="kv_dtype",
         ),
-        Feature(
+        VllmFeature(
             name="offloading", model="llama", offloads=True,
             pairs=(_pair(beside=OFFLOADING, first=P), _pair("turned", beside=OFFLOADING, first=D)),
         ),
-        Feature(
+        VllmFeature(
             name="lora", model="llama", dtype="bfloat16", alone=_LORA, pairs=(_pair(args=_LORA),),
             asks={"model": ADAPTER}, changed_by=ADAPTER,
         ),
         _drafted("mtp-deltas", "qwen3.5-mtp", "bfloat16", method="mtp"),
-        Feature(name="n-grams", model="few-words", alone=_NGRAMS, pairs=(_pair(d_args=_NGRAMS),), has_drafts=True),
-        Feature(
+        VllmFeature(name="n-grams", model="few-words", alone=_NGRAMS, pairs=(_pair(d_args=_NGRAMS),), has_drafts=True),
+        VllmFeature(
             name="uncached", model="llama",
             pairs=(_pair("p", p_args=(UNCACHED,)), _pair("d", d_args=(UNCACHED,))),
         ),
@@ -129,7 +129,7 @@ def named(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def specs(sizes: Sizes, feature: Feature) -> list[Spec]:
+def specs(sizes: Sizes, feature: VllmFeature) -> list[Spec]:
     """The servers of one feature: alone, pairs, and pairs that shall be refused."""
     shared = {
         "model": feature.model, "dtype": feature.dtype, "chunk_tokens": sizes.chunk_tokens, "cache_bytes": GIB,
@@ -145,7 +145,7 @@ def specs(sizes: Sizes, feature: Feature) -> list[Spec]:
 
 
 @dataclass(slots=True)
-class Room:
+class ServerRoom:
     """For so many engines at once; a feature that needs more gets all of it."""
 
     engines: int
@@ -173,7 +173,7 @@ async def run(
     sizes: Sizes, site: Site, session: aiohttp.ClientSession, page: Page, say: Say, stands: Standing = standing
 ) -> None:
     """All features, as many at once as there is room for."""
-    room, table = Room(sizes.feature_engines), page.table("Answers beside one engine's, greedy", HEAD)
+    room, table = ServerRoom(sizes.feature_engines), page.table("Answers beside one engine's, greedy", HEAD)
     drafts = page.table("Drafts accepted, beside one engine's", DRAFTS_HEAD)
 
     async def one(name: str) -> None:
@@ -195,7 +195,7 @@ async def run(
 
 async def _tried(
     sizes: Sizes,
-    feature: Feature,
+    feature: VllmFeature,
     groups: Mapping[str, Group],
     session: aiohttp.ClientSession,
     page: Page,
