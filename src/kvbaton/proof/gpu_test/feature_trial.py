@@ -117,7 +117,7 @@ class FeatureTrial:
         self.known = {what: [known[id(each)] for each in asked[what] if id(each) in known] for what in asked}
         left, all_of_them = len(known), len(everything)
         what = f"{self.name}: prompts that can be compared"
-        self.page.verdict(what, f"{left} of {all_of_them}", "at least half", 2 * left >= all_of_them)
+        self.page.verdict(what, f"{left} of {all_of_them}", "at least a third", 3 * left >= all_of_them)
         if adapter:
             await self._changed(adapter, self.known["pull"])
 
@@ -154,9 +154,9 @@ class FeatureTrial:
         self.page.row(self.tables[1], self.name, *row)
         counts = f"{rate(ours)}; alone {rate(theirs)}"
         self.say(f"{self.name}: drafts: {same} of {len(ours)} alike ({chance:.0%} by chance), {counts}")
-        enough = 2 * len(ours) >= requests > 0 and same >= self.alike_min * len(ours)
+        enough = 3 * len(ours) >= requests > 0 and same >= self.alike_min * len(ours)
         reached = f"{same} of {len(ours)} requests alike; accepted {rate(ours)}, alone {rate(theirs)}"
-        bound = f"{self.alike_min:.0%} of those with the same answer, at least half of {requests}"
+        bound = f"{self.alike_min:.0%} of those with the same answer, at least a third of {requests}"
         accepted = sum(each.accepted for each in theirs)
         self.page.verdict(f"{self.name}: drafts as good as on one engine", reached, bound, enough and accepted > 0)
         seen = f"{chance:.0%} alike"

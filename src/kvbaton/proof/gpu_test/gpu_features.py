@@ -49,7 +49,7 @@ OFFLOADING = {
 }  # fmt: skip
 """Little, since it lies in /dev/shm, of which a container often has 64 MiB: 3,000 tokens of the tiny Llama."""
 NEAR = 0.1
-NEAR_16 = 0.5
+NEAR_16 = 0.25
 """In nats: nearer to each other two tokens may change places between two ways to compute them; and in 16 bits."""
 ALIKE = 0.9
 ALIKE_16 = 0.6
@@ -108,7 +108,7 @@ FEATURES: Mapping[str, VllmFeature] = {
             pairs=(_pair(beside=OFFLOADING, first=P), _pair("turned", beside=OFFLOADING, first=D)),
         ),
         VllmFeature(
-            name="lora", model="llama", dtype="bfloat16", alone=_LORA, pairs=(_pair(args=_LORA),),
+            name="lora", model="few-words", dtype="bfloat16", alone=_LORA, pairs=(_pair(args=_LORA),),
             asks={"model": ADAPTER}, changed_by=ADAPTER,
         ),
         _drafted("mtp-deltas", "qwen3.5-mtp", "bfloat16", method="mtp"),
