@@ -16,13 +16,6 @@ def test_the_mtp_layer_has_attention_by_the_name_that_this_transformers_writes(f
     assert (found["num_nextn_predict_layers"], found["hidden_size"]) == (1, 8)
 
 
-def test_a_text_s_configuration_is_put_into_that_of_a_model_with_a_vision_tower() -> None:
-    text = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "dtype": "float32", "head_dim": 64}
-    found = tiny_drafts._qwen_3_5_config(text)
-    assert (found["model_type"], found["architectures"]) == ("qwen3_5", ["Qwen3_5ForCausalLM"])
-    assert found["text_config"] == {**text, "mtp_num_hidden_layers": 1} and found["dtype"] == "float32"
-
-
 def test_every_model_with_a_drafter_is_a_kind_of_tiny_model() -> None:
     assert set(tiny_drafts.DRAFTED) <= set(KINDS)
     assert len(tiny_drafts.words_of(list(range(90)))) == tiny_drafts.WORDS

@@ -10,13 +10,13 @@ import json
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-Drafted = Literal["few-words", "eagle", "qwen3-next-mtp", "ernie-mtp", "nemotron-h-mtp", "qwen3.5-mtp"]
+Drafted = Literal["few-words", "eagle", "qwen3-next-mtp", "ernie-mtp", "nemotron-h-mtp"]
 DRAFTED: tuple[Drafted, ...] = get_args(Drafted)
 """A Llama that answers with few tokens; an EAGLE head for it; models with an MTP layer: gated delta nets and experts,
-attention alone, Mamba 2 beside attention, gated delta nets without experts."""
+attention alone, Mamba 2 beside attention."""
 WORDS = 6
-_ATTENTION = 2
-"""The layer of the hybrids of gated delta nets that has full attention."""
+_ATTENTION, _EXPERTS = 2, 0
+"""The layers of the hybrid of gated delta nets whose shapes its MTP layer has: full attention, experts."""
 
 
 def words_of(printable: list[int]) -> list[int]:
@@ -52,17 +52,14 @@ def add_mtp(kind: str, directory: Path) -> None:
         added, config = _of_ernie(found), config | {"num_nextn_predict_layers": 1}
     elif kind == "nemotron-h-mtp":
         added, config = _of_nemotron(found), _nemotron_config(config)
-    elif kind == "qwen3.5-mtp":
-        added, config = _of_qwen(found, mlp=_ATTENTION), _qwen_3_5_config(config)
     else:
-        added, config = _of_qwen(found, mlp=0), config | {"num_nextn_predict_layers": 1}  # experts are in the first
+        added, config = _of_qwen(found), config | {"num_nextn_predict_layers": 1}
     save_file(found | added, path, metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _of_qwen(found: dict[str, Any], mlp: int) -> dict[str, Any]:
-    """`mlp`: the layer whose feed-forward part an MTP layer has."""
-    parts = ((_ATTENTION, "self_attn."), (_ATTENTION, "input_"), (_ATTENTION, "post_"), (mlp, "mlp."))
+def _of_qwen(found: dict[str, Any]) -> dict[str, Any]:
+    parts = ((_ATTENTION, "self_attn."), (_ATTENTION, "input_"), (_ATTENTION, "post_"), (_EXPERTS, "mlp."))
     alike = {name: weight for layer, part in parts for name, weight in _layer(found, layer, part).items()}
     width = alike["input_layernorm.weight"].shape[0]
     norms = {
@@ -96,14 +93,6 @@ def _nemotron_config(config: dict[str, Any]) -> dict[str, Any]:
     types = next(config[name] for name in ("layers_block_type", "layer_types") if config.get(name))
     attention = next(each for each in types if "attention" in each and "linear" not in each)
     return config | {"num_nextn_predict_layers": 1, "mtp_layers_block_type": [attention]}
-
-
-def _qwen_3_5_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Within the configuration of a model with a vision tower, which is not used: of a text's own vLLM 0.32.0 makes a
-    drafter of a type that its layers do not know (`Qwen3_5DecoderLayer`)."""
-    outer = {"architectures": config["architectures"], "model_type": "qwen3_5", "tie_word_embeddings": False}
-    kept = {name: config[name] for name in ("dtype", "torch_dtype", "transformers_version") if name in config}
-    return {**kept, **outer, "text_config": config | {"mtp_num_hidden_layers": 1}}
 
 
 def _layer(found: dict[str, Any], number: int, part: str) -> dict[str, Any]:

@@ -58,17 +58,6 @@ def hybrid(kind: Hybrid, shared: dict[str, Any], *, experts_first: bool = False)
     return transformers.Lfm2ForCausalLM(config)
 
 
-def deltas(shared: dict[str, Any]) -> Any:
-    """Gated delta nets without experts, Qwen3.5-like; only the text's part."""
-    import transformers
-
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
-    linear = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 2}
-    layers = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
-    own = {**linear, "linear_num_value_heads": 4, "layer_types": layers, "num_hidden_layers": len(layers)}
-    return transformers.Qwen3_5ForCausalLM(transformers.Qwen3_5TextConfig(**shared | heads | own))
-
-
 def randomize_state(name: str, weight: Any) -> bool:
     """Set a weight that only layers with states have; False if it is none of these."""
     last = name.rsplit(".", 2)[-2:]
@@ -82,7 +71,7 @@ def randomize_state(name: str, weight: Any) -> bool:
         weight.zero_()
     elif last in (["conv1d", "weight"], ["conv", "weight"]):
         weight.normal_(0.0, 1.0 / weight.shape[-1] ** 0.5)
-    elif name.endswith(("in_proj_ba.weight", "in_proj_b.weight", "in_proj_a.weight")):
+    elif name.endswith("in_proj_ba.weight"):
         weight.normal_(0.0, 0.5 / weight.shape[-1] ** 0.5)
     else:
         return False

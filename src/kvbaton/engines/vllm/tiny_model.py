@@ -30,7 +30,7 @@ from typing import Any, Literal, get_args
 
 from kvbaton.engines.vllm.tiny_adapter import write_adapter
 from kvbaton.engines.vllm.tiny_drafts import DRAFTED, Drafted, add_mtp, words_of, write_head
-from kvbaton.engines.vllm.tiny_hybrids import HYBRIDS, Hybrid, deltas, hybrid, randomize_state
+from kvbaton.engines.vllm.tiny_hybrids import HYBRIDS, Hybrid, hybrid, randomize_state
 
 Plain = Literal["llama", "mla", "gemma3", "small", "latent", "8b", "adapter"]
 Kind = Plain | Hybrid | Drafted
@@ -180,8 +180,6 @@ def _model(kind: Kind, tokenizer: Any) -> Any:
         return hybrid("qwen3-next", shared, experts_first=True)
     if kind == "nemotron-h-mtp":
         return hybrid("nemotron-h", shared)
-    if kind == "qwen3.5-mtp":
-        return deltas(shared)
     if kind == "ernie-mtp":  # without experts: every layer is before the first that would have some
         own = {"num_hidden_layers": 4, "num_key_value_heads": 4, "moe_layer_start_index": 4, "moe_num_experts": 0}
         return transformers.Ernie4_5_MoeForCausalLM(transformers.Ernie4_5_MoeConfig(**shared | own))

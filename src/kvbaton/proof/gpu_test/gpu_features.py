@@ -5,7 +5,8 @@ Each feature is one engine alone and one or two pairs of a P and a D, all of sma
     eagle       an EAGLE head on P and D
     mtp         a multi-token predictor on P and D (ERNIE-4.5-like, attention alone)
     mtp-states  the same beside states (Nemotron-H-like: Mamba 2 and attention)
-    mtp-deltas  the same beside gated delta nets (Qwen3.5-like; bfloat16, since their kernels take no float32)
+    mtp-deltas  the same beside gated delta nets (Qwen3-Next-like; bfloat16, since their kernels take no float32; vLLM
+                must have its kernels for experts)
     n-grams     drafts of D alone, which have no KV
     fp8         KV in 8 bits on both; a D of another KV dtype is refused by name
     offloading  MultiConnector with vLLM's OffloadingConnector: ours first on P and last on D, and the other way around
@@ -111,7 +112,7 @@ FEATURES: Mapping[str, VllmFeature] = {
             name="lora", model="few-words", dtype="bfloat16", alone=_LORA, pairs=(_pair(args=_LORA),),
             asks={"model": ADAPTER}, changed_by=ADAPTER,
         ),
-        _drafted("mtp-deltas", "qwen3.5-mtp", "bfloat16", method="mtp"),
+        _drafted("mtp-deltas", "qwen3-next-mtp", "bfloat16", method="mtp"),
         VllmFeature(name="n-grams", model="few-words", alone=_NGRAMS, pairs=(_pair(d_args=_NGRAMS),), has_drafts=True),
         VllmFeature(
             name="uncached", model="llama",
