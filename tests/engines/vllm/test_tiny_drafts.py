@@ -18,4 +18,5 @@ def test_the_mtp_layer_has_attention_by_the_name_that_this_transformers_writes(f
 
 def test_every_model_with_a_drafter_is_a_kind_of_tiny_model() -> None:
     assert set(tiny_drafts.DRAFTED) <= set(KINDS)
-    assert len(tiny_drafts.words_of(list(range(90)))) == tiny_drafts.WORDS
+    for kind, count in (("few-words", tiny_drafts.WORDS), ("ernie-mtp", tiny_drafts.FEW_WORDS)):
+        assert len(set(tiny_drafts.words_of(kind, list(range(90))))) == count

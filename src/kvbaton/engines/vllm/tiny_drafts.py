@@ -14,14 +14,17 @@ Drafted = Literal["few-words", "eagle", "qwen3-next-mtp", "ernie-mtp", "nemotron
 DRAFTED: tuple[Drafted, ...] = get_args(Drafted)
 """A Llama that answers with few tokens; an EAGLE head for it; models with an MTP layer: gated delta nets and experts,
 attention alone, Mamba 2 beside attention."""
-WORDS = 6
+WORDS, FEW_WORDS = 6, 3
+"""Tokens that a target answers with. An MTP layer is right less often than an EAGLE head, by the way its input is made:
+its targets, but for the oldest, have fewer."""
 _ATTENTION, _EXPERTS = 2, 0
 """The layers of the hybrid of gated delta nets whose shapes its MTP layer has: full attention, experts."""
 
 
-def words_of(printable: list[int]) -> list[int]:
+def words_of(kind: str, printable: list[int]) -> list[int]:
     """The tokens that such a model answers with."""
-    return printable[:: max(1, len(printable) // WORDS)][:WORDS]
+    count = FEW_WORDS if kind in ("ernie-mtp", "nemotron-h-mtp") else WORDS
+    return printable[:: max(1, len(printable) // count)][:count]
 
 
 def write_head(directory: Path, shared: dict[str, Any]) -> None:

@@ -116,7 +116,7 @@ def _write(kind: Kind, seed: int, directory: Path) -> None:
         _model("llama" if kind == "few-words" else kind, tokenizer).to(torch.float32),
         _printable(tokenizer),
     )
-    _randomize(model, words_of(printable) if kind in DRAFTED else printable)
+    _randomize(model, words_of(kind, printable) if kind in DRAFTED else printable)
     model.generation_config.do_sample = False
     model.save_pretrained(directory)
     if kind.endswith("-mtp"):
