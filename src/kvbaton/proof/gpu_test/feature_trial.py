@@ -107,7 +107,7 @@ class FeatureTrial:
         lengths = self.sizes.feature_tokens
         asked = {mode: [prompt_of(length, f"{self.name} {mode}") for length in lengths] for mode in MODES}
         asked[KEPT] = [prompt_of(KEPT_TOKENS + n, f"{self.name} kept") for n in range(KEPT_PROMPTS)]
-        asked[HARMED] = [prompt_of(max(lengths) // 2 + n, f"{self.name} harmed") for n in range(2 * self.sizes.damaged)]
+        asked[HARMED] = [prompt_of(max(lengths) // 2 + n, f"{self.name} harmed") for n in range(3 * self.sizes.damaged)]
         everything = [prompt for prompts in asked.values() for prompt in prompts]
         told = await self._all([self._said(self.alone.alone, prompt) for prompt in everything])
         known = {id(each.prompt): each for each in told if isinstance(each, Learned)}
@@ -239,8 +239,8 @@ class FeatureTrial:
         finally:
             self.pair.flag.unlink(missing_ok=True)
         seen = f"{tally.wrong} of {len(harmed)} seen"
-        ok = 2 * tally.wrong >= len(harmed) > 0
-        self.page.verdict(f"{self.name}: control: damage is seen", seen, "at least half", ok)
+        ok = 3 * tally.wrong >= len(harmed) > 0
+        self.page.verdict(f"{self.name}: control: damage is seen", seen, "at least a third", ok)
 
     async def refused(self, field_name: str) -> None:
         """D takes nothing over and says by which field; it computes the prompts, and is right."""
