@@ -171,8 +171,9 @@ class FeatureTrial:
         told, tally, handed, computed = await self._asked(known, mode, what)
         ok = tally.right == len(known) > 0 and handed == len(known)
         bound = "all right, all handed over"
-        if mode == "pull":
-            ok, bound = ok and computed == len(known), f"{bound}, one token each"
+        if mode == "pull":  # of a prompt that came whole vLLM computes the last token, and may not count it
+            ok = ok and isinstance(computed, int) and computed <= len(known)
+            bound = f"{bound}, at most one token each"
         reached = f"{tally.right} of {len(known)} right, {handed} handed over, D computed {computed} of their tokens"
         self.page.verdict(f"{self.name}: {what or mode}", reached, bound, ok)
         return told
