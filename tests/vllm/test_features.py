@@ -58,7 +58,6 @@ def counted(engine: Engine, ask: Callable[[], Answer]) -> tuple[Answer, int]:
 DRAFTS: dict[str, tuple[str, Callable[[Tiny], dict[str, Any]], bool]] = {
     "n-grams": ("few-words", lambda _: {"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 1}, False),
     "eagle": ("few-words", lambda tiny: {"method": "eagle", "model": str(tiny("eagle"))}, True),
-    "mtp": ("ernie-mtp", lambda _: {"method": "mtp"}, True),
 }
 """The model, the drafter, and whether it has KV of its own, so that P must have it too."""
 
