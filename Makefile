@@ -274,7 +274,7 @@ vllm-matrix: $(VLLM_VENV)/.ready ## every supported vLLM with its neighbours
 	KVBATON_MATRIX="0.32=$(VLLM_BIN)/python 0.31=.venv-vllm-0.31/bin/python 0.30=.venv-vllm-0.30/bin/python" \
 		$(VLLM_BIN)/python -m pytest -s -rA tests/vllm/test_matrix.py
 
-# On a machine with a GPU, and a Python that has vLLM for it and kvbaton: all of it, 15 minutes on one H200
+# On a machine with a GPU, and a Python that has vLLM for it and kvbaton: all of it, 20 minutes on one H200
 # (docs/gpu-test.md). GPU_TEST=--quick takes 4; GPU_TEST="--part answers" runs one part.
 GPU_PYTHON ?= $(PYTHON)
 GPU_TEST ?=

@@ -153,29 +153,17 @@ def command(engine: Engine, path: str, body: Any = None) -> Any:
 @pytest.fixture(scope="module", name="pair")
 def one_pair(vllm_python: str, tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Duo]:
     directory = tmp_path_factory.mktemp("pair")
-    adapter = write_adapter(directory / "adapter")
-    args = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"poet={adapter}", "--enable-prompt-embeds")
+    args = (
+        "--enable-lora",
+        "--max-lora-rank",
+        "8",
+        "--lora-modules",
+        f"poet={tiny('adapter')}",
+        "--enable-prompt-embeds",
+    )
     env = {"VLLM_SERVER_DEV_MODE": "1"}
     with running_duo(vllm_python, tiny("llama"), directory, p_args=args, d_args=args, env=env) as duo:
         yield duo
-
-
-def write_adapter(directory: Path) -> Path:
-    """LoRA for the query projections of the tiny Llama, strong enough to change an answer."""
-    import torch
-    from safetensors.torch import save_file
-
-    directory.mkdir()
-    torch.manual_seed(7)
-    weights = {}
-    for layer in range(4):
-        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        weights[f"{name}.lora_A.weight"] = torch.randn(8, 256) * 0.1
-        weights[f"{name}.lora_B.weight"] = torch.randn(256, 8) * 0.5
-    save_file(weights, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none"}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return directory
 
 
 @pytest.mark.parametrize("mode", MODES)

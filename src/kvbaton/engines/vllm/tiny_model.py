@@ -4,7 +4,7 @@
 
 `llama`, `mla`, `gemma3` and those whose layers keep a state (`tiny_hybrids`) are of shapes that CPUs can serve; `small`
 and `latent` are their like with heads as wide as the attention kernels of GPUs want them; `8b` is a shape alone,
-without weights: for timing, with `--load-format dummy`.
+without weights: for timing, with `--load-format dummy`; `adapter` is a LoRA adapter for `llama`.
 
 They say nothing sensible, and are made so that a wrong KV shows: attention is sharp and as strong as the residual, so
 that the answer hangs on every part of the prompt, and logits are far apart, so that rounding does not change the
@@ -28,10 +28,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from kvbaton.engines.vllm.tiny_adapter import write_adapter
 from kvbaton.engines.vllm.tiny_drafts import DRAFTED, Drafted, add_mtp, words_of, write_head
 from kvbaton.engines.vllm.tiny_hybrids import HYBRIDS, Hybrid, hybrid, randomize_state
 
-Plain = Literal["llama", "mla", "gemma3", "small", "latent", "8b"]
+Plain = Literal["llama", "mla", "gemma3", "small", "latent", "8b", "adapter"]
 Kind = Plain | Hybrid | Drafted
 KINDS: tuple[Kind, ...] = (*get_args(Plain), *HYBRIDS, *DRAFTED)
 FORMAT = 1  # raise when the same kind and seed would give other weights
@@ -98,6 +99,10 @@ def _refuse_others(directory: Path, wanted: dict[str, Any]) -> None:
 def _write(kind: Kind, seed: int, directory: Path) -> None:
     import torch
 
+    torch.manual_seed(seed)
+    if kind == "adapter":
+        write_adapter(directory)
+        return
     tokenizer = _tokenizer(POSITIONS_MAX_8B if kind == "8b" else POSITIONS_MAX)
     tokenizer.save_pretrained(directory)
     if kind == "8b":
@@ -111,11 +116,11 @@ def _write(kind: Kind, seed: int, directory: Path) -> None:
         _model("llama" if kind == "few-words" else kind, tokenizer).to(torch.float32),
         _printable(tokenizer),
     )
-    _randomize(model, words_of(printable) if kind in DRAFTED else printable)
+    _randomize(model, words_of(kind, printable) if kind in DRAFTED else printable)
     model.generation_config.do_sample = False
     model.save_pretrained(directory)
-    if kind == "qwen3-next-mtp":
-        add_mtp(directory)
+    if kind.endswith("-mtp"):
+        add_mtp(kind, directory)
 
 
 def _tokenizer(positions: int) -> Any:
@@ -173,6 +178,11 @@ def _model(kind: Kind, tokenizer: Any) -> Any:
         return hybrid(kind, shared)
     if kind == "qwen3-next-mtp":
         return hybrid("qwen3-next", shared, experts_first=True)
+    if kind == "nemotron-h-mtp":
+        return hybrid("nemotron-h", shared)
+    if kind == "ernie-mtp":  # without experts: every layer is before the first that would have some
+        own = {"num_hidden_layers": 4, "num_key_value_heads": 4, "moe_layer_start_index": 4, "moe_num_experts": 0}
+        return transformers.Ernie4_5_MoeForCausalLM(transformers.Ernie4_5_MoeConfig(**shared | own))
     if kind == "small":
         wide = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "head_dim": 64}
         config = transformers.LlamaConfig(**shared | wide, num_hidden_layers=8, num_key_value_heads=8)

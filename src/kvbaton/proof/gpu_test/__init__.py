@@ -2,7 +2,7 @@
 gpu-test`.
 
     python -m kvbaton.proof.gpu_test --list             the parts, and what each shows
-    python -m kvbaton.proof.gpu_test                    the standard plan, at most 15 minutes on one H200
+    python -m kvbaton.proof.gpu_test                    the standard plan, at most 20 minutes on one H200
     python -m kvbaton.proof.gpu_test --quick            at most 4
     python -m kvbaton.proof.gpu_test --part answers     one part; results of other calls into the same --out stay
     python -m kvbaton.proof.gpu_test --device cpu       a rehearsal of the same plan with vLLM for CPUs, at tiny sizes

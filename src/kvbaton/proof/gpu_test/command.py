@@ -23,6 +23,7 @@ from kvbaton.proof.gpu_test import (
     exact,
     gpu_answers,
     gpu_faults,
+    gpu_features,
     gpu_handoff,
     gpu_hybrids,
     gpu_load,
@@ -32,6 +33,7 @@ from kvbaton.proof.gpu_test import (
     page,
     timing,
 )
+from kvbaton.proof.gpu_test.gpu_features import FEATURES
 from kvbaton.proof.gpu_test.gpu_plan import ABOUT, acts
 from kvbaton.proof.gpu_test.gpu_record import Book, Page
 from kvbaton.proof.gpu_test.servers import Group, Say, Site, Spec, has_nixl, standing
@@ -71,6 +73,10 @@ async def _hybrids(stage: Stage, found: Page) -> None:
     await gpu_hybrids.run(stage.sizes, stage.groups, stage.session, found, stage.say)
 
 
+async def _features(stage: Stage, found: Page) -> None:
+    await gpu_features.run(stage.sizes, stage.site, stage.session, found, stage.say)
+
+
 async def _turns(stage: Stage, found: Page) -> None:
     await gpu_turns.run(stage.sizes, stage.groups, stage.session, found, stage.say, stage.site.device == "cuda")
 
@@ -95,13 +101,14 @@ async def _handoff(stage: Stage, found: Page) -> None:
 
 
 RUN: Mapping[str, Run] = {
-    "answers": _answers, "bytes": _bytes, "mla": _mla, "hybrids": _hybrids, "turns": _turns, "timing": _timing,
-    "load": _load, "faults": _faults, "handoff": _handoff,
+    "answers": _answers, "bytes": _bytes, "mla": _mla, "hybrids": _hybrids, "features": _features,
+    "turns": _turns, "timing": _timing, "load": _load, "faults": _faults, "handoff": _handoff,
 }  # fmt: skip
 
 
 def specs(name: str, sizes: Sizes) -> list[Spec]:
-    """The servers of a part; those of `faults` are its own, since it kills them."""
+    """The servers of a part; those of `faults` and `features` are their own: the one kills them, the other has more
+    than fit."""
     if name == "answers":
         return gpu_answers.specs(sizes)
     if name in ("bytes", "mla"):
@@ -126,6 +133,12 @@ def parser() -> argparse.ArgumentParser:
     add("--nixl", choices=("auto", "on", "off"), default="auto", help="vLLM's own connector beside (auto: as planned)")
     add("--faults", metavar="TITLE[,TITLE]", default=None, help="of the part faults, only these steps")
     add("--models", metavar="NAME[,NAME]", default=None, help=f"of the part hybrids, only these: {', '.join(HYBRIDS)}")
+    add(
+        "--features",
+        metavar="NAME[,NAME]",
+        default=None,
+        help=f"of the part features, only these: {', '.join(FEATURES)}",
+    )
     add("--json", action="store_true", help="print the whole record on stdout at the end, all else on stderr")
     add(
         "--page", action="store_true", help="only draw the page again, of the record in --out: of a run that was killed"
@@ -184,11 +197,13 @@ def _sized(args: argparse.Namespace, options: argparse.ArgumentParser) -> Sizes:
         if unknown:
             options.error(f"--models: got {unknown[0]!r}, expected one of {', '.join(HYBRIDS)}")
         sizes = msgspec.structs.replace(sizes, hybrids=named)
-    if args.faults is not None:
-        try:
+    try:
+        if args.features is not None:
+            sizes = msgspec.structs.replace(sizes, features=gpu_features.named(args.features.split(",")))
+        if args.faults is not None:
             sizes = msgspec.structs.replace(sizes, faults=gpu_faults.named(args.faults.split(",")))
-        except ValueError as error:
-            options.error(str(error))
+    except ValueError as error:
+        options.error(str(error))
     return sizes
 
 

@@ -15,6 +15,8 @@ ABOUT: Mapping[str, str] = {
     "mla": "The same with a latent KV (MLA).",
     "hybrids": "Greedy tokens of models whose layers keep a state (Falcon-H1-, Qwen3-Next-, Nemotron-H-, Mamba2-like) "
                "beside one engine's: modes, with and without a prefix cache, and a control that damages states.",
+    "features": "Drafts (EAGLE, MTP, n-grams), KV in 8 bits, vLLM's OffloadingConnector beside ours, LoRA, one side "
+                "without a prefix cache: answers and accepted drafts beside one engine's, refusals, controls.",
     "turns": "Conversations of several turns, with a D that keeps them and one that does not: answers beside one "
              "engine's, turns that P took, time to first token of each turn.",
     "timing": "The shape of an 8B model, CUDA graphs, one request at a time: D's leg beside its floor, time to first "
@@ -25,12 +27,12 @@ ABOUT: Mapping[str, str] = {
     "handoff": "Without an engine: the contract of the device's data planes, and a handoff of 2.1 GB beside its copy.",
 }  # fmt: skip
 STANDARD: Sequence[Sequence[str]] = (
-    ("answers", "bytes", "mla"), ("hybrids",), ("turns",), ("timing", "load"), ("faults",),
+    ("answers", "bytes", "mla"), ("hybrids",), ("features",), ("turns",), ("timing", "load"), ("faults",),
     ("handoff",),
 )  # fmt: skip
 QUICK: Sequence[Sequence[str]] = (("answers", "timing"), ("handoff",))
 REHEARSED: Sequence[Sequence[str]] = (("answers",), ("timing", "load"), ("faults",))
-"""On a CPU: what needs no device. `bytes`, `mla` and `hybrids` can be named."""
+"""On a CPU: what needs no device. `bytes`, `mla`, `hybrids` and `features` can be named."""
 
 
 def acts(device: str, quick: bool, named: Sequence[str] | None) -> list[list[str]]:

@@ -137,7 +137,7 @@ async def _talk(sizes: Sizes, group: Group, session: aiohttp.ClientSession, seed
     prompt, found = prompt_of(sizes.talk_first, seed), []
     for turn in range(sizes.talk_turns):
         if cold and turn:
-            await _forget(session, group.p)
+            await forget(session, group.p)
         told, seconds = await _asked(session, url, prompt, sizes.talk_answer)
         found.append(seconds)
         prompt = [*prompt, *told, *prompt_of(sizes.talk_more, f"{seed} {turn}")]
@@ -151,7 +151,7 @@ async def _asked(session: aiohttp.ClientSession, url: str, prompt: Prompt, token
     return told, seconds
 
 
-async def _forget(session: aiohttp.ClientSession, engine: Engine) -> None:
+async def forget(session: aiohttp.ClientSession, engine: Engine) -> None:
     """Empty its prefix cache; vLLM does so only while nothing of it is pinned."""
     for _ in range(RESET_TRIES):
         async with session.post(f"{engine.url}/reset_prefix_cache") as answer:

@@ -53,6 +53,12 @@ for part in ("_bindings", "_api", "logging", "_utils"):
         pass
 """
 
+MODEL_OF = re.compile(r"\{model:([\w.-]+)\}")
+HOST_WORKER: Mapping[str, Any] = {
+    "spec_name": "HostOffloadingSpec", "spec_module_path": "kvbaton.proof.conformance.offloading_host",
+}  # fmt: skip
+"""Of OffloadingConnector on a CPU, where vLLM has no worker of its own."""
+
 Connector = Literal["", "kvbaton", "nixl"]
 Say = Callable[[str], None]
 
@@ -78,6 +84,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     settings: Mapping[str, Any] = {}  # kv_connector_extra_config besides who it is
     times: Mapping[str, Any] = {}  # the same of NIXL's
     turn_s: float = 0.0  # how long D keeps turns of conversations
+    args: tuple[str, ...] = ()  # more words of every engine; MODEL_OF in them is a tiny model's directory
+    p_args: tuple[str, ...] = ()  # of P alone
+    d_args: tuple[str, ...] = ()  # of D alone
+    beside: Mapping[str, Any] = {}  # another connector's configuration, in a MultiConnector with ours
+    first: str = P  # whose MultiConnector asks ours before the other
 
     def pair(self, name: str, turn_s: float) -> Spec:
         """The same as a P and a D of ours."""
@@ -86,6 +97,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_dummy(self) -> bool:
         return self.model == "8b"
+
+    @property
+    def models(self) -> set[str]:
+        """Every tiny model that its engines read."""
+        return {self.model, *MODEL_OF.findall(" ".join((*self.args, *self.p_args, *self.d_args)))}
 
 
 @dataclass(slots=True)
@@ -106,7 +122,7 @@ class Site:
             self.models[kind] = launching.tiny_model(self.python, kind, 1)
         return self.models[kind]
 
-    def words(self, spec: Spec, port: int, blocks: int = 0) -> list[str]:
+    def words(self, spec: Spec, port: int, blocks: int = 0, more: Sequence[str] = ()) -> list[str]:
         model = str(self.model(spec.model))
         if self.device == "cpu":
             words = launching.server_argv(self.python, model, SERVED, port, max_model_len=min(2048, spec.max_model_len))
@@ -120,6 +136,7 @@ class Site:
             words += ["--load-format", "dummy"] if spec.is_dummy else []
         words += ["--max-num-batched-tokens", str(spec.chunk_tokens), "--max-num-seqs", str(spec.at_once)]
         words += [TELL_CACHED, *([] if spec.prefix_caching else ["--no-enable-prefix-caching"])]
+        words += [MODEL_OF.sub(lambda found: str(self.model(found[1])), each) for each in (*spec.args, *more)]
         return words if not blocks else [*words, "--num-gpu-blocks-override", str(blocks)]
 
     def variables(self, spec: Spec) -> dict[str, str]:
@@ -173,6 +190,7 @@ def anywhere(line: str, group: Group) -> str:
     line = line.replace(str(group.flag.parent), "DIR")
     line = re.sub(r"(?<=[ =])/\S*/python[\d.]*(?= -m )", "python", line)
     line = re.sub(r" PYTHONPATH=\S+", "", line)
+    line = re.sub(r"/[^\s\"'=]*/tiny-([\w.-]+)-\d+-v\d+", lambda found: found[1].upper(), line)
     return re.sub(r"(--model )\S+", rf"\g<1>{group.spec.model.upper()}", line)
 
 
@@ -194,9 +212,11 @@ def made(site: Site, spec: Spec) -> Group:
             words += [str(ports[4]), "--registry-port", str(ports[5])]
             words += ["--turn-s", str(spec.turn_s)] if spec.turn_s else []
             group.engines[ROUTER] = Engine(ROUTER, ports[4], words, {}, site.logs / f"{spec.name}-router.log")
-    for name, port, side, blocks in ((P, ports[0], ports[2], spec.p_blocks), (D, ports[1], ports[3], spec.d_blocks)):
+    for name, port, side, blocks, own in (
+        (P, ports[0], ports[2], spec.p_blocks, spec.p_args), (D, ports[1], ports[3], spec.d_blocks, spec.d_args),
+    ):  # fmt: skip
         config, more = transfer_config(site, spec, name, ports, group.flag)
-        words = [*site.words(spec, port, blocks), "--kv-transfer-config", msgspec.json.encode(config).decode()]
+        words = [*site.words(spec, port, blocks, own), "--kv-transfer-config", msgspec.json.encode(config).decode()]
         variables = {**site.variables(spec), **more}
         group.engines[name] = Engine(name, port, words, variables, site.logs / f"{spec.name}-{name}.log", side)
     return group
@@ -232,7 +252,18 @@ def transfer_config(
         extra["turn_s"] = spec.turn_s
         if name == P:  # it loads too, and vLLM must know
             role, extra["role"] = "kv_both", "prefill"
-    return launching.kv_transfer_config(role, "recompute", extra), {}
+    ours = launching.kv_transfer_config(role, "recompute", extra)
+    return (together(site, spec, name, ours) if spec.beside else ours), {}
+
+
+def together(site: Site, spec: Spec, name: str, ours: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A MultiConnector with ours and the other: in this order on one side, in the other order on the other side."""
+    other = {**spec.beside, "kv_connector_extra_config": {**spec.beside["kv_connector_extra_config"]}}
+    if site.device == "cpu":
+        other["kv_connector_extra_config"] |= HOST_WORKER
+    outer = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    children = [ours, other] if name == spec.first else [other, ours]
+    return {**outer, "kv_connector_extra_config": {"connectors": children}}
 
 
 @contextlib.asynccontextmanager
@@ -240,7 +271,8 @@ async def standing(
     site: Site, specs: Sequence[Spec], session: aiohttp.ClientSession, say: Say, ready_s: float = READY_S
 ) -> AsyncIterator[dict[str, Group]]:
     """Groups by name, all up or with a problem; gone afterwards."""
-    await asyncio.gather(*(asyncio.to_thread(site.model, kind) for kind in {spec.model for spec in specs}))
+    kinds = sorted({kind for spec in specs for kind in spec.models})
+    await asyncio.gather(*(asyncio.to_thread(site.model, kind) for kind in kinds))
     groups = {spec.name: made(site, spec) for spec in specs}
     try:
         for group in groups.values():

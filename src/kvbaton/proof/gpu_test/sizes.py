@@ -56,6 +56,12 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     # hybrids
     hybrids: tuple[str, ...] = ("falcon-h1", "qwen3-next", "nemotron-h", "mamba2")
     hybrid_tokens: tuple[int, ...] = (2, 15, 16, 17, 100, 127, 128, 129, 300, 700, 1100, 1500)
+    # features
+    features: tuple[str, ...] = (
+        "eagle", "mtp", "mtp-states", "fp8", "offloading", "lora", "mtp-deltas", "n-grams", "uncached",
+    )  # fmt: skip
+    feature_tokens: tuple[int, ...] = (2, 16, 17, 100, 128, 129, 300, 420, 700, 1100)
+    feature_engines: int = 20  # at once
     # turns
     talks: int = 3
     talk_turns: int = 5
@@ -91,6 +97,7 @@ STANDARD = Sizes()
 QUICK = msgspec.structs.replace(
     STANDARD, variants=(Variant("V2", True), Variant("V1", False)), prompts=16, preempt_prompts=20, exact_prompts=4,
     repetitions=3, nixl=False, bursts=1, handoff_repetitions=5, talks=2,
+    features=("eagle", "mtp", "mtp-states", "fp8", "offloading"), feature_tokens=(2, 17, 100, 128, 129, 420, 700),
 )  # fmt: skip
 CPU = Sizes(
     variants=(Variant("V1", False),), prompts=6, longest_tokens=700, answer_tokens=12, chunk_tokens=256, at_once=6,
@@ -98,8 +105,9 @@ CPU = Sizes(
     exact_tokens=(129, 513), exact_answer=12, timed_tokens=(256, 512), streamed_from_tokens=512, repetitions=2,
     nixl=False, hybrids=("falcon-h1",), hybrid_tokens=(2, 100, 128, 129, 300, 700), crowd=4,
     crowd_tokens=300, crowd_answer=12, watched=2, watched_answer=60, bursts=1, fault_blocks=128, fault_d_blocks=32,
-    clients=8, stop_s=12.0, long_tokens=1000, talks=1, talk_turns=3, talk_right=300, talk_first=300, talk_answer=40,
-    talk_more=30,
+    features=("eagle", "n-grams", "offloading", "lora", "uncached"), feature_tokens=(2, 17, 128, 129, 420),
+    feature_engines=5, clients=8, stop_s=12.0, long_tokens=1000, talks=1, talk_turns=3, talk_right=300,
+    talk_first=300, talk_answer=40, talk_more=30,
 )  # fmt: skip
 
 

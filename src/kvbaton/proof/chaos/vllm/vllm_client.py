@@ -25,6 +25,7 @@ TO_PREFILL: Mapping[str, Any] = {
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
 VOCABULARY = range(10, 500)
+DETAIL_CHARS = 300
 NOT_FOR_D = "remote_prefill_cached_tokens"
 """P's cache hits, which vLLM has D report in place of its own: then D would not say whether it computed a prompt."""
 
@@ -42,6 +43,7 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     gaps: tuple[float, ...] = ()  # of each token, how much likelier it was than the next (nats), if two were asked for
     cached: int | None = None  # tokens of the prompt that the engine did not compute, if it says so
     request_id: str = ""
+    detail: str = ""  # what an engine said in place of an answer
 
 
 @dataclass(slots=True)
@@ -90,9 +92,11 @@ async def ask(
     request_id: str = "",
     headers: Mapping[str, str] | None = None,
     likely: int = 1,
+    more: Mapping[str, Any] = {},
 ) -> Told:
-    """One leg; with `likely` 2 with gaps. Never raises, unless it is cancelled: then the client has hung up."""
-    body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": likely}
+    """One leg; with `likely` 2 with gaps; `more` goes into the body. Never raises, unless it is cancelled: then the
+    client has hung up."""
+    body: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": likely, **more}
     if params is not None:
         body["kv_transfer_params"] = params
     told_apart = {"X-Request-Id": request_id} if request_id else {}
@@ -104,12 +108,16 @@ async def ask(
             session.post(f"{url}{PATH}", json=body, headers={**told_apart, **(headers or {})}) as answer,
         ):
             text = await answer.read()
-            told = _told(text) if answer.status == 200 else Told(error=f"status {answer.status}")
+            told = _told(text) if answer.status == 200 else _refused(answer.status, text)
     except TimeoutError:
         told = Told(late=True, error="late")
     except (aiohttp.ClientError, OSError) as error:
         told = Told(error=type(error).__name__)
     return msgspec.structs.replace(told, seconds=loop.time() - begun, request_id=request_id)
+
+
+def _refused(status: int, text: bytes) -> Told:
+    return Told(error=f"status {status}", detail=text[:DETAIL_CHARS].decode(errors="replace"))
 
 
 def _told(text: bytes) -> Told:
@@ -146,16 +154,18 @@ async def both_legs(
     deadline_s: float,
     request_id: str,
     tokens: int = TOKENS,
+    more: Mapping[str, Any] = {},
 ) -> Told:
     """P, then D with what P answered; one deadline over both."""
     first = await ask(
-        session, p_url, prompt, tokens=1, params=dict(TO_PREFILL), deadline_s=deadline_s, request_id=request_id
-    )
+        session, p_url, prompt, tokens=1, params=dict(TO_PREFILL), deadline_s=deadline_s, request_id=request_id,
+        more=more,
+    )  # fmt: skip
     if first.error:
         return msgspec.structs.replace(first, error=f"P: {first.error}")
     second = await ask(
         session, d_url, prompt, params=first.params, deadline_s=max(0.1, deadline_s - first.seconds),
-        request_id=request_id, tokens=tokens,
+        request_id=request_id, tokens=tokens, more=more,
     )  # fmt: skip
     error = f"D: {second.error}" if second.error else ""
     return msgspec.structs.replace(second, error=error, seconds=first.seconds + second.seconds)

@@ -1,0 +1,269 @@
+"""The part `features`: which servers each needs, what makes it fail, and that one which fails spares the others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from kvbaton.engines.vllm.tiny_model import KINDS
+from kvbaton.proof.gpu_test import command, feature_trial, gpu_client, gpu_features, servers
+from kvbaton.proof.gpu_test.feature_trial import Drafts, alike, rate
+from kvbaton.proof.gpu_test.gpu_features import FEATURES, ServerRoom, specs
+from kvbaton.proof.gpu_test.gpu_record import Book
+from kvbaton.proof.gpu_test.servers import Spec
+from kvbaton.proof.gpu_test.sizes import CPU, QUICK, STANDARD
+
+ANSWER = ("a", "b", "c", "d")
+SIZES = msgspec.structs.replace(CPU, feature_tokens=(2, 5, 9), damaged=2)
+
+
+def by_name(name: str) -> dict[str, Spec]:
+    return {spec.name: spec for spec in specs(STANDARD, FEATURES[name])}
+
+
+class TestSpecs:
+    def test_every_plan_names_features_that_there_are(self) -> None:
+        for sizes in (STANDARD, QUICK, CPU):
+            assert gpu_features.named(sizes.features) == sizes.features
+        assert set(STANDARD.features) == set(FEATURES)
+        with pytest.raises(ValueError, match="--features: got 'magic', expected one of eagle, "):
+            gpu_features.named(["magic"])
+
+    def test_every_feature_has_an_engine_alone_and_pairs_of_its_model_and_dtype(self) -> None:
+        for name, feature in FEATURES.items():
+            alone, *pairs = specs(STANDARD, feature)
+            assert alone.name == f"{name}-alone" and not alone.connector
+            assert {(each.model, each.dtype) for each in (alone, *pairs)} == {(feature.model, feature.dtype)}
+            assert all(each.connector == "kvbaton" for each in pairs)
+            assert alone.models | {kind for each in pairs for kind in each.models} <= set(KINDS)
+
+    def test_the_engine_alone_has_the_words_of_a_d(self) -> None:
+        """Else it would be right about another engine."""
+        for name, feature in FEATURES.items():
+            if name == "uncached":
+                continue
+            for pair in specs(STANDARD, feature)[1 : 1 + len(feature.pairs)]:
+                assert (*pair.args, *pair.d_args) == feature.alone
+
+    def test_drafters_with_kv_are_on_both_sides_and_n_grams_on_d_alone(self) -> None:
+        for name in ("eagle", "mtp", "mtp-states", "mtp-deltas"):
+            pair = by_name(name)[name]
+            assert pair.args[0] == "--speculative-config" and not pair.p_args and not pair.d_args
+        assert by_name("n-grams")["n-grams"].args == by_name("n-grams")["n-grams"].p_args == ()
+
+    def test_only_pairs_that_take_over_can_be_damaged(self) -> None:
+        found = by_name("fp8")
+        assert found["fp8"].has_control and not found["fp8-refused"].has_control
+        assert found["fp8-refused"].args == found["fp8-refused"].d_args == ()
+        assert found["fp8-refused"].p_args == ("--kv-cache-dtype", "fp8")
+
+    def test_one_can_be_run_alone(self, capsys: pytest.CaptureFixture[str]) -> None:
+        options = command.parser()
+        args = options.parse_args(["--features", "fp8,eagle", "--nixl", "off"])
+        assert command._sized(args, options).features == ("fp8", "eagle")
+        with pytest.raises(SystemExit):
+            command._sized(options.parse_args(["--features", "magic", "--nixl", "off"]), options)
+        assert "got 'magic'" in capsys.readouterr().err
+
+
+class TestServers:
+    def made(self, tmp_path: Path, spec: Spec, device: Any = "cuda") -> servers.Group:
+        site = servers.Site(device, "/usr/bin/python3", tmp_path, tmp_path / "logs")
+        site.models |= {kind: Path(f"/somewhere/models/tiny-{kind}-1-v1") for kind in KINDS}
+        return servers.made(site, spec)
+
+    def test_words_name_the_directory_of_a_model_and_what_is_shown_does_not(self, tmp_path: Path) -> None:
+        pair = self.made(tmp_path, by_name("eagle")["eagle"])
+        for engine in (pair.p, pair.d):
+            told = json.loads(engine.command[engine.command.index("--speculative-config") + 1])
+            assert told == {
+                "num_speculative_tokens": 2,
+                "method": "eagle",
+                "model": "/somewhere/models/tiny-eagle-1-v1",
+            }
+        assert '"model": "EAGLE"' in pair.commands()[-1] and "/somewhere" not in pair.commands()[-1]
+        lora = self.made(tmp_path, by_name("lora")["lora"])
+        assert "poet=/somewhere/models/tiny-adapter-1-v1" in lora.d.command
+        assert "poet=ADAPTER" in lora.commands()[-1]
+
+    def test_words_of_one_side_are_of_that_side_alone(self, tmp_path: Path) -> None:
+        pair = self.made(tmp_path, by_name("uncached")["uncached-d"])
+        assert gpu_features.UNCACHED in pair.d.command and gpu_features.UNCACHED not in pair.p.command
+
+    @pytest.mark.parametrize(("name", "ours_first"), [("offloading", "p0"), ("offloading-turned", "d0")])
+    def test_ours_is_first_on_one_side_and_last_on_the_other(self, tmp_path: Path, name: str, ours_first: str) -> None:
+        pair = self.made(tmp_path, by_name("offloading")[name])
+        for engine in (pair.p, pair.d):
+            told = json.loads(engine.command[-1])
+            assert (told["kv_connector"], told["kv_role"]) == ("MultiConnector", "kv_both")
+            children = told["kv_connector_extra_config"]["connectors"]
+            ours, other = children if engine.name == ours_first else children[::-1]
+            assert (ours["kv_connector"], other["kv_connector"]) == ("BatonConnector", "OffloadingConnector")
+            assert ours["kv_role"] == ("kv_producer" if engine.name == "p0" else "kv_consumer")
+            assert "spec_name" not in other["kv_connector_extra_config"], "on a GPU it is vLLM's own"
+
+    def test_on_a_cpu_the_other_connector_gets_a_worker_that_runs_there(self, tmp_path: Path) -> None:
+        pair = self.made(tmp_path, by_name("offloading")["offloading"], "cpu")
+        children = json.loads(pair.d.command[-1])["kv_connector_extra_config"]["connectors"]
+        assert children[0]["kv_connector_extra_config"]["spec_name"] == "HostOffloadingSpec"
+
+
+class TestDrafts:
+    def test_counts_are_compared_request_by_request_and_not_in_sum(self) -> None:
+        ours, theirs = [Drafts(n, 9) for n in (1, 2, 3, 4)], [Drafts(n, 9) for n in (4, 3, 2, 1)]
+        assert rate(ours) == rate(theirs) == "10 of 36 (28%)"
+        assert alike(ours, theirs) == (0, 0.5)
+        assert alike(ours, ours) == (4, 0.0)
+
+    def test_of_no_request_everything_is_chance(self) -> None:
+        assert alike([], []) == (0, 1.0) and rate([]) == "0 of 0"
+
+
+def test_features_begin_when_there_is_room_for_their_servers() -> None:
+    async def main() -> list[int]:
+        room, at_once, seen = ServerRoom(5), 0, []
+
+        async def one(wanted: int) -> None:
+            nonlocal at_once
+            async with room.taken(wanted):
+                at_once += min(wanted, 5)
+                seen.append(at_once)
+                await asyncio.sleep(0)
+                at_once -= min(wanted, 5)
+
+        await asyncio.gather(*map(one, (3, 3, 2, 9, 1)))
+        return seen
+
+    seen = asyncio.run(main())
+    assert len(seen) == 5 and max(seen) == 5
+
+
+class Fake:
+    """Servers of all features whose answers, counters and control are as a case says."""
+
+    def __init__(self, directory: Path, **case: Any) -> None:
+        self.directory, self.case = directory, case
+        self.delivered = self.generated = self.accepted = self.external = 0
+        self.counts: dict[str, int] = {}
+
+    async def ask(self, session: object, *urls: Any, tokens: int, params: object = None, **told: Any) -> Any:
+        prompt = next(each for each in urls if isinstance(each, list))
+        url, more = urls[0], told.get("more", {})
+        is_alone = "alone" in url or more.get("cache_salt") == "alone"
+        by_handoff = len(urls) > 2 or "headers" in told
+        name = url.rsplit(" ", 1)[0]
+        if by_handoff and "refused" not in name:
+            self.delivered += 1
+        self.generated += len(ANSWER)
+        accepted = (len(prompt) * 7) % 11
+        self.accepted += accepted + (self.case.get("guesses", 0) if by_handoff else 0)
+        if not is_alone and not by_handoff:
+            self.external += len(prompt) if self.case.get("keeps", True) else 0
+        damaged = (self.directory / name).exists() and not self.case.get("blind")
+        wrong = (self.case.get("wrong") and by_handoff) or damaged
+        base = ("z", *ANSWER[1:]) if name.startswith("lora") and not more.get("model") else ANSWER
+        answer = ("x", *base[1:]) if wrong else base
+        return gpu_client.Told(tokens=answer, gaps=(1.0,) * 4, cached=len(prompt) - 1 - self.case.get("extra", 0))
+
+    async def figures(self, session: object) -> dict[str, float]:
+        end = "incompatible" if self.case.get("refused") else "delivered"
+        return {
+            f'kvbaton_ends_total{{end="{end}"}}': float(self.delivered or 9 * bool(self.case.get("refused"))),
+            feature_trial.GENERATED: float(self.generated), feature_trial.ACCEPTED: float(self.accepted),
+            feature_trial.DRAFTED: float(2 * self.accepted), feature_trial.EXTERNAL: float(self.external),
+        }  # fmt: skip
+
+    @contextlib.asynccontextmanager
+    async def standing(self, site: object, wanted: list[Spec], *more: object) -> AsyncIterator[dict[str, Any]]:
+        if self.case.get("explodes") in {spec.name for spec in wanted}:
+            raise OSError("no such port")
+        yield {spec.name: self.group(spec) for spec in wanted}
+
+    def group(self, spec: Spec) -> Any:
+        log = self.directory / "d0.log"
+        log.write_text(self.case.get("log", "kv_dtype: got 'auto'"))
+
+        def engine(name: str) -> Any:
+            return SimpleNamespace(name=name, url=f"{spec.name} {name}", figures=self.figures, log=log)
+
+        is_up = spec.name != self.case.get("down")
+        shared = {"is_up": is_up, "problem": "out of memory", "commands": list, "spec": spec, "name": spec.name}
+        engines = {name: engine(name) for name in ("alone", "p", "d", "router")}
+        return SimpleNamespace(**shared, **engines, flag=self.directory / spec.name)
+
+
+def missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, features: tuple[str, ...], **case: Any
+) -> tuple[list[str], list[str]]:
+    """The verdicts that do not hold, and the notes."""
+    fake = Fake(tmp_path, **case)
+
+    async def yes(*told: object) -> bool:
+        return True
+
+    for name in ("ask", "both_legs"):
+        monkeypatch.setattr(feature_trial, name, fake.ask)
+    monkeypatch.setattr(feature_trial, "forget", yes)
+    monkeypatch.setattr(feature_trial, "LAG_S", 0.0)
+    monkeypatch.setattr(gpu_client, "LAG_S", 0.0)
+    monkeypatch.setattr(gpu_client, "at_rest", yes)
+    page = Book(tmp_path, "standard", "cpu", {}, "test").begin("features")
+    sizes = msgspec.structs.replace(SIZES, features=features)
+    site, session = servers.Site("cpu", "python3", tmp_path, tmp_path), cast("Any", None)
+    asyncio.run(gpu_features.run(sizes, site, session, page, lambda text: None, stands=fake.standing))
+    return [each.name for each in page.part.verdicts if not each.ok], page.part.notes
+
+
+@pytest.mark.parametrize(
+    ("feature", "case", "bad"),
+    [
+        ("eagle", {}, []),
+        ("eagle", {"wrong": True}, ["pull", "stream", "push", "drafts as good as on one engine"]),
+        ("eagle", {"extra": 1}, ["pull"]),
+        ("eagle", {"guesses": 1}, ["drafts as good as on one engine"]),
+        ("eagle", {"blind": True}, ["control: damage is seen"]),
+        ("lora", {}, []),
+        ("mtp", {"down": "mtp"}, ["served"]),
+    ],
+)
+def test_it_fails_for_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, feature: str, case: dict[str, Any], bad: list[str]
+) -> None:
+    found, _ = missed(tmp_path, monkeypatch, (feature,), **case)
+    control = f"{feature}: control: counts of other prompts"
+    assert [name for name in found if name != control] == [f"{feature}: {each}" for each in bad]
+    assert (control in found) == bool(case.get("wrong")), "nothing to compare is no control"
+
+
+def test_what_the_other_connector_does_not_have_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert missed(tmp_path, monkeypatch, ("offloading",)) == ([], [])
+    found, _ = missed(tmp_path, monkeypatch, ("offloading",), keeps=False)
+    lost = [f"{engine} has lost its cache, the other connector has it" for engine in ("d", "p")]
+    assert found == [f"{name}: {each}" for name in ("offloading", "offloading-turned") for each in lost]
+
+
+def test_a_refusal_counts_only_if_d_took_nothing_and_named_the_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_pair = ["fp8: pull", "fp8: stream", "fp8: push"]  # in this case nothing is handed over, there either
+    found, _ = missed(tmp_path, monkeypatch, ("fp8",), refused=True)
+    assert found == of_pair
+    found, _ = missed(tmp_path, monkeypatch, ("fp8",), refused=True, log="refused")
+    assert found == ["fp8-refused: D's log names kv_dtype", *of_pair]
+    found, _ = missed(tmp_path, monkeypatch, ("fp8",))
+    assert found == ["fp8-refused: nothing is taken over"]
+
+
+def test_a_feature_that_fails_spares_the_others_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, notes = missed(tmp_path, monkeypatch, ("mtp", "lora", "eagle"), explodes="mtp", down="eagle-alone")
+    assert sorted(found) == ["eagle-alone: served", "mtp: ran to its end"]
+    told = "\n".join(notes)
+    assert "no such port" in told and "eagle-alone: out of memory" in told and "logs/eagle-alone*.log" in told
