@@ -127,7 +127,8 @@ def table(lines: Sequence[Line], plan: Plan) -> str:
     width = max([len(_short(each.test)) for each in lines] or [4])
     rows = [f"{'test':{width}}  {'named':8} {'ours':8} {'':9}"]
     for each in sorted(lines, key=lambda line: line.test):
-        row = f"{_short(each.test):{width}}  {each.named:8} {each.ours:8} {each.verdict:9} {each.reason}"
+        said = "; ".join((each.reason, *each.notes) if each.reason else each.notes)
+        row = f"{_short(each.test):{width}}  {each.named:8} {each.ours:8} {each.verdict:9} {said}"
         rows.append(row.rstrip())
     used = {each.reason for each in lines if each.verdict in (EXPECTED, HEALED)}
     for each in plan.expectation:
@@ -138,9 +139,11 @@ def table(lines: Sequence[Line], plan: Plan) -> str:
 
 def summary(lines: Sequence[Line]) -> str:
     counts = Counter(each.verdict for each in lines)
+    mocked = sum(plugin.MOCKED in each.notes for each in lines if each.verdict in (SAME, HEALED))
     told = [
         f"{len(lines)} tests name a connector that ours can stand for",
-        f"{counts[SAME] + counts[HEALED]} pass with both",
+        f"{counts[SAME] + counts[HEALED]} pass with both"
+        + (f" ({mocked} of them with a mock in its place)" if mocked else ""),
         f"{counts[EXPECTED]} differ as expected",
         f"{counts[UNKNOWN]} differ and nobody knows why",
         f"{counts[NOT_HERE] + counts[BETTER]} do not pass here as they are"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -166,6 +167,25 @@ def test_connectors_are_noted_by_the_name_in_the_configuration(monkeypatch: pyte
     for name in ("MultiConnector", "NixlConnector", "NixlConnector"):
         assert Factory.get_connector_class(SimpleNamespace(kv_connector=name)) == name
     assert plugin._seen.built == ["MultiConnector", "NixlConnector"]
+
+
+def test_a_test_s_mock_answers_newer_hooks_as_the_connector_in_whose_place_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Scheduler:
+        def __init__(self) -> None:
+            self.connector: Any = None
+            self.kv_holding_waiting = ["r"]
+            self.connector = SimpleNamespace(**{hook: lambda request, hook=hook: hook for hook in plugin.NEWER})
+
+    monkeypatch.setattr(plugin, "_seen", plugin.Seen())
+    plugin.bridge(Scheduler)
+    scheduler: Any = Scheduler()
+    assert scheduler.skipped_waiting == ["r"]
+    assert plugin._seen.notes == []
+    scheduler.connector = Mock()
+    assert [getattr(scheduler.connector, hook)("r") for hook in plugin.NEWER] == list(plugin.NEWER)
+    assert plugin._seen.notes == [plugin.MOCKED]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class Core:
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
         from vllm.v1.core.sched.scheduler import Scheduler
 
-        shape = EngineShape(policy=policy, role="kv_consumer")
+        shape = EngineShape(policy=policy, role="kv_consumer", prefix_caching=False)
         config = configs.vllm_config(
             shape, {"name": "d0", "keys": keys}, module=configs.CONNECTOR_MODULE, connector=configs.CONNECTOR_CLASS
         )
