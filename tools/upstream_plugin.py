@@ -159,7 +159,7 @@ def swap(config: Any, keys: str) -> None:
             self.kv_connector_module_path = __name__ if recorded else OUR_MODULE
             name = NAMES[next(numbers) % len(NAMES)]
             _labels[name] = str(self.kv_connector_extra_config.get("name", ""))
-            self.kv_connector_extra_config = {"name": name, "keys": keys}
+            self.kv_connector_extra_config = {"name": name, "keys": keys, "model_id": "no weights"}
             self.kv_role = os.environ.get(ROLE_ENV) or self.kv_role
 
     config.__post_init__ = swapped

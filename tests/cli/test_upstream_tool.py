@@ -128,7 +128,7 @@ def test_ours_takes_the_place_of_a_connector_with_settings_of_its_own(monkeypatc
     for name in (*plugin.HANDS_OVER, plugin.EXAMPLE):
         found = config(name, shared_storage_path="x")
         assert (found.kv_connector, found.kv_connector_module_path) == ("BatonConnector", "kvbaton.integrations.vllm")
-        assert set(found.kv_connector_extra_config) == {"name", "keys"}
+        assert set(found.kv_connector_extra_config) == {"name", "keys", "model_id"}
         assert found.kv_role == "kv_consumer", "what a test says of the role stays"
     names = [config("NixlConnector").kv_connector_extra_config["name"] for _ in range(3)]
     assert len(set(names)) == 3 and set(names) <= set(plugin.NAMES), "two of one test are two members"

@@ -84,7 +84,7 @@ class SchedulerSide:
         self.reporting = Reporting()
         self._live: ConnectorParts | None = None
         self._before = BeforeRanks(fails=self._decodes and transfer.kv_load_failure_policy == "fail")
-        self._weights = WeightsEpoch(str(vllm_config.model_config.model))
+        self._weights = WeightsEpoch(str(getattr(vllm_config.model_config, "model", "")))
 
     @property
     def _prefills(self) -> bool:
