@@ -85,6 +85,7 @@ class Line(msgspec.Struct, frozen=True):
     verdict: str
     reason: str = ""  # the expectation's name, or what the failure said
     notes: tuple[str, ...] = ()
+    said: str = ""  # by ours, where it failed
 
 
 def read_plan(path: Path = EXPECTATIONS) -> Plan:
@@ -113,7 +114,7 @@ def _line(named: Result, ours: Result | None, known: Expectation | None) -> Line
     else:
         verdict, reason = (EXPECTED, known.name) if known else (UNKNOWN, ours.said or ours.outcome)
     names = tuple(name for name in named.built if name in plugin.SWAPPED)
-    return Line(named.test, names, named.outcome, ours.outcome, verdict, reason, ours.notes)
+    return Line(named.test, names, named.outcome, ours.outcome, verdict, reason, ours.notes, ours.said)
 
 
 def unseen(lines: Iterable[Line], reasons: Mapping[str, Expectation]) -> list[str]:

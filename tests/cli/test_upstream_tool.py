@@ -48,7 +48,7 @@ def test_a_test_that_does_not_pass_as_it_is_says_nothing_about_ours() -> None:
 
 def test_a_test_that_the_second_run_does_not_tell_of_has_failed() -> None:
     (line,) = tool.compare([result("t::any", "passed")], [], KNOWN)
-    assert (line.verdict, line.reason) == (tool.UNKNOWN, "it did not end")
+    assert (line.verdict, line.reason, line.said) == (tool.UNKNOWN, "it did not end", "it did not end")
 
 
 def test_only_tests_whose_connector_ours_can_stand_for_are_run_again() -> None:
