@@ -36,7 +36,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-core test-full computed timed check lint types layers unit coverage simulated fuzzed pythons runtime processes clusters sim mutants sim-coverage bench bench-router fuzz fuzz-own
 .PHONY: dist docs docs-build docs-env docs-test clean planes planes-env seeing
-.PHONY: vllm vllm-nixl vllm-test vllm-full vllm-matrix conformance gpu-test ray ray-test dynamo-test
+.PHONY: vllm vllm-nixl vllm-test vllm-full vllm-matrix upstream-test conformance gpu-test ray ray-test dynamo-test
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -255,7 +255,14 @@ vllm-full: $(VLLM_VENV)/.nixl $(VLLM_VENV)/.planes ## real vLLM engines: shapes,
 	$(VLLM_BIN)/python -m pytest -s -rA tests/vllm/test_shapes.py tests/vllm/test_expiry.py tests/vllm/test_faults.py \
 		tests/vllm/test_real_router_formats.py tests/vllm/test_conformance.py tests/vllm/test_store_mooncake.py \
 		tests/vllm/test_data_parallel_shapes.py tests/vllm/test_routers.py tests/vllm/test_pages.py tests/vllm/test_cache_specs.py \
-		tests/vllm/test_features.py tests/vllm/test_weights.py
+		tests/vllm/test_features.py tests/vllm/test_weights.py tests/vllm/test_upstream_tests.py tests/vllm/test_before_ranks.py
+
+# vLLM's own tests of connectors, as they are and with ours in place of the ones that they name. Its package brings no
+# tests: VLLM_SOURCE is a checkout of its repository, which is only read (docs/lab/2026-11-18-upstream-tests.md).
+VLLM_SOURCE ?=
+upstream-test: $(VLLM_VENV)/.planes ## vLLM's own connector tests with BatonConnector (VLLM_SOURCE=a checkout of vLLM)
+	@test -n "$(VLLM_SOURCE)" || { echo "which tests? make upstream-test VLLM_SOURCE=a checkout of vLLM's repository"; exit 2; }
+	$(VLLM_BIN)/python tools/upstream_tests.py $(VLLM_SOURCE)
 
 # The real Dynamo package: that its workers take our connector once vLLM has loaded its plugins (docs/dynamo.md).
 dynamo-test: $(DYNAMO_VENV)/.ready ## the real Dynamo package takes the connector

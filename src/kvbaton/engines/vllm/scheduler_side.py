@@ -23,6 +23,7 @@ import msgspec
 from kvbaton.control.joining.enrolment import Enrolment
 from kvbaton.control.registry.registry_messages import Role
 from kvbaton.engines.vllm import interpreter, prompt_counting, request_content
+from kvbaton.engines.vllm.before_ranks import BeforeRanks
 from kvbaton.engines.vllm.block_pool import PinnedPool, is_exact
 from kvbaton.engines.vllm.cache_specs import state_blocks
 from kvbaton.engines.vllm.connector_parts import ConnectorParts
@@ -76,14 +77,18 @@ class SchedulerSide:
         self._settings = settings
         self._enrolment = enrolment
         self._place = place
-        self._prefills: bool = transfer.is_kv_producer and settings.hands_over
         self._decodes: bool = transfer.is_kv_consumer and settings.takes_over
         self._block_pool: Any = None
         self._pace = Pace(lock_step=vllm_config.parallel_config.data_parallel_size > 1)
         self.presence: Presence | None = None
         self.reporting = Reporting()
         self._live: ConnectorParts | None = None
-        self._weights = WeightsEpoch(str(vllm_config.model_config.model))
+        self._before = BeforeRanks(fails=self._decodes and transfer.kv_load_failure_policy == "fail")
+        self._weights = WeightsEpoch(str(getattr(vllm_config.model_config, "model", "")))
+
+    @property
+    def _prefills(self) -> bool:
+        return self._settings.hands_over and bool(self._config.kv_transfer_config.is_kv_producer)
 
     @property
     def stored(self) -> NoStore:
@@ -229,7 +234,7 @@ class SchedulerSide:
     def matched_tokens(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         live = self._live
         if live is None:
-            return NOTHING
+            return self._before.match(request, local_tokens)
         self._do_duties(live)
         if request.request_id in live.held:  # what its KV is of is still looked at, on a thread of its own
             if not request_content.is_known(request):
@@ -260,6 +265,7 @@ class SchedulerSide:
     def allocated(self, request: Any, blocks: Any, external_tokens: int) -> None:
         live = self._live
         if live is None:
+            self._before.allocated(request, external_tokens)
             return
         try:
             tables = blocks.get_block_ids()
@@ -280,7 +286,7 @@ class SchedulerSide:
         self._pace.begin(bool(scheduled.num_scheduled_tokens))
         step, live = self._pace.step, self._live
         if live is None:
-            return BatonStep(step)
+            return BatonStep(step, self._before.take_verdicts())
         self._try_duties(live)
         prompt_counting.begun(self.reporting.prompts, scheduled)
         leaving = self._leaving(live, scheduled)
