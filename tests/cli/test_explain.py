@@ -16,6 +16,7 @@ import pytest
 
 from kvbaton.cli.main import main
 from kvbaton.observe.codes import api, findings, logs
+from kvbaton.observe.codes.alone_reasons import MISSED, PLANNED
 from kvbaton.observe.codes.code_catalogue import CATALOGUE, close, every, find
 from kvbaton.observe.codes.entry import CodeKind, Severity, Who
 from kvbaton.observe.codes.reasons import ADVICE
@@ -103,6 +104,18 @@ def test_every_reason_has_advice_and_its_blame() -> None:
     assert set(ADVICE) == set(Reason) == {Reason(entry.code) for entry in CATALOGUE[CodeKind.REASON]}
     for entry in CATALOGUE[CodeKind.REASON]:
         assert entry.who.value == MEANING[Reason(entry.code)][0].value and entry.causes
+
+
+def test_every_word_of_d_alone_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    """What metrics, doctor, inspect and the dashboard call it: with its next step where something is wrong."""
+    counted = [BY_NAME[f"kvbaton_{name}_total"].labels[0].values for name in ("alone_tokens", "router_alone")]
+    labels = {word for words in counted for word in words}
+    assert labels >= {*MISSED, "fallback"} and [word for word in labels | set(PLANNED) if not find(word)] == []
+    for word, (means, do) in MISSED.items():
+        assert main(["explain", word]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert f"{word} (why D computes a prompt itself)" in text and means in text and do in text
+    assert {entry.code for entry in CATALOGUE[CodeKind.ALONE] if entry.who is Who.NOBODY} == set(PLANNED)
 
 
 def test_a_code_has_one_entry_and_every_entry_a_next_step() -> None:

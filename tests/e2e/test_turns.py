@@ -115,38 +115,64 @@ def test_turns_go_when_requests_need_their_blocks(tmp_path):
     asyncio.run(go())
 
 
+async def completed(session: aiohttp.ClientSession, url: str, said: list[str], stream: bool) -> str:
+    """The answer to a conversation's text so far."""
+    asked = {"prompt": "".join(said), "max_tokens": ANSWER_TOKENS, "temperature": 0, "stream": stream}
+    data = await posted(session, f"{url}/v1/completions", asked)
+    if not stream:
+        return json.loads(data)["choices"][0]["text"]
+    events = [line[6:] for line in data.split(b"\n") if line.startswith(b"data: ")]
+    assert events[-1] == b"[DONE]" and b"usage" not in data
+    return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
+
+
+async def responded(session: aiohttp.ClientSession, url: str, said: list[str], stream: bool) -> str:
+    """The same by responses: a text at first, later the messages."""
+    told = [{"role": ("user", "assistant")[at % 2], "content": each} for at, each in enumerate(said)]
+    asked = {"input": told if len(told) > 1 else said[0], "max_output_tokens": ANSWER_TOKENS, "temperature": 0}
+    data = await posted(session, f"{url}/v1/responses", {**asked, "stream": stream})
+    if stream:
+        events = [json.loads(line[6:]) for line in data.split(b"\n") if line.startswith(b"data: ")]
+        return events[-1]["response"]["output"][0]["content"][0]["text"]
+    return json.loads(data)["output"][0]["content"][0]["text"]
+
+
+async def posted(session: aiohttp.ClientSession, url: str, body: dict[str, object]) -> bytes:
+    async with session.post(url, json=body) as answer:
+        data = await answer.read()
+        assert answer.status == 200, data
+    assert b"kv_transfer_params" not in data
+    return data
+
+
+def prompt_of(ask: object, said: list[str]) -> str | list[int]:
+    if ask is completed:
+        return "".join(said)
+    return tokenizer.encode_chat((("user", "assistant")[at % 2], each) for at, each in enumerate(said))
+
+
 @pytest.mark.slow
 def test_a_cluster_takes_turns_over_and_clients_see_nothing_of_it(tmp_path):
     with up(tmp_path, "--turn-s", "60", "--prefill", "1", "--decode", "2") as cluster:
 
-        async def ask(session: aiohttp.ClientSession, prompt: str, stream: bool) -> str:
-            body = {"prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "stream": stream}
-            async with session.post(f"{cluster.url}/v1/completions", json=body) as answer:
-                data = await answer.read()
-                assert answer.status == 200, data
-            assert b"kv_transfer_params" not in data
-            if not stream:
-                return json.loads(data)["choices"][0]["text"]
-            events = [line[6:] for line in data.split(b"\n") if line.startswith(b"data: ")]
-            assert events[-1] == b"[DONE]" and b"usage" not in data
-            return "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
-
         async def go() -> None:
+            prompts: list[str | list[int]] = []
+            answers: list[str] = []
             async with aiohttp.ClientSession() as session:
-                for stream in (False, True):
-                    prompt, said = f"{stream} " + FIRST, []
+                for ask, stream in ((completed, False), (completed, True), (responded, False), (responded, True)):
+                    said = [f"{stream} " + FIRST]
                     for more in (*MORE, ""):
-                        text = await ask(session, prompt, stream)
-                        said.append((prompt, text))
-                        prompt += text + more
-                    expected = reference_answers([prompt for prompt, _ in said], ANSWER_TOKENS)
-                    assert [text for _, text in said] == expected
+                        text = await ask(session, cluster.url, said, stream)
+                        prompts.append(prompt_of(ask, said))
+                        answers.append(text)
+                        said += [text, more]
                 async with session.get(f"{cluster.url}/stats") as answer:
                     turns = (await answer.json())["turns_total"]
-            assert turns == {"noted": 6, "offered": 4}
+            assert answers == reference_answers(prompts, ANSWER_TOKENS)
+            assert turns == {"noted": 12, "offered": 8}
             stats = await cluster.workers()
-            assert stats["p0"]["turn_loads_total"] == {"taken": 4}
-            assert stats["p0"]["turn_tokens_total"] > 4 * ANSWER_TOKENS
-            assert sum(stats[name]["turns_total"]["taken"] for name in ("d0", "d1") if stats[name]["turns_total"]) == 4
+            assert stats["p0"]["turn_loads_total"] == {"taken": 8}
+            assert stats["p0"]["turn_tokens_total"] > 8 * ANSWER_TOKENS
+            assert sum(stats[name]["turns_total"]["taken"] for name in ("d0", "d1") if stats[name]["turns_total"]) == 8
 
         asyncio.run(go())

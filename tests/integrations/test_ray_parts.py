@@ -25,6 +25,8 @@ from kvbaton.integrations.ray.orchestration_settings import OrchestrationSetting
 from kvbaton.integrations.ray.orchestrator import Orchestrator
 from kvbaton.integrations.ray.prefill_breaker import ANY, PrefillBreaker
 from kvbaton.integrations.ray.replica_identity import check_shared, joined, replica_name, side_of
+from kvbaton.node.prompt_account import HANDOFF, word_of
+from kvbaton.observe.codes.alone_reasons import PLANNED
 from kvbaton.protocol.ids import is_worker_id
 
 TICKET = {"do_remote_prefill": True, "ticket": "t"}
@@ -255,7 +257,7 @@ class Engine:
 
     async def _words(self, request: Any) -> AsyncGenerator[Any, None]:
         try:
-            if self.waits_for_kv and request.kv_transfer_params is not None:
+            if self.waits_for_kv and (request.kv_transfer_params or {}).get("do_remote_prefill"):
                 await asyncio.Event().wait()
             yield "one"
             yield "two"
@@ -284,6 +286,12 @@ class Served:
     outcomes: dict[str, int]
     prefills: Prefills
     engine: Engine
+
+    @property
+    def told(self) -> list[str]:
+        """Why D was to compute, as its engine counts it."""
+        words = [word_of(request.kv_transfer_params) for request in self.engine.asked]
+        return [word for word in words if word != HANDOFF]
 
 
 def serve(
@@ -349,13 +357,14 @@ def _patient_with(name: str, mode: str) -> Engine:
 def test_d_computes_alone_when_every_p_fails(mode: str) -> None:
     served = serve(("a", dies), ("b", dies), mode=mode, engine=Engine(waits_for_kv=True))
     assert served.words == ["one", "two"] and served.outcomes == {"retried": 2, "alone": 1}
-    assert served.engine.asked[-1].kv_transfer_params is None
+    assert served.engine.asked[-1].kv_transfer_params == {"alone": "prefill_failed"}
     assert served.engine.closed == len(served.engine.asked), "what waited for KV was ended"
 
 
 def test_without_any_p_d_computes_alone_and_asks_nobody_for_a_while() -> None:
     served = serve(requests=5)
     assert served.words == ["one", "two"] and served.outcomes == {"alone": 5}
+    assert served.told == ["not_taken"] * 5
     assert served.prefills.released == 0 and served.prefills.chosen == []
 
 
@@ -367,24 +376,24 @@ def test_a_p_that_failed_is_left_alone() -> None:
 
 def test_when_every_p_rests_d_computes_alone() -> None:
     served = serve(("a", dies), ("b", dies), *[("a", answers), ("b", answers)] * 3, requests=2)
-    assert served.outcomes == {"retried": 2, "alone": 2}
+    assert served.outcomes == {"retried": 2, "alone": 2} and served.told == ["prefill_failed", "prefill_broken"]
     assert len(served.prefills.asked) == 2 and served.prefills.released == len(served.prefills.chosen)
 
 
 @pytest.mark.parametrize(
     ("wanted", "alone"),
     [
-        ({"prompt_logprobs": 0}, True),
-        ({"echo": True, "logprobs": 0}, True),
-        ({"echo": True}, False),
-        ({"logprobs": 3}, False),
-        ({"best_of": 2}, True),
-        ({"n": 2, "best_of": 2}, False),
-        ({"use_beam_search": True}, True),
-        ({"prompt_embeds": "e"}, True),
+        ({"prompt_logprobs": 0}, "prompt_logprobs"),
+        ({"echo": True, "logprobs": 0}, "echo"),
+        ({"echo": True}, ""),
+        ({"logprobs": 3}, ""),
+        ({"best_of": 2}, "search"),
+        ({"n": 2, "best_of": 2}, ""),
+        ({"use_beam_search": True}, "search"),
+        ({"prompt_embeds": "e"}, "prompt_embeds"),
     ],
 )
-def test_what_d_computes_in_any_case_costs_no_p(wanted: dict[str, Any], alone: bool) -> None:
+def test_what_d_computes_in_any_case_costs_no_p_and_is_counted_as_planned(wanted: dict[str, Any], alone: str) -> None:
     prefills, engine = Prefills([("a", answers)]), Engine()
     request = Asked()
     vars(request).update(wanted)
@@ -393,12 +402,20 @@ def test_what_d_computes_in_any_case_costs_no_p(wanted: dict[str, Any], alone: b
         here = Orchestrator(OrchestrationSettings(), Backend(), engine.decode)
         return [word async for word in here.answer(prefills, request, None)]
 
-    assert asyncio.run(run()) == ["one", "two"] and (prefills.asked == []) is alone
+    assert asyncio.run(run()) == ["one", "two"] and (prefills.asked == []) is bool(alone)
+    assert word_of(engine.asked[0].kv_transfer_params) == (alone or HANDOFF) and (not alone or alone in PLANNED)
 
 
-def test_what_p_refuses_d_judges() -> None:
-    served = serve(("a", refuses(400)), ("b", answers))
-    assert served.prefills.chosen == ["a"] and served.outcomes == {"alone": 1}
+@pytest.mark.parametrize(("code", "told"), [(400, "prefill_failed"), (429, "prefill_full")])
+def test_what_p_refuses_d_judges(code: int, told: str) -> None:
+    served = serve(("a", refuses(code)), ("b", answers))
+    assert served.prefills.chosen == ["a"] and served.outcomes == {"alone": 1} and served.told == [told]
+
+
+def test_a_p_that_hands_nothing_over_is_counted_as_such() -> None:
+    """Its engine runs without the connector, say: every answer is right, and D computes all of them."""
+    served = serve(("a", lambda: SimpleNamespace(kv_transfer_params=None)))
+    assert served.words == ["one", "two"] and served.outcomes == {"alone": 1} and served.told == ["prefill_failed"]
 
 
 def test_a_p_that_refuses_is_no_p_that_failed() -> None:

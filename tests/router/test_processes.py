@@ -22,6 +22,7 @@ from fake_workers import KEY, QUICK, Cluster, after, cluster, die, lease, speak,
 from kvbaton.observe.metrics.scraping import figures
 from kvbaton.processes import child_process
 from kvbaton.protocol.errors import ProtocolError
+from kvbaton.protocol.ids import Incarnation
 from kvbaton.protocol.wire.ticket import unseal
 from kvbaton.router.http.http_types import Answer, Events, Handler, Request
 from kvbaton.router.processes import router_parent, router_process
@@ -50,6 +51,11 @@ async def two(*scripts: Any, **more: Any) -> AsyncIterator[tuple[Cluster, Router
 def served(parent: RouterParent) -> list[int]:
     """Requests that each process has answered, as it told last."""
     return [each.figures[1].counters.get("ends", {}).get("ok", 0) for each in parent.processes]
+
+
+def talk(number: int, *more: str) -> dict[str, Any]:
+    """One of several conversations, at its first turn or later."""
+    return {"messages": [{"role": "user", "content": said} for said in (f"talk {number}", *more)], "max_tokens": 4}
 
 
 async def under_way(parent: RouterParent, count: int) -> None:
@@ -121,9 +127,19 @@ def test_clients_and_operators_see_one_router() -> None:
 
 
 def test_a_process_that_is_killed_takes_its_own_requests_with_it_and_comes_back() -> None:
+    """What it knew of conversations is known to the others, who may be asked for the next turn."""
+
     async def story() -> None:
         gate = asyncio.Event()
-        async with two([lease], [after(gate, speak)]) as (c, parent):
+        gate.set()
+        settings, life = msgspec.structs.replace(QUICK, turn_s=60.0), Incarnation(1)
+        async with two([lease], [after(gate, speak)], settings=settings, incarnation=life) as (c, parent):
+            talks = 0
+            while talks < 4 or not all(served(parent)):
+                assert (await c.post(talk(talks), "/v1/chat/completions"))[0] == 200
+                talks += 1
+                assert (await c.stats())["turns_total"] == {"noted": talks}
+            gate.clear()
             asking: list[asyncio.Task[Any]] = []
             while min(parent._counts.each(IN_FLIGHT)) < 2:
                 asking.append(asyncio.create_task(c.post(BODY)))
@@ -140,11 +156,16 @@ def test_a_process_that_is_killed_takes_its_own_requests_with_it_and_comes_back(
             assert sum(isinstance(end, aiohttp.ClientError) for end in ends) == had[0] > 0
             assert sum(isinstance(end, tuple) and end[0] == 200 for end in ends) == had[1] > 0
             assert {(await c.post(BODY))[0] for _ in range(4)} == {200}, "the other serves meanwhile"
+            first = len(c.p[0].bodies)
+            for number in range(talks):
+                assert (await c.post(talk(number, "an answer", "more"), "/v1/chat/completions"))[0] == 200
+            assert all("turn" in params for params in c.p[0].params[first:]), "of each conversation, whoever noted it"
             await until(lambda: all(each.ready.is_set() for each in parent.processes), 60)
             assert {(await c.post(BODY))[0] for _ in range(8)} == {200}
             told = await c.stats()
             assert (told["processes"], told["process_restarts_total"]) == (2, 1)
-            assert told["ends_total"] == {"ok": had[1] + 12} and told["in_flight"] == 0
+            assert told["ends_total"] == {"ok": had[1] + 12 + 2 * talks} and told["in_flight"] == 0
+            assert told["turns_total"] == {"noted": 2 * talks, "offered": talks}
 
     run(story())
 

@@ -13,10 +13,10 @@ from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.protocol.wire.ticket import unseal
-from kvbaton.router import turn_book
 from kvbaton.router.attempt import RoutedCall
 from kvbaton.router.dialect_table import TicketMinter
 from kvbaton.router.turn_book import TurnBook
+from kvbaton.router.turn_table import TurnTable
 from kvbaton.router.workers.directory import ListedEngine
 
 KEY = b"k" * 32
@@ -32,10 +32,10 @@ class Clock:
     lists = True
 
 
-def book(turn_s: float = 30.0) -> tuple[TurnBook, Clock, Counter[str]]:
+def book(turn_s: float = 30.0, table: TurnTable | None = None) -> tuple[TurnBook, Clock, Counter[str]]:
     clock, counts = Clock(), Counter()
     minter = TicketMinter(KEY, 60.0, wall=lambda: 1000.0)
-    return TurnBook(minter, turn_s, lambda peer, now: clock.lists, lambda: clock.now, counts), clock, counts
+    return TurnBook(minter, turn_s, lambda peer, now: clock.lists, lambda: clock.now, counts, table), clock, counts
 
 
 def call(kind: BodyKind = BodyKind.COMPLETION, stream: bool = False, alone: str = "", **fields: object) -> RoutedCall:
@@ -43,8 +43,29 @@ def call(kind: BodyKind = BodyKind.COMPLETION, stream: bool = False, alone: str 
 
 
 def chat(*said: str, **more: object) -> RoutedCall:
-    messages = [{"role": "user", "content": each} for each in said]
-    return call(BodyKind.CHAT, messages=messages, **more)
+    return call(BodyKind.CHAT, messages=[user(each) for each in said], **more)
+
+
+def user(text: str) -> dict[str, object]:
+    return {"role": "user", "content": text}
+
+
+def response(given: object, **more: object) -> RoutedCall:
+    return call(BodyKind.RESPONSES, input=given, **more)
+
+
+def claude(*said: object, **more: object) -> RoutedCall:
+    return call(BodyKind.MESSAGES, messages=[{"role": "user", "content": each} for each in said], **more)
+
+
+def block(text: str, **more: object) -> list[dict[str, object]]:
+    return [{"type": "text", "text": text, **more}]
+
+
+MARK = {"cache_control": {"type": "ephemeral"}}
+SAID = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": block("answer")}
+BILLED = [*block("x-anthropic-billing-header: cch=1"), *block("be kind")]
+BILLED_AGAIN = [*block("x-anthropic-billing-header: cch=2"), *block("be kind")]
 
 
 def talk(turns: TurnBook, first: RoutedCall, answer: bytes = WHOLE) -> dict[str, object]:
@@ -65,6 +86,18 @@ def offered(turns: TurnBook, second: RoutedCall) -> dict[str, object] | None:
         (call(prompt=list(range(300))), call(prompt=list(range(320)))),
         (chat("one"), chat("one", "answer", "two")),
         (chat("one", "answer", "two"), chat("one", "answer", "two", "another", "three")),
+        (response("one"), response([user("one"), SAID, user("two")])),
+        (response([user("one")], instructions="i"), response([user("one"), SAID, user("two")], instructions="i")),
+        (
+            response([user("one"), SAID, {"type": "function_call_output", "output": "5"}]),
+            response([{**user("one"), "type": "message"}, SAID, {"type": "function_call_output", "output": "5"}, SAID]),
+        ),
+        (response([user("one"), SAID, user("two")]), response([user("one"), {**SAID, "id": ""}, user("two"), SAID])),
+        (claude("one"), claude("one", "answer", "two")),
+        (claude(block("one", **MARK)), claude("one", "answer", block("two", **MARK))),
+        (claude("one", system="be kind"), claude("one", "answer", "two", system=block("be kind", **MARK))),
+        (claude("one", system=BILLED), claude("one", "answer", "two", system=BILLED_AGAIN)),
+        (claude("one", tools=[{"name": "t"}]), claude("one", "answer", "two", tools=[{"name": "t", **MARK}])),
     ],
 )
 def test_the_next_turns_p_is_told_once_who_keeps_it(first: RoutedCall, second: RoutedCall) -> None:
@@ -88,6 +121,15 @@ def test_the_next_turns_p_is_told_once_who_keeps_it(first: RoutedCall, second: R
         (chat("one"), chat("one")),
         (chat("one"), chat("another", "answer", "two")),
         (chat("one"), chat("one", "answer", "two", cache_salt="s")),
+        (response("one"), response("one")),
+        (response("one"), response([user("another"), SAID, user("two")])),
+        (response("one"), response([user("one"), SAID, user("two")], instructions="i")),
+        (response("one"), response([user("one"), SAID, user("two")], tools=[{"type": "function", "name": "t"}])),
+        (response("one"), chat("one", "answer", "two")),
+        (claude("one"), claude("one", "answer", "two", system="be kind")),
+        (claude("one", system="be kind"), claude("one", "answer", "two", system="be rude")),
+        (claude(block("one")), claude([*block("one"), *block("more")], "answer", "two")),
+        (claude([{"type": "image", "source": "a"}]), claude([{"type": "image", "source": "b"}], "answer", "two")),
     ],
 )
 def test_another_conversation_is_told_nothing(first: RoutedCall, second: RoutedCall) -> None:
@@ -104,18 +146,18 @@ def test_what_is_too_old_or_of_a_d_that_is_gone_is_forgotten() -> None:
         for field, value in changes.items():
             setattr(clock, field, value)
         assert offered(turns, chat("one", "answer", "two")) is None
-    assert counts["forgotten"] == 2 and len(turns) == 0
+    assert counts["forgotten"] == 2
 
 
-def test_the_book_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(turn_book, "TURNS_MAX", 3)
-    turns, clock, _ = book()
+def test_the_book_is_bounded() -> None:
+    table = TurnTable(turns_max=3)
+    turns, clock, counts = book(table=table)
     for number in range(5):
         talk(turns, chat(str(number)))
-    assert len(turns) == 3
+    assert len(table) == 3 and counts["forgotten"] == 2
     clock.now += 31
     talk(turns, chat("late"))
-    assert len(turns) == 1
+    assert len(table) == 1 and counts["forgotten"] == 5
 
 
 @pytest.mark.parametrize(
@@ -125,8 +167,9 @@ def test_the_book_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         call(prompt=LONG, alone="echo"),
         call(prompt=[LONG, LONG]),
         call(prompt=LONG, stream=True, stream_options={"include_usage": False}),
-        call(BodyKind.RESPONSES, input=LONG),
+        call(BodyKind.RESPONSES, input=None),
         call(BodyKind.CHAT, messages="nonsense"),
+        call(BodyKind.MESSAGES, messages={}),
         msgspec.structs.replace(call(prompt=LONG), data=None),
     ],
 )
@@ -142,7 +185,55 @@ def test_off_is_off_and_strangers_are_told_nothing() -> None:
     assert turns.keeps(call(prompt=LONG), foreign) is None
 
 
-@pytest.mark.parametrize("answer", [b"", b"[]", b'{"usage":null}', b'{"usage":{"prompt_tokens":"x"}}', b'{"usage":{}}'])
+@pytest.mark.parametrize(
+    ("first", "usage"),
+    [
+        (response("one"), {"input_tokens": 100, "output_tokens": 20, "total_tokens": 120}),
+        (claude("one"), {"input_tokens": 100, "output_tokens": 20, "cache_read_input_tokens": None}),
+        (claude("one"), {"input_tokens": 3, "cache_read_input_tokens": 90, "cache_creation_input_tokens": 7,
+                         "output_tokens": 20}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_turn_is_as_long_as_its_api_says(first: RoutedCall, usage: dict[str, object], stream: bool) -> None:
+    """What was cached is a part of a response's input, and no part of a message's."""
+    turns, _, counts = book()
+    watch = turns.keeps(msgspec.structs.replace(first, stream=stream), D)
+    assert watch is not None and watch.asked(b"{}") == b"{}", "these streams tell their usage unasked"
+    if not stream:
+        watch.whole(json.dumps({"type": "message", "usage": usage}).encode())
+    elif first.kind is BodyKind.RESPONSES:
+        opening = typed("response.created", response={"usage": None}) + typed("response.text", delta='"usage"')
+        last = typed("response.completed", response={"status": "completed", "usage": usage})
+        assert watch.stream(opening) == opening and not counts
+        assert watch.stream(opening + last) == opening + last
+    else:
+        opening = typed("message_start", message={"usage": {"input_tokens": 9, "output_tokens": 1}})
+        last = typed("message_delta", delta={"stop_reason": "end_turn"}, usage=usage)
+        assert watch.stream(opening) == opening and not counts
+        assert watch.stream(opening + last + typed("message_stop")) == opening + last + typed("message_stop")
+    second = response([user("one"), SAID, user("two")]) if first.kind is BodyKind.RESPONSES else claude("one", "a", "b")
+    told = offered(turns, second)
+    assert told is not None and told["tokens"] == 120
+
+
+def typed(kind: str, **values: object) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **values})}\n\n".encode()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"[]",
+        b'{"usage":null}',
+        b'{"usage":{"prompt_tokens":"x"}}',
+        b'{"usage":{}}',
+        b'{"usage":{"prompt_tokens":1,"completion_tokens":9223372036854775807}}',
+        b'{"usage":{"prompt_tokens":-5,"completion_tokens":7}}',
+        b'{"usage":{"prompt_tokens":5,"completion_tokens":null}}',
+    ],
+)
 def test_an_answer_without_a_usage_notes_nothing(answer: bytes) -> None:
     turns, _, counts = book()
     talk(turns, call(prompt=LONG), answer)

@@ -1,4 +1,5 @@
-"""`kvbaton explain WORD`: meaning and remedy of a failure reason, error code, log code or doctor finding.
+"""`kvbaton explain WORD`: meaning and remedy of a failure reason, error code, log code or doctor finding, and of the
+reasons why a decode engine computes a prompt itself.
 
 Law: it explains every code that the product can emit (`kvbaton.observe.codes`), and needs no running process.
 """
@@ -26,6 +27,7 @@ ACTS: dict[Who, str] = {
 }
 MET: dict[CodeKind, str] = {
     CodeKind.REASON: "failure reason of a handoff",
+    CodeKind.ALONE: "why D computes a prompt itself",
     CodeKind.API: "error code of an HTTP response",
     CodeKind.STATUS: "HTTP status of a worker's refusal",
     CodeKind.LOG: "code of a log line",

@@ -12,14 +12,12 @@ from collections.abc import Sequence
 import msgspec
 
 from kvbaton.api.api_errors import RETRY_AFTER_S, ApiError
-from kvbaton.observe.codes.alone_reasons import FIELD, WORDS
+from kvbaton.observe.codes.alone_reasons import FALLBACK, FIELD, WORDS
 from kvbaton.protocol.errors import Reason
 from kvbaton.router import kv_params
 from kvbaton.router.policy import NEVER
 from kvbaton.router.worker_calls import Leg, LegError
 from kvbaton.router.workers.directory import ListedEngine, WorkerListState
-
-FALLBACK = "fallback"
 
 
 def word_for(alone: str, last: LegError | None, workers: Sequence[ListedEngine]) -> str:

@@ -36,6 +36,7 @@ from kvbaton.router.route_table import Treatment, of, refusal
 from kvbaton.router.router_flights import LogBook
 from kvbaton.router.router_settings import OperatorPages, RouterSettings
 from kvbaton.router.router_stats import RouterStats
+from kvbaton.router.turn_table import TurnTable
 from kvbaton.router.worker_calls import LegError, Legs
 from kvbaton.router.workers.available import AvailableWorkers
 from kvbaton.router.workers.directory import ListedEngine, WorkerDirectory
@@ -76,6 +77,7 @@ class RouterParts:
     health: Health
     loads: Loads
     prefixes: Prefixes
+    turns: TurnTable
     operators: Handler | None = None  # answers operators in the place of this process
     probes: bool = True  # whether it is this process that probes workers
 
@@ -86,6 +88,7 @@ class RouterParts:
             Health(settings.suspect_s, settings.breaker_failures, settings.probe_min_s, settings.probe_max_s),
             Loads(),
             Prefixes(settings.prefix_pieces_max),
+            TurnTable(),
         )
 
 
@@ -254,7 +257,7 @@ async def router_app(
         if secrets.worker_key:
             legs.key = (b"Authorization", f"Bearer {secrets.worker_key}".encode())
         log_book = LogBook(gathering, name, settings.trace)
-        flow = Flow(legs, roster, settings, stats, minter, discard, log_book, parts.loads, parts.prefixes)
+        flow = Flow(legs, roster, settings, stats, minter, discard, log_book, parts.loads, parts.prefixes, parts.turns)
         front = OpenAiApi(flow, settings, stats, draining, hidden)
         passing = Passing(legs, roster, flow, settings, stats, draining, hidden)
         desk = OperatorApi(roster, legs, parts.loads, settings, stats, draining, hides_keys)

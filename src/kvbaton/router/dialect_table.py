@@ -22,7 +22,7 @@ import msgspec
 from kvbaton.api import foreign, request_ids, tokens
 from kvbaton.api.params import LEASE_FOR_PULL, Mode, source_params, target_params
 from kvbaton.control.plain import Fleet
-from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
+from kvbaton.protocol.ids import HandoffId, PeerId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.router.http.http_types import Header
 from kvbaton.router.policy import Pair
@@ -91,10 +91,10 @@ class TicketMinter:
     def new_handoff(self) -> HandoffId:
         return handoff_id(self._new_id())
 
-    def for_turn(self, handoff: HandoffId, source: ListedEngine, target: str = "", life_s: float = 0.0) -> str:
+    def for_turn(self, handoff: HandoffId, source: PeerId, target: str = "", life_s: float = 0.0) -> str:
         """A ticket for what D keeps of a conversation; the target is "" where it is not known yet."""
         expires_unix_s = self._wall() + (life_s or self._ttl_s)
-        ticket = Ticket(handoff, source.name, expires_unix_s, source.incarnation, target=WorkerId(target))
+        ticket = Ticket(handoff, source.worker, expires_unix_s, source.incarnation, target=WorkerId(target))
         return seal(ticket, self.key)
 
 

@@ -60,6 +60,7 @@ from kvbaton.router.router_flights import (
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.router_stats import RouterStats, count
 from kvbaton.router.turn_book import TurnBook
+from kvbaton.router.turn_table import TurnTable
 from kvbaton.router.worker_calls import EventStream, Leg, LegError, Legs, WorkerAnswer
 from kvbaton.router.workers.available import AvailableWorkers
 from kvbaton.router.workers.directory import ListedEngine
@@ -90,6 +91,7 @@ class Flow:
         log_book: LogBook | None = None,
         loads: Loads | None = None,
         prefixes: Prefixes | None = None,
+        turns: TurnTable | None = None,
     ) -> None:
         self._legs = legs
         self._roster = roster
@@ -106,7 +108,7 @@ class Flow:
         self._replies = Replies(roster.health, stats, settings.settle_s)
         self._deadlines = Deadlines()
         self._now = self._deadlines.loop.time
-        self._turns = TurnBook(minter, settings.turn_s, roster.lists, self._now, stats.waits.turns)
+        self._turns = TurnBook(minter, settings.turn_s, roster.lists, self._now, stats.waits.turns, turns)
 
     @property
     def loads(self) -> Mapping[PeerId, int]:

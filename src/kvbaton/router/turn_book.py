@@ -1,59 +1,78 @@
 """Turns of conversations: which D keeps the KV of what a prompt begins with, told to the P of the next turn.
 
-A conversation is known by its prompt alone: the next turn's begins with it. How long prompt and answer were, D's usage
-says. Laws: memory is bounded, and an entry is used once. What is told is a guess: P and D compare digests of the tokens
-themselves, so a wrong one costs P a question. Names are keyed per process, so no client can aim at another's turn; one
-that sends the same beginning gets what it could compute. Nothing of this reaches clients.
+A conversation is known by its prompt alone (`turn_names`). How long prompt and answer were, D's usage says. Laws: an
+entry is used once; of two processes that find it at the same moment D serves one. What is told is a guess: P and D
+compare digests of the tokens themselves, so a wrong one costs P a question. One that sends the same beginning gets what
+it could compute. Nothing of this reaches clients.
 """
 
 from __future__ import annotations
 
-import secrets
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from hashlib import blake2b
-from typing import Any
+from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
+from kvbaton.api import sse
 from kvbaton.api.bodies import BodyKind
 from kvbaton.protocol.ids import HandoffId, PeerId
 from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX
+from kvbaton.router import turn_names
 from kvbaton.router.attempt import RoutedCall
 from kvbaton.router.dialect_table import TicketMinter
+from kvbaton.router.turn_names import TurnName
+from kvbaton.router.turn_table import KnownTurn, TurnTable
 from kvbaton.router.workers.directory import ListedEngine
 
-TURNS_MAX = 16_384
-STEP_BYTES = 256
-"""A text is looked up by its beginnings of so many bytes and multiples of it; a shorter one is not worth it."""
-STEPS_MAX = 4096
+TOKENS_MAX = 1 << 31
+"""Of prompt and answer: what says more is no usage."""
 _encode = msgspec.json.Encoder().encode
-_KEY = secrets.token_bytes(32)
 _USAGE = b',"stream_options":{"include_usage":true}}'
+_UNTYPED = (BodyKind.COMPLETION, BodyKind.CHAT)
+"""Their streams tell the usage only if they are asked to, in an event of its own."""
+_TELLING = ("response.completed", "response.incomplete", "message_delta")
+"""The events of the others that tell it."""
 
 
 class _TokenUsage(msgspec.Struct, frozen=True):
+    """By OpenAI's two sets of names; Anthropic leaves what was cached out of the input."""
+
     prompt_tokens: int = 0
-    completion_tokens: int = 0
+    completion_tokens: int | None = 0
+    input_tokens: int = 0
+    output_tokens: int | None = 0
+    cache_read_input_tokens: int | None = 0
+    cache_creation_input_tokens: int | None = 0
+
+    @property
+    def tokens(self) -> int:
+        """Of prompt and answer; 0 where one of them is not told."""
+        cached = (self.cache_read_input_tokens or 0) + (self.cache_creation_input_tokens or 0)
+        asked, said = self.prompt_tokens + self.input_tokens + cached, self.completion_tokens or self.output_tokens or 0
+        return asked + said if asked > 0 and said > 0 and asked + said < TOKENS_MAX else 0
 
 
-class _UsageTold(msgspec.Struct, frozen=True):
+class _WholeTold(msgspec.Struct, frozen=True):
+    """A whole answer of any of the APIs, and the response within an event."""
+
+    usage: _TokenUsage | None = None
+
+
+class _ChunkTold(msgspec.Struct, frozen=True):
     usage: _TokenUsage | None = None
     choices: list[msgspec.Raw] = []
 
 
-_told = msgspec.json.Decoder(_UsageTold)
+class _EventTold(msgspec.Struct, frozen=True):
+    type: str = ""
+    usage: _TokenUsage | None = None
+    response: _WholeTold | None = None
 
 
-class KnownTurn(msgspec.Struct, frozen=True):
-    """What the router knows of a turn that a D keeps."""
-
-    worker: ListedEngine
-    handoff: HandoffId
-    tokens: int  # of prompt and answer
-    until: float
-    name: bytes  # of the whole prompt
-    length: int  # of its text, where it has one
+_whole = msgspec.json.Decoder(_WholeTold)
+_chunk = msgspec.json.Decoder(_ChunkTold)
+_event = msgspec.json.Decoder(_EventTold)
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
 class TurnBook:
@@ -66,16 +85,14 @@ class TurnBook:
         lists: Callable[[PeerId, float], bool],
         now: Callable[[], float],
         counts: Counter[str],
+        table: TurnTable | None = None,
     ) -> None:
         self._minter = minter if turn_s else None
         self._turn_s = turn_s
         self._lists = lists
         self._now = now
         self._counts = counts
-        self._turns: OrderedDict[bytes, KnownTurn] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._turns)
+        self._table = TurnTable() if table is None else table
 
     def offered(self, call: RoutedCall, prefill: ListedEngine, params: bytes) -> bytes:
         """P's parameters, with what some D has of this prompt."""
@@ -85,49 +102,51 @@ class TurnBook:
         if turn is None:
             return params
         self._counts["offered"] += 1
-        ticket = self._minter.for_turn(turn.handoff, turn.worker, prefill.name)
+        ticket = self._minter.for_turn(turn.handoff, turn.peer, prefill.name)
         return _with(params, b'"turn":' + _encode({"ticket": ticket, "tokens": turn.tokens}))
 
     def keeps(self, call: RoutedCall, decode: ListedEngine) -> TurnWatch | None:
         """How D is to keep this request, and the router to hear of it; None where a next turn could not be known."""
         if self._minter is None or not decode.is_own or call.data is None or call.alone:
             return None
-        asks_usage = call.stream
+        asks_usage = call.stream and call.kind in _UNTYPED
         options = call.fields.get("stream_options")
-        if call.stream and options is not None:
+        if asks_usage and options is not None:
             if not (isinstance(options, dict) and options.get("include_usage") is True):
                 return None
             asks_usage = False
-        names = list(_names(call))
+        names = list(turn_names.names_of(call, self._table.secret))
         if not names:
             return None
         handoff = self._minter.new_handoff()
-        ticket = self._minter.for_turn(handoff, decode, life_s=TICKET_LIFE_S_MAX)  # D opens it when the request ends
-        return TurnWatch(self, decode, handoff, ticket, names[-1], asks_usage)
+        # D opens it when the request ends
+        ticket = self._minter.for_turn(handoff, decode.peer, life_s=TICKET_LIFE_S_MAX)
+        return TurnWatch(self, call.kind, decode.peer, handoff, ticket, names[-1], asks_usage)
 
-    def note(self, decode: ListedEngine, handoff: HandoffId, name: tuple[bytes, bytes, int], tokens: int) -> None:
-        key, whole, length = name
+    def note(self, peer: PeerId, handoff: HandoffId, name: TurnName, tokens: int) -> None:
         self._counts["noted"] += 1
-        self._turns[key] = KnownTurn(decode, handoff, tokens, self._now() + self._turn_s, whole, length)
-        self._turns.move_to_end(key)
-        while len(self._turns) > TURNS_MAX or next(iter(self._turns.values())).until < self._now():
-            self._turns.popitem(last=False)
-            self._counts["forgotten"] += 1
+        now = self._now()
+        turn = KnownTurn(peer, handoff, tokens, now + self._turn_s, name.whole, name.length)
+        forgotten = self._table.put(name.key, turn, now)
+        if forgotten:
+            self._counts["forgotten"] += forgotten
 
     def _find(self, call: RoutedCall) -> KnownTurn | None:
         """The longest beginning of this prompt that a D keeps; from here on it is nobody else's."""
-        text = _text(call)
-        for key, whole, _ in reversed(list(_names(call))[: None if text else -1]):
-            turn = self._turns.get(key)
+        text, secret = turn_names.text_of(call), self._table.secret
+        for name in reversed(list(turn_names.names_of(call, secret))[: None if text else -1]):
+            turn = self._table.get(name.key)
             if turn is None:
                 continue
-            if text and not (turn.length < len(text) and _named(call, text[: turn.length]) == turn.name):
+            if text:
+                known = turn.length < len(text) and turn_names.name_of_text(call, text[: turn.length], secret)
+                if known != turn.whole:
+                    continue
+            elif name.whole != turn.whole:
                 continue
-            if not text and whole != turn.name:
-                continue
-            del self._turns[key]
+            self._table.drop(name.key)
             now = self._now()
-            if turn.until >= now and self._lists(turn.worker.peer, now):
+            if turn.until >= now and self._lists(turn.peer, now):
                 return turn
             self._counts["forgotten"] += 1
         return None
@@ -136,19 +155,21 @@ class TurnBook:
 class TurnWatch:
     """One answer on its way to the client: D's usage is read, and left out where the client did not ask for it."""
 
-    __slots__ = ("_asks_usage", "_book", "_decode", "_handoff", "_name", "_ticket")
+    __slots__ = ("_asks_usage", "_book", "_handoff", "_is_typed", "_name", "_peer", "_ticket")
 
     def __init__(
         self,
         book: TurnBook,
-        decode: ListedEngine,
+        kind: BodyKind,
+        peer: PeerId,
         handoff: HandoffId,
         ticket: str,
-        name: tuple[bytes, bytes, int],
+        name: TurnName,
         asks_usage: bool,
     ) -> None:
         self._book = book
-        self._decode = decode
+        self._is_typed = kind not in _UNTYPED
+        self._peer = peer
         self._handoff = handoff
         self._ticket = ticket
         self._name = name
@@ -163,80 +184,54 @@ class TurnWatch:
 
     def whole(self, answer: bytes) -> None:
         """An answer that is not streamed."""
-        self._read(answer, False)
+        try:
+            self._note(_whole.decode(answer).usage)
+        except _UNREADABLE:
+            return  # somebody else's to judge
 
     def stream(self, events: bytes) -> bytes:
         """Whole events as they came, as the client may see them."""
         if b'"usage"' not in events:
             return events
+        if self._is_typed:
+            for payload in sse.payloads(events):
+                self._read_event(payload)
+            return events
         kept = []
         for event in events.split(b"\n\n"):
             payload = event.removeprefix(b"data:").strip()
-            if b'"usage"' in event and self._read(payload, True) and self._asks_usage:
+            if b'"usage"' in event and self._read_chunk(payload) and self._asks_usage:
                 continue
             kept.append(event)
         return b"\n\n".join(kept)
 
-    def _read(self, data: bytes, is_last: bool) -> bool:
+    def _read_chunk(self, data: bytes) -> bool:
         """Whether this is the usage of the whole answer."""
         try:
-            told = _told.decode(data)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            told = _chunk.decode(data)
+        except _UNREADABLE:
             return False
-        usage = told.usage
-        if usage is None or (is_last and told.choices):
+        if told.usage is None or told.choices:
             return False
-        if usage.prompt_tokens > 0 and usage.completion_tokens > 0:
-            tokens = usage.prompt_tokens + usage.completion_tokens
-            self._book.note(self._decode, self._handoff, self._name, tokens)
+        self._note(told.usage)
         return True
+
+    def _read_event(self, data: bytes) -> None:
+        if b'"usage"' not in data:
+            return
+        try:
+            told = _event.decode(data)
+        except _UNREADABLE:
+            return
+        if told.type in _TELLING:
+            self._note(told.usage if told.response is None else told.response.usage)
+
+    def _note(self, usage: _TokenUsage | None) -> None:
+        if usage is not None and usage.tokens:
+            self._book.note(self._peer, self._handoff, self._name, usage.tokens)
 
 
 def _with(params: bytes, field: bytes) -> bytes:
     end = params.rindex(b"}")
     comma = b"" if params[:end].strip() == b"{" else b","
     return b"%b%b%b}" % (params[:end], comma, field)
-
-
-def _text(call: RoutedCall) -> bytes:
-    """The prompt of a completion as bytes of which a longer prompt's begin; b"" of anything else."""
-    if call.kind is not BodyKind.COMPLETION:
-        return b""
-    prompt = call.fields.get("prompt")
-    if isinstance(prompt, str):
-        return prompt.encode(errors="surrogatepass")
-    if isinstance(prompt, list) and prompt and all(type(each) is int for each in prompt):
-        return _encode(prompt)[:-1] + b","
-    return b""
-
-
-def _names(call: RoutedCall) -> Iterator[tuple[bytes, bytes, int]]:
-    """Names of a prompt's beginnings, shortest first: where it is looked up, the whole beginning's, and its length."""
-    if call.kind is BodyKind.CHAT:
-        messages = call.fields.get("messages")
-        name = _hash(_shape(call))
-        for message in messages if isinstance(messages, list) else ():
-            name = _hash(name + _encode(message))
-            yield name, name, 0
-        return
-    text = _text(call)
-    if text:
-        state = blake2b(_shape(call), key=_KEY, digest_size=16)
-        whole = _named(call, text)
-        for start in range(0, min(len(text), STEPS_MAX * STEP_BYTES) - STEP_BYTES + 1, STEP_BYTES):
-            state.update(text[start : start + STEP_BYTES])
-            yield state.digest(), whole, len(text)
-
-
-def _named(call: RoutedCall, text: bytes) -> bytes:
-    return _hash(_shape(call) + text)
-
-
-def _shape(call: RoutedCall) -> bytes:
-    """What shapes the KV besides the text."""
-    fields: Any = call.fields
-    return _encode([call.kind.value, fields.get("model"), fields.get("cache_salt"), fields.get("tools")])
-
-
-def _hash(data: bytes) -> bytes:
-    return blake2b(data, key=_KEY, digest_size=16).digest()

@@ -3,7 +3,8 @@
 With Ray's own decode server a dead P is an error for every request until Ray has replaced it.
 
 Laws: a failure of P is never the client's: a request that D can compute gets D's answer. Nothing that P must do is
-waited for without a deadline. Once D has said something, P no longer matters.
+waited for without a deadline. Once D has said something, P no longer matters. D's engine is told why it computes alone,
+for its account of prompts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,15 @@ from kvbaton.api.params import Mode
 from kvbaton.integrations.ray.orchestration_settings import OrchestrationSettings
 from kvbaton.integrations.ray.prefill_breaker import ANY, PrefillBreaker
 from kvbaton.integrations.ray.prefill_leg import NotAskedError, PrefillLeg
-from kvbaton.integrations.ray.request_shaping import decode_request, has_one_prompt, is_for_d_alone, is_servers_fault
+from kvbaton.integrations.ray.request_shaping import (
+    alone_request,
+    decode_request,
+    has_one_prompt,
+    is_servers_fault,
+    planned_alone,
+    word_of_refusal,
+)
+from kvbaton.observe.codes.alone_reasons import NOT_TAKEN
 from kvbaton.observe.codes.saying import worth_saying
 
 log = logging.getLogger(__name__)
@@ -31,10 +40,11 @@ Stream = AsyncGenerator[Any, None]
 
 
 class PrefillFailedError(Exception):
-    """P gave no KV; `is_final`: neither would another P."""
+    """P gave no KV; `is_final`: neither would another P. `word`: of `alone_reasons`, if D computes for that reason."""
 
-    def __init__(self, why: str, *, is_final: bool = False) -> None:
+    def __init__(self, why: str, word: str = "prefill_failed", *, is_final: bool = False) -> None:
         super().__init__(why)
+        self.word = word
         self.is_final = is_final
 
 
@@ -64,19 +74,26 @@ class Orchestrator:
         mode = Mode(asked_mode) if asked_mode in tuple(Mode) else self._backend.mode
         if not has_one_prompt(request):
             mode = Mode.PULL
-        for _ in range(0 if is_for_d_alone(request) else self._settings.prefill_tries):
+        word = planned_alone(request)
+        for _ in range(0 if word else self._settings.prefill_tries):
             leg: PrefillLeg | None = None
             local: Stream | None = None
             served = False
             try:
                 leg, replica, decoding = await self._begin(method, request, info, mode)
                 if decoding is None:  # pull: what D is to do is in P's answer
-                    decoding = decode_request(request, await self._answer_of(leg, replica))
+                    params = await self._answer_of(leg, replica)
+                    if params is None:
+                        raise PrefillFailedError(
+                            f"replica {replica} answered without kv_transfer_params", is_final=True
+                        )
+                    decoding = decode_request(request, params)
                 local = await self._decode(decoding, info)
                 first = await self._first_of(local, leg, replica)
                 served = True  # P's own answer may still be on its way: it is nobody's, and costs nothing
             except PrefillFailedError as error:
                 self._say(error)
+                word = error.word
                 if local is not None:
                     with contextlib.suppress(Exception):
                         await local.aclose()
@@ -96,18 +113,18 @@ class Orchestrator:
                     yield chunk
             return
         self._count("alone")
-        async with contextlib.aclosing(await self._decode(decode_request(request, None), info)) as local:
+        async with contextlib.aclosing(await self._decode(alone_request(request, word), info)) as local:
             async for chunk in local:
                 yield chunk
 
     async def _begin(self, method: Any, request: Any, info: Any, mode: Mode) -> tuple[PrefillLeg, str, Any]:
         """A P has taken the request; with it D's own, unless that must wait for P's answer."""
         if not self._breaker.allows(ANY):
-            raise PrefillFailedError("no prefill replica took a request lately", is_final=True)
+            raise PrefillFailedError("no prefill replica took a request lately", NOT_TAKEN, is_final=True)
         for _ in range(CHOICES_MAX):  # Ray chooses, and may choose one that rests
             with contextlib.suppress(NotAskedError):
                 return await self._taken(method, request, info, mode)
-        raise PrefillFailedError("all prefill replicas failed lately", is_final=True)
+        raise PrefillFailedError("all prefill replicas failed lately", "prefill_broken", is_final=True)
 
     async def _taken(self, method: Any, request: Any, info: Any, mode: Mode) -> tuple[PrefillLeg, str, Any]:
         nonce = secrets.token_hex(8)
@@ -129,7 +146,7 @@ class Orchestrator:
         except TimeoutError:
             leg.give_up()
             self._breaker.failed(ANY)
-            raise PrefillFailedError("no prefill replica took the request in time", is_final=True) from None
+            raise PrefillFailedError("no prefill replica took the request in time", NOT_TAKEN, is_final=True) from None
         except asyncio.CancelledError:
             leg.give_up()
             raise
@@ -152,7 +169,7 @@ class Orchestrator:
             raise PrefillFailedError(f"replica {replica} answered {said!r}")
         self._breaker.worked(replica)
         if getattr(said, "error", None) is not None:
-            raise PrefillFailedError(f"replica {replica} refused: {said!r}", is_final=True)
+            raise PrefillFailedError(f"replica {replica} refused: {said!r}", word_of_refusal(said), is_final=True)
         return said.kv_transfer_params
 
     async def _first_of(self, local: Stream, leg: PrefillLeg, replica: str) -> Any:

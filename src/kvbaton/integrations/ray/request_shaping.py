@@ -12,10 +12,11 @@ from typing import Any
 
 from kvbaton.api.foreign import pair_params
 from kvbaton.api.params import LEASE_FOR_PULL, Mode
+from kvbaton.observe.codes.alone_reasons import FIELD
 
 ONE = ("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of")
 ALONE = ("prompt_logprobs", "echo", "logprobs", "prompt_embeds", "use_beam_search", "best_of", "n")
-SERVER_ERROR = 500
+SERVER_ERROR, TOO_MANY = 500, 429
 DROPPED = ("stream_options", "stop", "stop_token_ids")
 
 
@@ -43,6 +44,11 @@ def decode_request(request: Any, params: Mapping[str, Any] | None) -> Any:
     return copy
 
 
+def alone_request(request: Any, word: str) -> Any:
+    """A copy that asks D for prompt and answer; its account of prompts is told why (`alone_reasons`)."""
+    return decode_request(request, {FIELD: word})
+
+
 def legs(mode: Mode, unique: str, prefill: str, decode: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """What P and D are told; D's is None where it is in P's answer (pull)."""
     if mode is Mode.PULL:
@@ -57,12 +63,21 @@ def is_servers_fault(said: Any) -> bool:
     return error is not None and (getattr(error, "code", None) or SERVER_ERROR) >= SERVER_ERROR
 
 
-def is_for_d_alone(request: Any) -> bool:
-    """Whether one engine must compute it from the prompt's first token, as the router judges it too."""
+def word_of_refusal(said: Any) -> str:
+    """Why D computes what a P has refused."""
+    return "prefill_full" if getattr(getattr(said, "error", None), "code", None) == TOO_MANY else "prefill_failed"
+
+
+def planned_alone(request: Any) -> str:
+    """Why one engine must compute it from the prompt's first token, as the router judges it too; "" if it need not."""
     said = {field: getattr(request, field, None) for field in ALONE}
-    echoed = said["echo"] and said["logprobs"] is not None
-    searched = said["use_beam_search"] or (said["best_of"] or 1) > (said["n"] or 1)
-    return bool(echoed or searched) or said["prompt_logprobs"] is not None or said["prompt_embeds"] is not None
+    if said["prompt_logprobs"] is not None:
+        return "prompt_logprobs"
+    if said["echo"] and said["logprobs"] is not None:
+        return "echo"
+    if said["prompt_embeds"] is not None:
+        return "prompt_embeds"
+    return "search" if said["use_beam_search"] or (said["best_of"] or 1) > (said["n"] or 1) else ""
 
 
 def has_one_prompt(request: Any) -> bool:

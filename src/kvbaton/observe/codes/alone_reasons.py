@@ -1,11 +1,13 @@
 """Why a decode engine computes a prompt itself: as planned, or although a prefill engine should have.
 
-Law: a closed list, shared by the router that says the word, the engine that counts it, metrics and `kvbaton doctor`. A
-handoff that was begun and failed is counted by its reason (`protocol.errors.Reason`) instead.
+Law: a closed list, shared by the router or Ray's replica that says the word, the engine that counts it, metrics,
+`kvbaton doctor` and `kvbaton explain`. A handoff that was begun and failed is counted by its reason
+(`protocol.errors.Reason`) instead.
 """
 
 from __future__ import annotations
 
+from kvbaton.observe.codes.entry import CodeEntry, CodeKind, Who
 from kvbaton.protocol.errors import MEANING, Reason
 
 FIELD = "alone"
@@ -26,6 +28,7 @@ PLANNED: dict[str, str] = {
 """As the operator or the request wants it: no prefill engine should have computed these."""
 
 UNASKED = "unasked"
+NOT_TAKEN = "not_taken"
 MISSED: dict[str, tuple[str, str]] = {
     UNASKED: (
         "requests reach D without a handoff: whatever stands in front of it asks no P",
@@ -48,6 +51,11 @@ MISSED: dict[str, tuple[str, str]] = {
     "prefill_failed": (
         "prefill workers fail requests",
         'read their logs; kvbaton_router_leg_failures_total{side="prefill"} has the error codes',
+    ),
+    NOT_TAKEN: (
+        "under Ray Serve, no prefill replica took the request in time: none is running, or all are busy",
+        "serve status shows the replicas; give the prefill deployment more of them, or a larger max_ongoing_requests, "
+        "or raise choose_timeout_s (docs/ray.md)",
     ),
     "no_pair": (
         "no prefill worker can hand over to this decode worker",
@@ -72,3 +80,29 @@ def explained(reason: str) -> tuple[str, str]:
     except ValueError:
         return reason, "kvbaton inspect --failed"
     return f"handoffs end as {reason}: {meaning}", f"kvbaton explain {reason}; kvbaton inspect --failed"
+
+
+FALLBACK = "fallback"
+"""The router's own word where none of the above is meant: it counts attempts before it knows why."""
+_COUNTED = 'metric kvbaton_alone_tokens_total{reason="%s"}'
+_TRIED = 'metric kvbaton_router_alone_total{reason="%s"}'
+
+
+def entries() -> tuple[CodeEntry, ...]:
+    """All words for `kvbaton explain`."""
+    missed = [_entry(word, Who.OPERATOR, means, do, _COUNTED % word) for word, (means, do) in MISSED.items()]
+    fallback = _entry(
+        FALLBACK, Who.OPERATOR, "no prefill worker could compute the prompt, and the router lets D compute it",
+        "find the reason in D's own account: kvbaton_alone_tokens_total, or kvbaton doctor --router URL",
+        _TRIED % FALLBACK,
+    )  # fmt: skip
+    planned = [
+        _entry(word, Who.NOBODY, f"as planned: {means}", "nothing", _TRIED % word) for word, means in PLANNED.items()
+    ]
+    return tuple(sorted([*missed, fallback, *planned], key=lambda entry: entry.code))
+
+
+def _entry(word: str, who: Who, means: str, do: str, look: str) -> CodeEntry:
+    sentence = f"D computes a prompt itself; {means}."
+    looks = (look, "docs/metrics.md, Is it really disaggregating?")
+    return CodeEntry(code=word, kind=CodeKind.ALONE, who=who, means=sentence, do=(do,), look=looks)

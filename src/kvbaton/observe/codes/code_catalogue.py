@@ -8,11 +8,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from kvbaton.observe.codes import api, findings, logs, reasons, statuses
+from kvbaton.observe.codes import alone_reasons, api, findings, logs, reasons, statuses
 from kvbaton.observe.codes.entry import CodeEntry, CodeKind
 
 CATALOGUE: dict[CodeKind, tuple[CodeEntry, ...]] = {
     CodeKind.REASON: reasons.entries(),
+    CodeKind.ALONE: alone_reasons.entries(),
     CodeKind.API: api.CODES,
     CodeKind.STATUS: statuses.CODES,
     CodeKind.LOG: tuple(sorted(logs.CODES, key=lambda entry: entry.code)),
@@ -20,6 +21,7 @@ CATALOGUE: dict[CodeKind, tuple[CodeEntry, ...]] = {
 }
 TITLES: dict[CodeKind, str] = {
     CodeKind.REASON: "Failure reasons",
+    CodeKind.ALONE: "Reasons why D computes a prompt itself",
     CodeKind.API: "API error codes",
     CodeKind.STATUS: "HTTP statuses of workers",
     CodeKind.LOG: "Log codes",

@@ -14,6 +14,7 @@ class CodeKind(enum.StrEnum):
     """Where a code appears."""
 
     REASON = "reason"  # why a handoff failed
+    ALONE = "alone"  # why a decode engine computed a prompt itself
     API = "api"  # `error.code` in an HTTP response
     STATUS = "status"  # HTTP status of a worker's refusal that has no such code
     LOG = "log"  # in brackets at the start of a log line

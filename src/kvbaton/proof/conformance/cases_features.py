@@ -23,8 +23,6 @@ DRAFTED = {
     "two stages": EngineShape(windows=(0, 0, 0), drafts=1, stages=2, blocks=81),
 }
 BESIDE = (("baton", "offloading"), ("offloading", "baton"))
-"""What is offloaded is loaded again only where steps do not overlap: the other's worker here copies on the host, and
-knows nothing of a device that is late."""
 
 
 @case(mode=MODES, shape=tuple(DRAFTED))
@@ -103,7 +101,7 @@ def stages_of_models_with_windows_and_states(lab: Lab, mode: str, stages: tuple[
         lab.settle()
 
 
-@case(mode=MODES, beside=BESIDE, overlapped=(False,))
+@case(mode=MODES, beside=BESIDE)
 def another_connector_beside_ours_changes_no_answer(lab: Lab, mode: str, beside: tuple[str, ...]) -> None:
     """vLLM's MultiConnector asks both, in their order; whoever has the prompt first loads it, the other lets go."""
     p, d = lab.duo(EngineShape(beside=beside, blocks=81))
@@ -119,7 +117,7 @@ def another_connector_beside_ours_changes_no_answer(lab: Lab, mode: str, beside:
     demand(d.watch.loaded_tokens[again] >= 32, f"{d.watch.loaded_tokens[again]} tokens came from the other connector")
 
 
-@case(mode=MODES, beside=BESIDE, overlapped=(False,))
+@case(mode=MODES, beside=BESIDE)
 def a_prompt_that_the_other_connector_has_frees_p(lab: Lab, mode: str, beside: tuple[str, ...]) -> None:
     """Both could load it. In whichever place ours is, P's blocks come back and the answer is right."""
     p, d = lab.duo(EngineShape(beside=beside, blocks=81))

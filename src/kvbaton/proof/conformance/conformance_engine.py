@@ -23,6 +23,7 @@ from kvbaton.proof.conformance import configs
 from kvbaton.proof.conformance.configs import EngineShape
 from kvbaton.proof.conformance.conformance_oracle import EOS, Memory
 from kvbaton.proof.conformance.conformance_watching import LabWatch, across
+from kvbaton.proof.conformance.device_order import DeviceOrder
 from kvbaton.proof.conformance.runner import CaseRunner
 
 _PIPELINE_STEPS = 2
@@ -108,13 +109,15 @@ class LabEngine:
                 config=mine, role=KVConnectorRole.WORKER, kv_cache_config=copy.deepcopy(planned)
             )
             assert isinstance(worker, KVConnectorBase)
-            memory = Memory(self.shape, planned, rank % self.shape.ranks)
+            memory, order = Memory(self.shape, planned, rank % self.shape.ranks), DeviceOrder()
+            order.works_on(memory.tensors.values())
             self.watch.over(worker)
             worker.register_kv_caches(memory.tensors)
             if self.shape.runner == "v2" and hasattr(worker, "reset_capture_state"):
                 worker.reset_capture_state()  # CUDA graphs have been captured
         is_v2, drafts = self.shape.runner == "v2", len(self.shape.windows) if self.shape.drafts else None
-        return CaseRunner(worker, memory, self._sample, is_v2=is_v2, is_late=self.shape.pipelined, drafts_from=drafts)
+        late = self.shape.pipelined
+        return CaseRunner(worker, memory, self._sample, order, is_v2=is_v2, is_late=late, drafts_from=drafts)
 
     def _handshake(self, rank: int) -> Any:
         with as_rank(rank, self.shape):

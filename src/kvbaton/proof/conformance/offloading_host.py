@@ -12,6 +12,8 @@ import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
+from kvbaton.proof.conformance.device_order import OrderedCopies, device_of
+
 OFFLOADING: dict[str, Any] = {
     "kv_connector": "OffloadingConnector",
     "kv_role": "kv_both",
@@ -25,35 +27,33 @@ OFFLOADING: dict[str, Any] = {
 
 
 class HostOffloadingWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies at once; a job has ended when somebody asks."""
+    """Copies behind the steps that the device was given before, each direction in its order, as vLLM's own does."""
 
     def __init__(self, kv_caches: Any, chunks: int) -> None:
         self._caches = [each.tensor for each in kv_caches.tensors]
         self._kept = [torch.zeros((chunks, *cache.shape[1:]), dtype=cache.dtype) for cache in self._caches]
-        self._ended: list[TransferResult] = []
-        self.loads = 0
+        device = device_of(self._caches[0])
+        self._stores, self._loads = OrderedCopies(device), OrderedCopies(device)
+        self._ended: list[int] = []
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        for cache, kept in zip(self._caches, self._kept, strict=True):
-            kept[list(dst_spec.block_ids)] = cache[list(src_spec.block_ids)]
-        return self._end(job_id)
+        self._stores.begin(job_id, lambda: self._copy(self._caches, src_spec, self._kept, dst_spec))
+        return True
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        self.loads += 1
-        for cache, kept in zip(self._caches, self._kept, strict=True):
-            cache[list(dst_spec.block_ids)] = kept[list(src_spec.block_ids)]
-        return self._end(job_id)
+        self._loads.begin(job_id, lambda: self._copy(self._kept, src_spec, self._caches, dst_spec))
+        return True
 
     def get_finished(self) -> list[TransferResult]:
-        ended, self._ended = self._ended, []
-        return ended
+        ended, self._ended = [*self._ended, *self._stores.ended(), *self._loads.ended()], []
+        return [TransferResult(job, True, 1, 0.001) for job in ended]
 
     def wait(self, job_ids: set[int]) -> None:
-        """Every job has ended when it was submitted."""
+        self._ended += [*self._stores.wait(job_ids), *self._loads.wait(job_ids)]
 
-    def _end(self, job_id: int) -> bool:
-        self._ended.append(TransferResult(job_id, True, 1, 0.001))
-        return True
+    def _copy(self, sources: list[Any], src_spec: Any, targets: list[Any], dst_spec: Any) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            target[list(dst_spec.block_ids)] = source[list(src_spec.block_ids)]
 
 
 class HostOffloadingSpec(CPUOffloadingSpec):  # type: ignore[misc]

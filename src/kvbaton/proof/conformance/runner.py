@@ -3,12 +3,13 @@
 Laws: the order of hooks is that of `vllm.v1.worker.kv_connector_model_runner_mixin` (V1) or of
 `vllm.v1.worker.gpu.kv_connector` (V2), both of 0.32.0. Before a request attends to its past, the past is checked by the
 oracle. A device that is *late* has done nothing when a step was issued and its hooks were called: it reads and
-writes when the step's output is taken; what a request finds loaded must be there at issue already, and then still.
+writes when the step's output is taken, or when the host waits for it; what a request finds loaded must be there at
+issue already, and then still.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from typing import Any
 
 from kvbaton.proof.conformance.configs import layer_index
 from kvbaton.proof.conformance.conformance_oracle import Memory, next_token, prefix_hashes
+from kvbaton.proof.conformance.device_order import DeviceOrder
 from kvbaton.proof.conformance.lab_drafter import draft
 
 
@@ -39,7 +41,7 @@ class RunnerWork:
     is_fresh: bool  # its first step, or its first since it was preempted
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Issued:
     """A step that the device was given."""
 
@@ -55,6 +57,7 @@ class CaseRunner:
     connector: Any
     memory: Memory
     sample: Callable[[str, list[int]], int | None] = lambda request, tokens: None
+    order: DeviceOrder = field(default_factory=DeviceOrder)
     is_v2: bool = False
     is_late: bool = False
     drafts_from: int | None = None  # the number of a drafter's first layer
@@ -63,6 +66,10 @@ class CaseRunner:
     computed_of: Counter[str] = field(default_factory=Counter)
     _pending: Counter[tuple[int, int]] = field(default_factory=Counter)  # (group, block) that steps in flight write
     aborted: set[str] = field(default_factory=set)  # a step in flight still computes them; nobody hears the answer
+    _given: deque[Issued] = field(default_factory=deque)  # steps that a late device has not run yet
+
+    def __post_init__(self) -> None:
+        self.order.catch_up = self._catch_up
 
     # --- what the engine sees
 
@@ -85,6 +92,7 @@ class CaseRunner:
         options = {"scheduler_output": step, "request_ids": list(step.num_scheduled_tokens)} if self.is_v2 else {}
         if step.has_sync_kv_loads:
             self._start_loads(options)
+        self._give(issued)
         try:
             self._forward(issued.work)
         finally:
@@ -99,16 +107,10 @@ class CaseRunner:
         """The step has ended on the device: vLLM's `ModelRunnerOutput`."""
         from vllm.v1.outputs import ModelRunnerOutput
 
-        if self.is_late:
-            self.memory.zero(issued.zeroed)
+        while issued in self._given:
+            self._run(self._given.popleft())
         if not issued.work:
             return ModelRunnerOutput.with_kv_conn_output_only(issued.output)
-        if self.is_late:
-            hashes = self._hashes(issued.work)
-            for each in issued.work:
-                self._pending.subtract(self._written(each))
-            for group, layer in self.memory.in_order:
-                self._compute(issued.work, hashes, group, layer)
         names = [each.name for each in issued.work]
         sampled = [self._sampled(each) for each in issued.work]
         self._draft(issued.work)
@@ -118,6 +120,29 @@ class CaseRunner:
             sampled_token_ids=sampled,
             kv_connector_output=issued.output,
         )
+
+    # --- the device
+
+    def _give(self, issued: Issued) -> None:
+        self.order.issued += 1
+        if self.is_late:
+            self._given.append(issued)
+        else:
+            self.order.run += 1  # whatever comes behind the step comes after its work
+
+    def _run(self, issued: Issued) -> None:
+        """What a late device does of a step."""
+        self.order.run += 1
+        self.memory.zero(issued.zeroed)
+        hashes = self._hashes(issued.work)
+        for each in issued.work:
+            self._pending.subtract(self._written(each))
+        for group, layer in self.memory.in_order if issued.work else ():
+            self._compute(issued.work, hashes, group, layer)
+
+    def _catch_up(self) -> None:
+        while self._given:
+            self._run(self._given.popleft())
 
     # --- helpers
 

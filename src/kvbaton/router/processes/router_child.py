@@ -55,6 +55,7 @@ from kvbaton.router.processes.shared_counts import (
     SharedStats,
 )
 from kvbaton.router.processes.shared_port import SharedPort
+from kvbaton.router.processes.shared_turns import SharedTurns, turns_bytes
 from kvbaton.router.workers.directory import ListedEngine
 from kvbaton.router.workers.health import Health, HealthRecord, WorkerStanding
 
@@ -160,7 +161,7 @@ class RouterChild:
         settings = setup.settings
         process_logs.configure(setup.logs)
         told = _Signals()
-        counts = SharedCounts(setup.counts, setup.processes, settings.prefix_pieces_max)
+        counts = SharedCounts(setup.counts, setup.processes, settings.prefix_pieces_max, turns_bytes(settings.turn_s))
         row = counts.row(setup.index)
         room = SharedQuotas(counts, row, setup.quota_key, settings.held_bytes_max)
         bounds = (settings.suspect_s, settings.breaker_failures, settings.probe_min_s, settings.probe_max_s)
@@ -170,6 +171,7 @@ class RouterChild:
             ChildHealth(self._link.send, *bounds),
             SharedLoads(counts, row),
             SharedPrefixes(counts),
+            SharedTurns(counts.turns, setup.quota_key),
             operators=self._relayed,
             probes=False,
         )
@@ -260,8 +262,8 @@ class RouterChild:
         match message:
             case WorkersListed():
                 numbers = {each.peer: number for each, number in zip(message.workers, message.numbers, strict=True)}
-                for each in (parts.loads, parts.prefixes):
-                    assert isinstance(each, SharedLoads | SharedPrefixes)
+                for each in (parts.loads, parts.prefixes, parts.turns):
+                    assert isinstance(each, SharedLoads | SharedPrefixes | SharedTurns)
                     each.know(numbers)
                 self._directory.workers = message.workers
             case StandingsTold():

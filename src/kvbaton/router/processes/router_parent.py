@@ -50,6 +50,7 @@ from kvbaton.router.processes.process_link import (
 )
 from kvbaton.router.processes.router_process import RouterProcess
 from kvbaton.router.processes.shared_counts import IN_FLIGHT, SharedCounts, SharedLoads, WorkerNumbers
+from kvbaton.router.processes.shared_turns import turns_bytes
 from kvbaton.router.request_flow import Discard
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.worker_calls import Legs
@@ -339,7 +340,7 @@ async def router_processes(
         listeners = await shared_port.bound(host, port)
         for each in listeners:
             stack.callback(each.close)
-        counts = SharedCounts.made(processes, settings.prefix_pieces_max)
+        counts = SharedCounts.made(processes, settings.prefix_pieces_max, turns_bytes(settings.turn_s))
         stack.callback(counts.close)
         parts = RouterParts.alone(settings)
         parts.loads = SharedLoads(counts, None)

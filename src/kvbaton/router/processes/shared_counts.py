@@ -12,7 +12,8 @@ its column; numbers are not given again before 65,535 others were.
     4 …         of these, by client address (a keyed hash of it: two that share a column share its bound)
     4100 …      tokens under way at each worker, by the worker's number
 
-Behind the rows is a table of prompts' beginnings: their names, and the numbers of up to four workers that saw them.
+Behind the rows is a table of prompts' beginnings: their names, and the numbers of up to four workers that saw them;
+behind that, where turns are kept, the table of `shared_turns`.
 """
 
 from __future__ import annotations
@@ -45,21 +46,23 @@ _HOLDER_BITS = 16
 class SharedCounts:
     """The memory, as every process maps it."""
 
-    def __init__(self, file: int, processes: int, pieces_max: int) -> None:
+    def __init__(self, file: int, processes: int, pieces_max: int, turns_bytes: int = 0) -> None:
         self.file = file
         self.processes = processes
         self.pieces_max = pieces_max
         rows = 8 * COLUMNS * processes
-        size = rows + 8 * _PIECE * max(pieces_max, 1)
+        pieces = rows + 8 * _PIECE * max(pieces_max, 1)
+        size = pieces + turns_bytes
         if os.fstat(file).st_size < size:
             os.ftruncate(file, size)
         memory = memoryview(mmap.mmap(file, size))
         self._rows = memory[:rows].cast("q")
-        self.pieces = memory[rows:size].cast("Q")
+        self.pieces = memory[rows:pieces].cast("Q")
+        self.turns = memory[pieces:size]
 
     @classmethod
-    def made(cls, processes: int, pieces_max: int) -> SharedCounts:
-        return cls(os.memfd_create("kvbaton-router"), processes, pieces_max)
+    def made(cls, processes: int, pieces_max: int, turns_bytes: int = 0) -> SharedCounts:
+        return cls(os.memfd_create("kvbaton-router"), processes, pieces_max, turns_bytes)
 
     def close(self) -> None:
         """The descriptor; the memory goes with the process."""
