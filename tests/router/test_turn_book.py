@@ -107,6 +107,30 @@ def test_what_is_too_old_or_of_a_d_that_is_gone_is_forgotten() -> None:
     assert counts["forgotten"] == 2 and len(turns) == 0
 
 
+def test_turns_that_were_planted_along_a_text_cost_its_owner_no_more_than_their_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that knows a long text plants a turn at each step of it, with an end of its own: each is looked at."""
+    turns, _, counts = book()
+    text, ends = "x" * turn_book.STEP_BYTES * 40, []
+    for steps in range(1, 40):
+        talk(turns, call(prompt=text[: steps * turn_book.STEP_BYTES] + "another end"))
+    genuine = turn_book._whole
+    monkeypatch.setattr(turn_book, "_whole", lambda state, rest: ends.append(len(rest)) or genuine(state, rest))
+    assert offered(turns, call(prompt=text)) is None
+    assert len(ends) == 39 and max(ends) < turn_book.STEP_BYTES, "not 39 times the text"
+    assert len(turns) == 39 and counts == {"noted": 39}
+
+
+@pytest.mark.parametrize("digits", [10, 20, 4000])
+def test_a_d_that_tells_of_more_tokens_than_there_can_be_is_told_of_to_nobody(digits: int) -> None:
+    """The next turn's P would refuse a number that it cannot read, and the client would be blamed."""
+    turns, _, counts = book()
+    told = b'{"choices":[{}],"usage":{"prompt_tokens":%d,"completion_tokens":9}}' % 10**digits
+    talk(turns, chat("one"), told)
+    assert offered(turns, chat("one", "answer", "two")) is None and not counts
+
+
 def test_the_book_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turn_book, "TURNS_MAX", 3)
     turns, clock, _ = book()

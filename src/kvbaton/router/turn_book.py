@@ -9,7 +9,7 @@ that sends the same beginning gets what it could compute. Nothing of this reache
 from __future__ import annotations
 
 import secrets
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
 from typing import Any
@@ -27,6 +27,8 @@ TURNS_MAX = 16_384
 STEP_BYTES = 256
 """A text is looked up by its beginnings of so many bytes and multiples of it; a shorter one is not worth it."""
 STEPS_MAX = 4096
+TOKENS_MAX = 1 << 31
+"""Of a prompt and its answer; a D that tells of more lies, and P could not read the number."""
 _encode = msgspec.json.Encoder().encode
 _KEY = secrets.token_bytes(32)
 _USAGE = b',"stream_options":{"include_usage":true}}'
@@ -98,12 +100,12 @@ class TurnBook:
             if not (isinstance(options, dict) and options.get("include_usage") is True):
                 return None
             asks_usage = False
-        names = list(_names(call))
-        if not names:
+        name = _name(call)
+        if name is None:
             return None
         handoff = self._minter.new_handoff()
         ticket = self._minter.for_turn(handoff, decode, life_s=TICKET_LIFE_S_MAX)  # D opens it when the request ends
-        return TurnWatch(self, decode, handoff, ticket, names[-1], asks_usage)
+        return TurnWatch(self, decode, handoff, ticket, name, asks_usage)
 
     def note(self, decode: ListedEngine, handoff: HandoffId, name: tuple[bytes, bytes, int], tokens: int) -> None:
         key, whole, length = name
@@ -116,21 +118,28 @@ class TurnBook:
 
     def _find(self, call: RoutedCall) -> KnownTurn | None:
         """The longest beginning of this prompt that a D keeps; from here on it is nobody else's."""
-        text = _text(call)
-        for key, whole, _ in reversed(list(_names(call))[: None if text else -1]):
-            turn = self._turns.get(key)
-            if turn is None:
-                continue
-            if text and not (turn.length < len(text) and _named(call, text[: turn.length]) == turn.name):
-                continue
-            if not text and whole != turn.name:
-                continue
+        for key, turn in reversed(self._known(call)):
             del self._turns[key]
             now = self._now()
             if turn.until >= now and self._lists(turn.worker.peer, now):
                 return turn
             self._counts["forgotten"] += 1
         return None
+
+    def _known(self, call: RoutedCall) -> list[tuple[bytes, KnownTurn]]:
+        """All beginnings of this prompt that are known, shortest first."""
+        text = _text(call)
+        if not text:
+            said = list(_said(call))[:-1]
+            return [(key, turn) for key in said if (turn := self._turns.get(key)) is not None]
+        found = []
+        for state, at in _steps(call, text):
+            key = state.digest()
+            turn = self._turns.get(key)
+            # Only what is behind the step is hashed here: a client could plant turns at each of a long text's steps.
+            if turn and turn.length < len(text) and _whole(state, text[at : turn.length]) == turn.name:
+                found.append((key, turn))
+        return found
 
 
 class TurnWatch:
@@ -186,8 +195,8 @@ class TurnWatch:
         usage = told.usage
         if usage is None or (is_last and told.choices):
             return False
-        if usage.prompt_tokens > 0 and usage.completion_tokens > 0:
-            tokens = usage.prompt_tokens + usage.completion_tokens
+        tokens = usage.prompt_tokens + usage.completion_tokens
+        if usage.prompt_tokens > 0 and usage.completion_tokens > 0 and tokens <= TOKENS_MAX:
             self._book.note(self._decode, self._handoff, self._name, tokens)
         return True
 
@@ -210,26 +219,41 @@ def _text(call: RoutedCall) -> bytes:
     return b""
 
 
-def _names(call: RoutedCall) -> Iterator[tuple[bytes, bytes, int]]:
-    """Names of a prompt's beginnings, shortest first: where it is looked up, the whole beginning's, and its length."""
-    if call.kind is BodyKind.CHAT:
-        messages = call.fields.get("messages")
-        name = _hash(_shape(call))
-        for message in messages if isinstance(messages, list) else ():
-            name = _hash(name + _encode(message))
-            yield name, name, 0
-        return
+def _name(call: RoutedCall) -> tuple[bytes, bytes, int] | None:
+    """Of a whole prompt: where it is looked up, its name, and the length of its text, where it has one."""
     text = _text(call)
-    if text:
-        state = blake2b(_shape(call), key=_KEY, digest_size=16)
-        whole = _named(call, text)
-        for start in range(0, min(len(text), STEPS_MAX * STEP_BYTES) - STEP_BYTES + 1, STEP_BYTES):
-            state.update(text[start : start + STEP_BYTES])
-            yield state.digest(), whole, len(text)
+    if not text:
+        said = list(_said(call))
+        return (said[-1], said[-1], 0) if said else None
+    last = deque(_steps(call, text), maxlen=1)
+    if not last:
+        return None
+    [(state, at)] = last
+    return state.digest(), _whole(state, text[at:]), len(text)
 
 
-def _named(call: RoutedCall, text: bytes) -> bytes:
-    return _hash(_shape(call) + text)
+def _said(call: RoutedCall) -> Iterator[bytes]:
+    """Names of a chat's beginnings, message by message."""
+    messages = call.fields.get("messages") if call.kind is BodyKind.CHAT else None
+    name = _hash(_shape(call))
+    for message in messages if isinstance(messages, list) else ():
+        name = _hash(name + _encode(message))
+        yield name
+
+
+def _steps(call: RoutedCall, text: bytes) -> Iterator[tuple[Any, int]]:
+    """A text's beginnings, each a step longer: the hash of it so far, which goes on with the next, and its length."""
+    state = blake2b(_shape(call), key=_KEY, digest_size=16)
+    for at in range(STEP_BYTES, min(len(text), STEPS_MAX * STEP_BYTES) + 1, STEP_BYTES):
+        state.update(text[at - STEP_BYTES : at])
+        yield state, at
+
+
+def _whole(state: Any, rest: bytes) -> bytes:
+    """The name of a text of which `state` has all but the rest."""
+    state = state.copy()
+    state.update(rest)
+    return bytes(state.digest())
 
 
 def _shape(call: RoutedCall) -> bytes:
