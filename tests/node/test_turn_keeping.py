@@ -107,6 +107,35 @@ class TestPressure:
         keeper.press(free_blocks=3)
         assert let_go(engine) == [name(1)]
 
+    def test_what_is_read_for_long_keeps_no_other_turn_from_going(self) -> None:
+        """A reader, slow or a liar, keeps what was let go of: requests would wait for blocks beside idle turns."""
+        now = [NOW_S]
+        engine = door()
+        engine.config = msgspec.structs.replace(engine.config, wall=lambda: now[0])
+        keeper = TurnKeeper(engine, ON, BLOCKS)
+        for number in (1, 2, 3):
+            keep(keeper, number, 4)
+        events(engine)
+        keeper.press(free_blocks=2, needed=2)
+        assert let_go(engine) == [name(1)]
+        now[0] += turn_keeping.RETURN_S / 2
+        keeper.press(free_blocks=2, needed=2)
+        assert let_go(engine) == [], "it may be on its way"
+        now[0] += turn_keeping.RETURN_S
+        keeper.press(free_blocks=2, needed=2)
+        assert let_go(engine) == [name(2)]
+        now[0] -= 3600.0
+        keeper.press(free_blocks=2, needed=2)
+        assert let_go(engine) == [name(3)], "a clock that was set back holds up nothing"
+
+    def test_an_engine_with_blocks_to_spare_counts_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Every hook asks, and 4,096 turns may be kept: half a millisecond each time, for nothing."""
+        engine = door()
+        keeper = TurnKeeper(engine, ON, BLOCKS)
+        keep(keeper, 1, 4)
+        monkeypatch.setattr(engine, "is_leased", lambda lease: pytest.fail("all turns were looked at"))
+        keeper.press(free_blocks=20, needed=16)
+
 
 class TestTaking:
     def taker(self) -> tuple[Doorway, TurnTaker]:
@@ -136,6 +165,12 @@ class TestTaking:
         [disowned] = events(engine)
         assert isinstance(disowned, ev.Disowned) and not taker.awaits(R)
         assert taker.loads == {"unfit": 1}
+
+    def test_a_turn_of_its_own_is_let_go_of_and_not_claimed(self) -> None:
+        """An engine of both roles, whose own answer is the prompt's beginning: its prefix cache has that."""
+        engine, taker = self.taker()
+        taker.ask(R, ticket(source=WorkerId("p"), target=WorkerId("p")), 41, 60, lambda upto: b"digest")
+        assert events(engine) == [ev.Discarded(name(1))] and not taker.awaits(R) and taker.loads == {"known": 1}
 
     def test_p_that_has_as_much_itself_gives_the_turn_back(self) -> None:
         engine, taker = self.taker()

@@ -28,6 +28,8 @@ TAKE_S = 2.0
 TURNS_MAX = 4096
 RESERVE_SHARE = 16
 """One part in so many of the cache is kept free of turns, for the blocks that running requests grow by."""
+RETURN_S = 0.5
+"""What was let go of is back within milliseconds; longer only if it is being read, as long as its reader likes."""
 ASKED_MAX = 65_536
 
 
@@ -52,6 +54,7 @@ class KeptTurn:
     lease: LeaseId
     blocks: int
     going: bool = False  # let go; its blocks are on their way back
+    gone_at: float = 0.0  # when, on the wall's clock
 
 
 class TurnKeeper:
@@ -119,11 +122,13 @@ class TurnKeeper:
 
     def press(self, free_blocks: int, needed: int = 0) -> None:
         """A request needs so many blocks, and running ones will grow: let the oldest go, as many as that takes."""
-        if not self._kept:
+        short = needed + self._reserve - free_blocks
+        if short <= 0 or not self._kept:  # asked in every hook: where there are enough, nothing is counted
             return
         self.settle()
-        going = sum(turn.blocks for turn in self._kept.values() if turn.going)
-        self._let_go(needed + self._reserve - free_blocks - going)
+        now = self._door.config.wall()
+        coming = (turn for turn in self._kept.values() if turn.going and 0 <= now - turn.gone_at <= RETURN_S)
+        self._let_go(short - sum(turn.blocks for turn in coming))
 
     def let_all_go(self) -> None:
         self._let_go(math.inf)
@@ -137,7 +142,7 @@ class TurnKeeper:
             if blocks <= 0:
                 return
             if not turn.going:
-                turn.going = True
+                turn.going, turn.gone_at = True, self._door.config.wall()
                 blocks -= turn.blocks
                 self.counts["evicted"] += 1
                 self._door.let_go(turn.handoff)
@@ -170,8 +175,22 @@ class TurnTaker:
             self.loads["unfit"] += 1
             self.door.disown(ticket, Reason.ABORTED)
             return
+        if self._is_kept_here(ticket):
+            return
         self.door.want(request, ticket, digest_of(position), position, waits=False)
         self._asked[request] = AskedTurn(position, self.door.config.wall() + TAKE_S)
+
+    def _is_kept_here(self, ticket: str) -> bool:
+        """A turn that this engine keeps itself, as D: its prefix cache has it, and nobody else comes for it."""
+        try:
+            opened = self.door.open_ticket(ticket)
+        except ProtocolError:
+            return False  # which is `want`'s to say
+        if opened.source != self.door.config.me.worker:
+            return False
+        self.loads["known"] += 1
+        self.door.let_go(opened.handoff)
+        return True
 
     def stats(self) -> dict[str, Any]:
         """Figures by metric names without their `kvbaton_`."""
