@@ -199,14 +199,34 @@ class TestTaking:
         assert taker.match(R, 0, 16) == 0 and taker.loads == {"unknown_lease": 1} and not taker.awaits(R)
 
     def test_a_load_outlives_its_request_until_its_report(self) -> None:
-        _, taker = self.taker()
+        engine, taker = self.taker()
         self.ask(taker)
         taker.first_token(R, 40)
+        engine.allocated(R, ((1, 2, 3),), 0)
         taker.forget(R)
         assert taker.is_loading(R)
         taker.loaded(R, Reason.ABORTED)
         taker.forget(RequestId("another"))
         assert not taker.is_loading(R) and taker.loads == {"aborted": 1}
+
+    def test_a_load_that_did_not_begin_is_not_waited_for(self) -> None:
+        engine, taker = self.taker()
+        self.ask(taker)
+        taker.first_token(R, 40)
+        engine.allocated(R, ((1, 2, 3),), 0)
+        taker.drop(R)
+        assert taker.is_loading(R), "whose report is still to come"
+        engine.hand_in(fx.DropHold(R, name(1)))
+        engine.duties()
+        taker.drop(R)
+        assert not taker.is_loading(R) and taker.loads == {"aborted": 1}
+
+    def test_a_load_whose_report_was_lost_is_forgotten_with_its_request(self) -> None:
+        _, taker = self.taker()
+        self.ask(taker)
+        taker.first_token(R, 40)
+        taker.forget(R)
+        assert not taker.is_loading(R), "no block is held for it"
 
 
 @pytest.mark.parametrize(

@@ -260,9 +260,14 @@ class TurnTaker:
             self.door.not_needed(request)
 
     def forget(self, request: RequestId) -> None:
-        """The request is over. A load under way keeps its place until its report."""
-        if not self.is_loading(request):
+        """The request is over. A load that has blocks keeps its place until its report."""
+        if not (self.is_loading(request) and self.door.holds(request)):
             self._asked.pop(request, None)
+
+    def drop(self, request: RequestId) -> None:
+        """A load was to begin and did not: there will be no report of it."""
+        if self.is_loading(request) and not self.door.holds(request):
+            self._over(request, str(Reason.ABORTED))
 
     def _over(self, request: RequestId, why: str) -> None:
         self._asked.pop(request, None)
