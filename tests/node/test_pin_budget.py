@@ -62,6 +62,19 @@ def test_who_waits_too_long_is_refused_and_no_longer_in_the_way() -> None:
     assert budget.ask(B, 8, 8) is WAIT  # the same name again is another request
 
 
+def test_asking_again_wins_no_time() -> None:
+    """Engines ask at every step: whoever waits is refused at the deadline of its first question."""
+    budget = PinBudget(10, wait_s=5)
+    assert budget.ask(A, 6, 0) is IN
+    assert [budget.ask(B, 8, now) for now in (0, 1, 2, 3, 4, 5)] == [WAIT, WAIT, WAIT, WAIT, WAIT, OUT]
+
+
+def test_at_its_deadline_nobody_waits_and_is_to_be_asked_about() -> None:
+    budget = PinBudget(10, wait_s=5)
+    assert [budget.ask(A, 6, 0), budget.ask(B, 8, 0)] == [IN, WAIT]
+    assert budget.waits(B, 4.9) and not budget.waits(B, 5) and not budget.waits(A, 0)
+
+
 def test_whoever_has_room_at_its_deadline_is_admitted() -> None:
     budget = PinBudget(10, wait_s=5)
     assert [budget.ask(A, 6, 0), budget.ask(B, 8, 0)] == [IN, WAIT]
@@ -79,6 +92,8 @@ def test_no_more_than_so_many_wait() -> None:
 
 def test_without_a_limit_everybody_is_admitted() -> None:
     assert [PinBudget().ask(A, 1 << 40, 0), budget_of(100, 1.0).ask(A, 1 << 40, 0)] == [IN, IN]
+    assert PinBudget().holds(B), "which nobody has asked about"
+    assert not PinBudget(4).holds(B)
     assert budget_of(100, 0.755).blocks_max == 75
     assert budget_of(100, 0.001).blocks_max == 1
     assert budget_of(100, 1.0).blocks_max == math.inf

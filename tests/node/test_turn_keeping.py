@@ -11,7 +11,10 @@ from kvbaton.node.turn_keeping import TurnKeeper, TurnSettings, TurnTaker
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.events import NO_BLOCK
+from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId, WorkerId
+from kvbaton.protocol.numbers import TERM_S_MAX
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from tests.node.test_doorway import DIGEST, KEY, NOW_S, R, door, events
 
@@ -58,7 +61,26 @@ class TestKeeping:
 
     def test_off_is_off(self) -> None:
         engine = door()
-        assert not keep(TurnKeeper(engine, TurnSettings(), BLOCKS), 1, 2) and events(engine) == []
+        keeper = TurnKeeper(engine, TurnSettings(), BLOCKS)
+        assert not keeper.is_on and not keep(keeper, 1, 2)
+        assert events(engine) == [] and not keeper.counts, "nobody is told that it was refused"
+        assert TurnKeeper(engine, TurnSettings(30.0, 1.0), 100).is_on, "of one block"
+
+    def test_what_has_no_kv_is_not_kept(self) -> None:
+        engine = door()
+        keeper = TurnKeeper(engine, ON, BLOCKS)
+        assert keeper.keep(ticket(), DIGEST, 0, ((1,),), R) == () and events(engine) == [] and not keeper.counts
+        assert keeper.keep(ticket(), DIGEST, 1, ((1,),), R) == (1,)
+
+    def test_a_lease_is_whole_and_for_whom_the_ticket_says(self) -> None:
+        engine = door(groups=2)
+        keeper = TurnKeeper(engine, ON, BLOCKS)
+        assert keeper.keep(ticket(target=WorkerId("p9")), DIGEST, 5, ((1, 2), (NO_BLOCK, 3, 4)), R) == (1, 2, 3, 4)
+        begun, extended, *progressed, completed = events(engine)
+        assert (begun.target, begun.request, begun.tokens) == ("p9", R, 5)
+        assert extended.blocks == ((1, 2), (NO_BLOCK, 3, 4)) and completed == ev.LeaseCompleted(begun.lease)
+        assert [(each.rank, each.progress) for each in progressed] == [(0, whole([2, 3])), (1, whole([2, 3]))]
+        assert keeper.blocks == engine.turn_blocks == 4, "of all groups, and none that is not there"
 
     def test_the_share_is_never_passed_and_the_oldest_make_place(self) -> None:
         engine = door()
@@ -66,6 +88,7 @@ class TestKeeping:
         assert keep(keeper, 1, 5) and keep(keeper, 2, 5) and let_go(engine) == []
         assert keep(keeper, 3, 5) and let_go(engine) == [name(1)], "a place for the next, before it comes"
         assert not keep(keeper, 4, 5), "15 of 16 are pinned until the first has come to rest"
+        assert let_go(engine) == [], "whose place is enough"
         engine.hand_in(fx.Unpin(LeaseId(1)))
         engine.duties()
         assert keep(keeper, 5, 5) and keeper.blocks == 15
@@ -73,6 +96,38 @@ class TestKeeping:
     def test_one_that_is_larger_than_the_share_is_not_kept(self) -> None:
         keeper = TurnKeeper(door(), ON, BLOCKS)
         assert not keep(keeper, 1, 17) and keeper.counts["unkept.busy"] == 1
+
+    def test_one_may_take_the_whole_share_and_the_next_makes_it_go(self) -> None:
+        engine = door()
+        keeper = TurnKeeper(engine, ON, BLOCKS)
+        assert keep(keeper, 1, 16) and not keep(keeper, 2, 10) and let_go(engine) == [name(1)]
+
+    def test_more_than_so_many_are_not_kept_however_small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(turn_keeping, "TURNS_MAX", 2)
+        engine = door()
+        keeper = TurnKeeper(engine, ON, BLOCKS)
+        assert keep(keeper, 1, 1) and keep(keeper, 2, 1) and let_go(engine) == []
+        assert not keep(keeper, 3, 1) and let_go(engine) == [name(1)] and keeper.counts["unkept.busy"] == 1
+
+    def test_all_go_where_an_engine_needs_none(self) -> None:
+        engine = door()
+        keeper = TurnKeeper(engine, ON, BLOCKS)
+        for number in (1, 2, 3):
+            keep(keeper, number, 2)
+        events(engine)
+        keeper.let_all_go()
+        assert let_go(engine) == [name(1), name(2), name(3)]
+
+    def test_all_that_is_over_is_forgotten_at_once(self) -> None:
+        engine = door()
+        keeper = TurnKeeper(engine, ON, BLOCKS)
+        for number in (1, 2, 3):
+            keep(keeper, number, 2)
+        for number in (2, 3):
+            engine.hand_in(fx.Unpin(LeaseId(number)))
+        engine.duties()
+        keeper.settle()
+        assert keeper.blocks == engine.turn_blocks == 2
 
     def test_what_is_over_is_forgotten(self) -> None:
         engine = door()
@@ -98,6 +153,19 @@ class TestPressure:
         keeper.press(free_blocks=10, needed=11)
         assert let_go(engine) == [], "those are on their way back"
         assert keeper.counts["evicted"] == 2
+
+    def test_what_has_come_back_is_on_its_way_no_more(self) -> None:
+        engine = door()
+        keeper = TurnKeeper(engine, ON, BLOCKS)
+        for number in (1, 2, 3):
+            keep(keeper, number, 4)
+        events(engine)
+        keeper.press(free_blocks=2, needed=2)
+        engine.hand_in(fx.Unpin(LeaseId(1)))
+        engine.duties()
+        events(engine)
+        keeper.press(free_blocks=2, needed=2)
+        assert let_go(engine) == [name(2)], "another has taken the blocks of the first"
 
     def test_running_requests_find_blocks_to_grow_by(self) -> None:
         engine = door()
@@ -154,7 +222,8 @@ class TestTaking:
         engine.hand_in(fx.MatchFound(R))
         engine.duties()
         assert taker.match(R, 16, 16) == 24
-        assert taker.first_token(R, 24) == (16, 40) and taker.is_loading(R)
+        assert taker.awaits(R) and not taker.is_loading(R)
+        assert taker.first_token(R, 24) == (16, 40) and taker.is_loading(R) and not taker.awaits(R)
         taker.loaded(R, None)
         assert taker.stats() == {"turn_loads_total": {"taken": 1}, "turn_tokens_total": 24}
 
@@ -165,6 +234,24 @@ class TestTaking:
         [disowned] = events(engine)
         assert isinstance(disowned, ev.Disowned) and not taker.awaits(R)
         assert taker.loads == {"unfit": 1}
+
+    def test_a_turn_of_one_token_is_asked_for(self) -> None:
+        engine, taker = self.taker()
+        self.ask(taker, tokens=2)
+        assert [wanted.tokens for wanted in events(engine)] == [1]
+
+    def test_a_ticket_that_is_none_costs_the_turn(self) -> None:
+        _, taker = self.taker()
+        taker.ask(R, "forged", 41, 60, lambda upto: DIGEST)
+        assert taker.match(R, 0, 16) == 0 and taker.loads == {"ticket_forged": 1} and not taker.awaits(R)
+
+    def test_no_more_than_so_many_are_asked_for_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(turn_keeping, "ASKED_MAX", 1)
+        engine, taker = self.taker()
+        self.ask(taker)
+        taker.ask(RequestId("another"), ticket(2, target=WorkerId("p")), 41, 60, lambda upto: DIGEST)
+        assert [type(each) for each in events(engine)] == [ev.Wanted, ev.Disowned]
+        assert taker.awaits(R) and not taker.awaits(RequestId("another")) and taker.loads == {"unfit": 1}
 
     def test_a_turn_of_its_own_is_let_go_of_and_not_claimed(self) -> None:
         """An engine of both roles, whose own answer is the prompt's beginning: its prefix cache has that."""
@@ -241,3 +328,8 @@ class TestTaking:
 def test_settings_that_cannot_be_meant_are_refused_by_name(changes: dict[str, float], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         TurnSettings(**changes)
+
+
+@pytest.mark.parametrize("settings", [(TERM_S_MAX, 100.0), (0.0, 0.5)])
+def test_settings_may_be_as_large_and_as_small_as_they_say(settings: tuple[float, float]) -> None:
+    assert TurnSettings(*settings).turn_percent == settings[1]

@@ -86,14 +86,12 @@ class TurnKeeper:
         if opened.source != self._door.config.me.worker or opened.lease:
             self.counts["unkept.ticket_forged"] += 1
             return ()
-        if count > self._most or len(self._kept) >= TURNS_MAX:
-            self.counts["unkept.busy"] += 1
-            self._make_place(count)
-            return ()
-        fits = self.blocks + count <= self._most
+        crowded = len(self._kept) >= TURNS_MAX
+        fits = self.blocks + count <= self._most and not crowded
         self._make_place(2 * count if fits else count)  # so that the next of its size finds its place free
         if not fits:
             self.counts["unkept.busy"] += 1
+            self._let_go(1 if crowded else 0)
             return ()
         lease = self._door.begin(
             opened.handoff,
