@@ -7,6 +7,7 @@ import pytest
 
 from kvbaton.node import turn_keeping
 from kvbaton.node.doorway import Doorway
+from kvbaton.node.fullness import ROOM_SHARE
 from kvbaton.node.turn_keeping import TurnKeeper, TurnSettings, TurnTaker
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
@@ -18,7 +19,7 @@ from kvbaton.protocol.numbers import TERM_S_MAX
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from tests.node.test_doorway import DIGEST, KEY, NOW_S, R, door, events
 
-BLOCKS = 64  # of which the share is 16, and 4 are kept free
+BLOCKS = 64  # of which the share is 16, and 8 are kept free
 ON = TurnSettings(turn_s=30.0, turn_percent=25.0)
 
 
@@ -146,11 +147,11 @@ class TestPressure:
         for number in (1, 2, 3):
             keep(keeper, number, 4)
         events(engine)
-        keeper.press(free_blocks=10, needed=5)
-        assert let_go(engine) == [], "5 and the reserve of 4 are free"
-        keeper.press(free_blocks=10, needed=11)
+        keeper.press(free_blocks=14, needed=6)
+        assert let_go(engine) == [], "6 and the reserve of 8 are free"
+        keeper.press(free_blocks=14, needed=11)
         assert let_go(engine) == [name(1), name(2)]
-        keeper.press(free_blocks=10, needed=11)
+        keeper.press(free_blocks=14, needed=11)
         assert let_go(engine) == [], "those are on their way back"
         assert keeper.counts["evicted"] == 2
 
@@ -160,11 +161,11 @@ class TestPressure:
         for number in (1, 2, 3):
             keep(keeper, number, 4)
         events(engine)
-        keeper.press(free_blocks=2, needed=2)
+        keeper.press(free_blocks=6, needed=2)
         engine.hand_in(fx.Unpin(LeaseId(1)))
         engine.duties()
         events(engine)
-        keeper.press(free_blocks=2, needed=2)
+        keeper.press(free_blocks=6, needed=2)
         assert let_go(engine) == [name(2)], "another has taken the blocks of the first"
 
     def test_running_requests_find_blocks_to_grow_by(self) -> None:
@@ -172,8 +173,14 @@ class TestPressure:
         keeper = TurnKeeper(engine, ON, BLOCKS)
         keep(keeper, 1, 4)
         events(engine)
-        keeper.press(free_blocks=3)
+        keeper.press(free_blocks=8)
+        assert let_go(engine) == []
+        keeper.press(free_blocks=7)
         assert let_go(engine) == [name(1)]
+
+    def test_turns_never_make_an_engine_say_that_it_is_full_for_good(self) -> None:
+        """It takes the word back above a share of free blocks, which turns may not take from it."""
+        assert 1 / turn_keeping.RESERVE_SHARE > ROOM_SHARE
 
     def test_what_is_read_for_long_keeps_no_other_turn_from_going(self) -> None:
         """A reader, slow or a liar, keeps what was let go of: requests would wait for blocks beside idle turns."""
@@ -184,16 +191,16 @@ class TestPressure:
         for number in (1, 2, 3):
             keep(keeper, number, 4)
         events(engine)
-        keeper.press(free_blocks=2, needed=2)
+        keeper.press(free_blocks=6, needed=2)
         assert let_go(engine) == [name(1)]
         now[0] += turn_keeping.RETURN_S / 2
-        keeper.press(free_blocks=2, needed=2)
+        keeper.press(free_blocks=6, needed=2)
         assert let_go(engine) == [], "it may be on its way"
         now[0] += turn_keeping.RETURN_S
-        keeper.press(free_blocks=2, needed=2)
+        keeper.press(free_blocks=6, needed=2)
         assert let_go(engine) == [name(2)]
         now[0] -= 3600.0
-        keeper.press(free_blocks=2, needed=2)
+        keeper.press(free_blocks=6, needed=2)
         assert let_go(engine) == [name(3)], "a clock that was set back holds up nothing"
 
     def test_an_engine_with_blocks_to_spare_counts_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +209,7 @@ class TestPressure:
         keeper = TurnKeeper(engine, ON, BLOCKS)
         keep(keeper, 1, 4)
         monkeypatch.setattr(engine, "is_leased", lambda lease: pytest.fail("all turns were looked at"))
-        keeper.press(free_blocks=20, needed=16)
+        keeper.press(free_blocks=24, needed=16)
 
 
 class TestTaking:

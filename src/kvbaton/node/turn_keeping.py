@@ -26,8 +26,9 @@ from kvbaton.protocol.numbers import TERM_S_MAX
 TAKE_S = 2.0
 """How long P waits for D's answer before it computes: a prompt of a few thousand tokens takes no longer."""
 TURNS_MAX = 4096
-RESERVE_SHARE = 16
-"""One part in so many of the cache is kept free of turns, for the blocks that running requests grow by."""
+RESERVE_SHARE = 8
+"""One part in so many of the cache is kept free of turns, for the blocks that running requests grow by. More than
+`fullness.ROOM_SHARE`: an engine would else go on saying that it is full, for blocks that turns would give back."""
 RETURN_S = 0.5
 """What was let go of is back within milliseconds; longer only if it is being read, as long as its reader likes."""
 ASKED_MAX = 65_536
