@@ -16,7 +16,16 @@ from kvbaton.proof.conformance.cases_features import weights_of
 from kvbaton.proof.conformance.cases_pressure import ONE, is_refused
 from kvbaton.proof.conformance.configs import EngineShape
 from kvbaton.proof.conformance.conformance_engine import LabEngine
-from kvbaton.proof.conformance.lab import BrokenLabError, Lab, demand, key_directory, p_params, prompt_of
+from kvbaton.proof.conformance.lab import (
+    BrokenLabError,
+    Lab,
+    d_params,
+    demand,
+    key_directory,
+    p_params,
+    prompt_of,
+    router_ticket,
+)
 from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 
@@ -94,6 +103,22 @@ def the_next_turns_p_takes_what_d_has_kept(lab: Lab, shape: str, cold: bool) -> 
     demand(p.watch.loads[at_p] == 1, f"P loaded {p.watch.loads[at_p]} times: {turns_of(p).taker.loads}")
     demand(computed == len(prompt) - len(turn.said) + 1, f"P computed {computed} of {len(prompt)}")
     demand(turns_of(p).taker.loads["taken"] == 1, f"{turns_of(p).taker.loads}")
+    rest(lab)
+
+
+@case(mode=("stream", "push"))
+def a_d_that_was_asked_at_once_waits_for_a_p_that_takes_a_turn(lab: Lab, mode: str) -> None:
+    """P's prompt begins with a load; D reads behind what P computes, or is written to, from the load on."""
+    p, d = lab.duo(EngineShape(chunk_tokens=8), **ON)
+    turn = first_turn(lab)
+    prompt, ticket = turn.goes_on(), router_ticket()
+    lab.until(lambda: p.blocks_left == 0, "P's leases to be over", 5.0)
+    p.scheduler.reset_prefix_cache()
+    at_d = d.add(prompt, d_params(mode, ticket))
+    at_p = p.add(prompt, {**p_params(mode, ticket), "turn": turn.offer()}, max_tokens=1)
+    lab.ended(d, at_d)
+    lab.right(d, at_d)
+    demand(p.watch.loads[at_p] == d.watch.loads[at_d] == 1, f"P took {turns_of(p).taker.loads}, D {dict(d.ends)}")
     rest(lab)
 
 
