@@ -240,6 +240,7 @@ class TestTaking:
         self.ask(taker, tokens, prompt)
         [disowned] = events(engine)
         assert isinstance(disowned, ev.Disowned) and not taker.awaits(R)
+        assert not disowned.deferred, "a D that does not keep it would have it wait among claims that came early"
         assert taker.loads == {"unfit": 1}
 
     def test_a_turn_of_one_token_is_asked_for(self) -> None:
@@ -248,7 +249,11 @@ class TestTaking:
         assert [wanted.tokens for wanted in events(engine)] == [1]
 
     def test_a_ticket_that_is_none_costs_the_turn(self) -> None:
-        _, taker = self.taker()
+        engine, taker = self.taker()
+        taker.ask(RequestId("other"), ticket(target=WorkerId("p7")), 41, 60, lambda upto: DIGEST)
+        taker.ask(RequestId("older"), ticket(digest=b"another"), 41, 60, lambda upto: DIGEST)
+        [disowned] = [each for each in events(engine) if isinstance(each, ev.Disowned)]
+        assert not disowned.deferred
         taker.ask(R, "forged", 41, 60, lambda upto: DIGEST)
         assert taker.match(R, 0, 16) == 0 and taker.loads == {"ticket_forged": 1} and not taker.awaits(R)
 

@@ -172,7 +172,7 @@ class TurnTaker:
         position = tokens - 1
         if not 0 < position < prompt_tokens or len(self._asked) >= ASKED_MAX:
             self.loads["unfit"] += 1
-            self.door.disown(ticket, Reason.ABORTED)
+            self.door.disown(ticket, Reason.ABORTED, waits=False)
             return
         if self._is_kept_here(ticket):
             return
