@@ -317,6 +317,19 @@ def a_reload_while_p_computes_ends_that_handoff(lab: Lab, mode: str) -> None:
     demand(d.runners[0].computed_of[at_d] >= 40, "D took over KV of two weights")
 
 
+@case(mode=("stream", "push"))
+def a_reload_before_p_has_begun_is_told_to_the_d_that_waits(lab: Lab, mode: str) -> None:
+    """Nothing of it will be leased: without a word D would wait for as long as a P may take to begin."""
+    p, d = lab.duo(EngineShape(blocks=81), lease_s=1.0, defer_timeout=60.0)
+    ticket, prompt = router_ticket(ttl_s=30.0), prompt_of(40)
+    at_d = d.add(prompt, d_params(mode, ticket))
+    p.add(prompt, p_params(mode, ticket), max_tokens=1)
+    weights_of(p).begin("files a")
+    lab.ended(d, at_d, 10.0)
+    lab.right(d, at_d)
+    demand(d.ends["source_aborted"] == 1, f"it ended as {dict(d.ends)}")
+
+
 @contextlib.contextmanager
 def unknown_content() -> Iterator[None]:
     """Whatever takes long to look at is not known yet."""
