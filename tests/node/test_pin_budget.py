@@ -75,6 +75,13 @@ def test_at_its_deadline_nobody_waits_and_is_to_be_asked_about() -> None:
     assert budget.waits(B, 4.9) and not budget.waits(B, 5) and not budget.waits(A, 0)
 
 
+def test_all_whose_time_is_over_are_refused_at_once() -> None:
+    budget = PinBudget(10, wait_s=5)
+    assert [budget.ask(A, 9, 0), budget.ask(B, 8, 0), budget.ask(C, 8, 1)] == [IN, WAIT, WAIT]
+    assert budget.ask(RequestId("d"), 1, 6) is IN, "nobody is in its way"
+    assert (budget.refused_total, budget.waiting) == (2, 0)
+
+
 def test_whoever_has_room_at_its_deadline_is_admitted() -> None:
     budget = PinBudget(10, wait_s=5)
     assert [budget.ask(A, 6, 0), budget.ask(B, 8, 0)] == [IN, WAIT]
@@ -96,6 +103,7 @@ def test_without_a_limit_everybody_is_admitted() -> None:
     assert not PinBudget(4).holds(B)
     assert budget_of(100, 0.755).blocks_max == 75
     assert budget_of(100, 0.001).blocks_max == 1
+    assert budget_of(100, 0.5, 2.5).wait_s == 2.5
     assert budget_of(100, 1.0).blocks_max == math.inf
     assert PIN_WAIT_S > 0
 

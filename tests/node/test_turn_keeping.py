@@ -290,6 +290,57 @@ class TestTaking:
         self.ask(taker)
         assert taker.match(R, 0, 16) == 0 and taker.loads == {"late": 2}
 
+    def test_a_turn_is_worth_a_load_of_a_block_and_no_less(self) -> None:
+        engine, taker = self.taker()
+        self.ask(taker)
+        events(engine)
+        assert taker.match(R, 24, 16) is None, "which is worth waiting for"
+        engine.hand_in(fx.MatchFound(R))
+        engine.duties()
+        assert taker.match(R, 24, 16) == 16
+        assert taker.match(R, 25, 16) == 0 and taker.loads == {"known": 1}
+        assert events(engine) == [ev.NotNeeded(R)], "P has found more of it meanwhile, and D may let go"
+
+    def test_one_token_that_is_loaded_is_a_load(self) -> None:
+        _, taker = self.taker()
+        self.ask(taker)
+        taker.first_token(R, 1)
+        assert taker.is_loading(R) and not taker.awaits(R)
+
+    def test_all_that_are_late_are_given_up_and_nobody_else(self) -> None:
+        now, names = [NOW_S], [RequestId(each) for each in ("late", "too", "found", "loads")]
+        engine, taker = self.taker()
+        engine.config = msgspec.structs.replace(engine.config, wall=lambda: now[0])
+        for number, each in enumerate(names):
+            taker.ask(each, ticket(number + 1, target=WorkerId("p")), 41, 60, lambda upto: DIGEST)
+        engine.hand_in(fx.MatchFound(names[2]))
+        engine.duties()
+        taker.first_token(names[3], 40)
+        now[0] += 1.5
+        taker.give_up_late()
+        assert taker.match(names[0], 0, 16) is None, "D has two seconds"
+        now[0] += 1.0
+        events(engine)
+        taker.give_up_late()
+        assert events(engine) == [ev.NotNeeded(names[0]), ev.NotNeeded(names[1])] and taker.loads == {"late": 2}
+        assert taker.awaits(names[2]) and taker.is_loading(names[3])
+
+    def test_what_p_will_not_compute_is_given_back_unless_it_is_loaded(self) -> None:
+        engine, taker = self.taker()
+        taker.give_up(R, Reason.PINS_FULL)
+        assert events(engine) == [] and not taker.loads
+        self.ask(taker)
+        events(engine)
+        taker.drop(R)
+        assert taker.awaits(R), "only a load can fail to begin"
+        taker.give_up(R, Reason.PINS_FULL)
+        assert events(engine) == [ev.NotNeeded(R)] and taker.loads == {"pins_full": 1} and not taker.awaits(R)
+        self.ask(taker)
+        taker.first_token(R, 40)
+        events(engine)
+        taker.give_up(R, Reason.PINS_FULL)
+        assert events(engine) == [] and taker.is_loading(R)
+
     def test_a_refusal_is_counted_by_its_reason_and_computed(self) -> None:
         engine, taker = self.taker()
         self.ask(taker)
