@@ -8,13 +8,14 @@ import pytest
 from kvbaton.node import turn_keeping
 from kvbaton.node.doorway import Doorway
 from kvbaton.node.fullness import ROOM_SHARE
+from kvbaton.node.pin_budget import PinBudget
 from kvbaton.node.turn_keeping import TurnKeeper, TurnSettings, TurnTaker
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK
 from kvbaton.protocol.geometry.progress import whole
-from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId, WorkerId
+from kvbaton.protocol.ids import HandoffId, LeaseId, PutId, RequestId, WorkerId
 from kvbaton.protocol.numbers import TERM_S_MAX
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from tests.node.test_doorway import DIGEST, KEY, NOW_S, R, door, events
@@ -138,6 +139,50 @@ class TestKeeping:
         engine.duties()
         keeper.settle()
         assert keeper.blocks == engine.turn_blocks == 0
+
+
+class TestDoor:
+    """A turn is a lease like any other, but for who waits for it and what it counts against."""
+
+    def test_an_engine_that_keeps_turns_steps_for_its_leases_alone(self) -> None:
+        engine = door()
+        keeper = TurnKeeper(engine, ON, BLOCKS)
+        assert keep(keeper, 1, 3) and keep(keeper, 2, 2) and engine.turn_blocks == 5
+        assert not engine.holding and not engine.busy
+        engine.grant(DIGEST, 5, ((9,),))
+        assert engine.holding and engine.busy
+        for lease in (1, 2):
+            engine.hand_in(fx.Unpin(LeaseId(lease)))
+        engine.duties()
+        assert engine.holding and engine.busy and engine.turn_blocks == 0, "the lease is still there"
+        engine.hand_in(fx.Unpin(LeaseId(3)))
+        assert engine.holding, "there is news"
+        engine.duties()
+        assert not engine.holding and not engine.busy
+        engine.hand_in(fx.MatchFound(R))
+        assert engine.holding, "there is news, of whatever kind"
+        engine.duties()
+        engine.allocated(R, ((4, 5),), 0)
+        assert engine.holding, "blocks that are loaded"
+
+    def test_turns_and_puts_count_against_no_budget_of_leases(self) -> None:
+        engine = door()
+        engine.budget = PinBudget(4)
+        keep(TurnKeeper(engine, ON, BLOCKS), 1, 3)
+        engine.put(((7, 8),), (b"key",))
+        assert engine.budget.pinned_blocks == 0
+        engine.hand_in(fx.Unpin(LeaseId(1)))
+        engine.hand_in(fx.UnpinPut(PutId(2)))
+        assert [duty.blocks for duty in engine.duties()] == [(1, 2, 3), (7, 8)]
+        assert engine.budget.pinned_blocks == 0 and engine.pinned_blocks == 0
+
+    def test_a_lease_pins_what_its_request_was_promised(self) -> None:
+        engine = door()
+        engine.budget = PinBudget(4)
+        engine.budget.ask(R, 3, 0.0)
+        lease = engine.begin(name(1), DIGEST, 5, request=R)
+        engine.pin(lease, ((1, 2),))
+        assert (engine.budget.pinned_blocks, engine.budget.promised_blocks) == (2, 1)
 
 
 class TestPressure:
