@@ -119,11 +119,11 @@ class Doorway:
         """A prompt that will be read or pushed has been scheduled."""
         self._last += 1
         lease = LeaseId(self._last)
-        self._pins[lease] = []
         if keep_s:
             self._turns.add(lease)
         else:
             self.budget.begun(lease, request)
+        self._pins[lease] = []  # last: what fails above has begun nothing that anybody would wait for
         groups = self.config.groups
         begun = ev.LeaseBegun(
             lease, handoff, digest, tokens, groups, max_readers, target, deferred, request, trace, keep_s
@@ -137,9 +137,9 @@ class Doorway:
         if pins is None:
             return ()
         real = _real(blocks)
-        pins.extend(real)
         if lease not in self._turns:  # nobody was promised a turn: it goes where others need its blocks
             self.budget.pin(lease, real)
+        pins.extend(real)
         # Read here, on the thread that alone raises epochs: between this and the engine's touch no block can be
         # reused, so the epochs are those of the content that is leased. A commit is judged by whether they still hold.
         epochs = tuple(tuple(self.epochs.all_of(group)) for group in blocks)
