@@ -8,9 +8,10 @@ import secrets
 import time
 
 import aiohttp
+import msgspec
 import pytest
 
-from kvbaton.api.params import TransferParams, TurnOffer
+from kvbaton.api.params import Mode, TransferParams, TurnOffer, source_params, target_params
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.embedded_worker import reference_answers
 from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
@@ -65,6 +66,27 @@ def test_the_next_turn_takes_from_d_what_it_need_not_compute(tmp_path, p, d):
             assert stats["turn_tokens_total"] == sum(had) - sum(computed)
             assert kept["turns_total"] == {"kept": 3, "taken": 2}
             assert kept["pins"] == kept["turn_blocks"] > 0, "the third waits for a fourth turn"
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("mode", [Mode.STREAM, Mode.PUSH])
+def test_a_d_that_was_asked_at_once_waits_for_a_p_that_takes_a_turn(tmp_path, mode):
+    """P's prompt begins with a load; D reads behind what P computes, or is written to, from the load on."""
+
+    async def go() -> None:
+        async with pair(tmp_path, d={"turn_s": 30.0}) as both:
+            text, turn = await one_turn(both, FIRST, None, new_handoff())
+            prompt, ticket = FIRST + text + MORE[0], both.ticket()
+            source = msgspec.structs.replace(TransferParams.parse(source_params(mode, ticket)), turn=turn)
+            target = TransferParams.parse(target_params(mode, ticket))
+            _, (said, _) = await asyncio.gather(
+                generate(both.p, prompt, 1, source), generate(both.d, prompt, ANSWER_TOKENS, target)
+            )
+            assert [said] == reference_answers([prompt], ANSWER_TOKENS)
+            assert both.p.stats()["turn_loads_total"] == {"taken": 1}
+            assert both.d.stats()["ends_total"] == {"delivered": 2}
+            await both.at_rest()
 
     asyncio.run(go())
 

@@ -62,6 +62,26 @@ def test_who_waits_too_long_is_refused_and_no_longer_in_the_way() -> None:
     assert budget.ask(B, 8, 8) is WAIT  # the same name again is another request
 
 
+def test_asking_again_wins_no_time() -> None:
+    """Engines ask at every step: whoever waits is refused at the deadline of its first question."""
+    budget = PinBudget(10, wait_s=5)
+    assert budget.ask(A, 6, 0) is IN
+    assert [budget.ask(B, 8, now) for now in (0, 1, 2, 3, 4, 5)] == [WAIT, WAIT, WAIT, WAIT, WAIT, OUT]
+
+
+def test_at_its_deadline_nobody_waits_and_is_to_be_asked_about() -> None:
+    budget = PinBudget(10, wait_s=5)
+    assert [budget.ask(A, 6, 0), budget.ask(B, 8, 0)] == [IN, WAIT]
+    assert budget.waits(B, 4.9) and not budget.waits(B, 5) and not budget.waits(A, 0)
+
+
+def test_all_whose_time_is_over_are_refused_at_once() -> None:
+    budget = PinBudget(10, wait_s=5)
+    assert [budget.ask(A, 9, 0), budget.ask(B, 8, 0), budget.ask(C, 8, 1)] == [IN, WAIT, WAIT]
+    assert budget.ask(RequestId("d"), 1, 6) is IN, "nobody is in its way"
+    assert (budget.refused_total, budget.waiting) == (2, 0)
+
+
 def test_whoever_has_room_at_its_deadline_is_admitted() -> None:
     budget = PinBudget(10, wait_s=5)
     assert [budget.ask(A, 6, 0), budget.ask(B, 8, 0)] == [IN, WAIT]
@@ -79,8 +99,11 @@ def test_no_more_than_so_many_wait() -> None:
 
 def test_without_a_limit_everybody_is_admitted() -> None:
     assert [PinBudget().ask(A, 1 << 40, 0), budget_of(100, 1.0).ask(A, 1 << 40, 0)] == [IN, IN]
+    assert PinBudget().holds(B), "which nobody has asked about"
+    assert not PinBudget(4).holds(B)
     assert budget_of(100, 0.755).blocks_max == 75
     assert budget_of(100, 0.001).blocks_max == 1
+    assert budget_of(100, 0.5, 2.5).wait_s == 2.5
     assert budget_of(100, 1.0).blocks_max == math.inf
     assert PIN_WAIT_S > 0
 
@@ -98,7 +121,7 @@ def test_what_is_pinned_is_counted_in_place_of_what_was_promised() -> None:
     assert budget.ask(B, 4, 0) is WAIT
     budget.unpin(LeaseId(1), (1, 2, 3, 4, 5, 6, 7))
     assert budget.ask(B, 4, 0) is IN
-    assert budget.pinned_blocks == 0
+    assert budget.pinned_blocks == 0 and not budget._of, "nothing is remembered of a lease that is over"
 
 
 def test_blocks_that_two_leases_share_count_once() -> None:

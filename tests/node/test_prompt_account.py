@@ -53,6 +53,22 @@ def test_what_is_planned_is_not_held_against_anybody(word: str) -> None:
     assert counted(account) == {"planned": 100}
 
 
+def test_what_a_delivered_handoff_leaves_to_d_is_planned_however_much_it_is() -> None:
+    """Behind windows and drafters D computes more than one token."""
+    account = PromptAccount()
+    account.came("r", 100, HANDOFF)
+    account.begun("r", 96)
+    assert counted(account) == {"handoff": 96, "planned": 4} and alone(account) == {}
+
+
+def test_what_had_no_handoff_has_none_that_fails() -> None:
+    account = PromptAccount()
+    account.came("r", 100, "short")
+    account.failed("r", "stale")
+    account.begun("r", 0)
+    assert counted(account) == {"planned": 100} and alone(account) == {}
+
+
 def test_a_handoff_that_failed_is_counted_by_its_reason() -> None:
     account = PromptAccount()
     account.came("r", 100, HANDOFF)

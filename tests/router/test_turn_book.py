@@ -13,6 +13,7 @@ from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.protocol.wire.ticket import unseal
+from kvbaton.router import turn_names
 from kvbaton.router.attempt import RoutedCall
 from kvbaton.router.dialect_table import TicketMinter
 from kvbaton.router.turn_book import TurnBook
@@ -147,6 +148,31 @@ def test_what_is_too_old_or_of_a_d_that_is_gone_is_forgotten() -> None:
             setattr(clock, field, value)
         assert offered(turns, chat("one", "answer", "two")) is None
     assert counts["forgotten"] == 2
+
+
+def test_turns_that_were_planted_along_a_text_cost_its_owner_no_more_than_their_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client that knows a long text plants a turn at each step of it, with an end of its own: each is looked at."""
+    table = TurnTable()
+    turns, _, counts = book(table=table)
+    text, ends = "x" * turn_names.STEP_BYTES * 40, []
+    for steps in range(1, 40):
+        talk(turns, call(prompt=text[: steps * turn_names.STEP_BYTES] + "another end"))
+    genuine = turn_names.whole
+    monkeypatch.setattr(turn_names, "whole", lambda state, rest: ends.append(len(rest)) or genuine(state, rest))
+    assert offered(turns, call(prompt=text)) is None
+    assert len(ends) == 39 and max(ends) < turn_names.STEP_BYTES, "not 39 times the text"
+    assert len(table) == 39 and counts == {"noted": 39}
+
+
+@pytest.mark.parametrize("digits", [10, 20, 4000])
+def test_a_d_that_tells_of_more_tokens_than_there_can_be_is_told_of_to_nobody(digits: int) -> None:
+    """The next turn's P would refuse a number that it cannot read, and the client would be blamed."""
+    turns, _, counts = book()
+    told = b'{"choices":[{}],"usage":{"prompt_tokens":%d,"completion_tokens":9}}' % 10**digits
+    talk(turns, chat("one"), told)
+    assert offered(turns, chat("one", "answer", "two")) is None and not counts
 
 
 def test_the_book_is_bounded() -> None:

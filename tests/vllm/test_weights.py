@@ -103,6 +103,19 @@ def test_after_a_trainer_s_update_engines_agree_once_the_version_is_named(core: 
     assert p.count == 2, "the same name is no other weights"
 
 
+def test_kv_of_two_weights_is_known_as_such_when_the_first_are_back() -> None:
+    """A version that is rolled back: its text is the same, and what was computed in between is not."""
+    epoch = WeightsEpoch()
+    first = request(epoch)
+    assert epoch.is_of(first)
+    epoch.begin("version 1")
+    long = request(epoch)
+    assert epoch.is_of(long) and not epoch.is_of(first)
+    epoch.begin("version 2")
+    epoch.begin("version 1")
+    assert salted(request(epoch)) == salted(long) and not epoch.is_of(long)
+
+
 @pytest.mark.parametrize(("level", "count"), [(0, 0), (1, 0), (2, 1)])
 def test_sleep_throws_weights_away_from_level_2_on(core: Any, level: int, count: int) -> None:
     epoch = watched()
@@ -114,6 +127,7 @@ def test_what_the_engine_has_on_its_way_is_let_go_of_and_a_failure_there_costs_n
     told: list[str] = []
     live = SimpleNamespace(
         prefill=SimpleNamespace(voided=lambda: told.append("prefill")),
+        voided=lambda: told.append("loads"),
         stored=SimpleNamespace(reset=lambda: told.append("store")),
         door=SimpleNamespace(cache_replaced=lambda: told.append("door")),
         pool=SimpleNamespace(forget_cached=lambda: told.append("pool")),
@@ -122,4 +136,4 @@ def test_what_the_engine_has_on_its_way_is_let_go_of_and_a_failure_there_costs_n
     epoch.watch(lambda: live)
     broken.watch(SimpleNamespace)
     core.collective_rpc("reload_weights")
-    assert (told, epoch.count, broken.count) == (["prefill", "store", "door", "pool"], 1, 1)
+    assert (told, epoch.count, broken.count) == (["prefill", "loads", "store", "door", "pool"], 1, 1)

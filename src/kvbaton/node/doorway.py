@@ -119,11 +119,11 @@ class Doorway:
         """A prompt that will be read or pushed has been scheduled."""
         self._last += 1
         lease = LeaseId(self._last)
-        self._pins[lease] = []
         if keep_s:
             self._turns.add(lease)
         else:
             self.budget.begun(lease, request)
+        self._pins[lease] = []  # last: what fails above has begun nothing that anybody would wait for
         groups = self.config.groups
         begun = ev.LeaseBegun(
             lease, handoff, digest, tokens, groups, max_readers, target, deferred, request, trace, keep_s
@@ -137,9 +137,9 @@ class Doorway:
         if pins is None:
             return ()
         real = _real(blocks)
-        pins.extend(real)
         if lease not in self._turns:  # nobody was promised a turn: it goes where others need its blocks
             self.budget.pin(lease, real)
+        pins.extend(real)
         # Read here, on the thread that alone raises epochs: between this and the engine's touch no block can be
         # reused, so the epochs are those of the content that is leased. A commit is judged by whether they still hold.
         epochs = tuple(tuple(self.epochs.all_of(group)) for group in blocks)
@@ -225,21 +225,25 @@ class Doorway:
         except ProtocolError as error:
             self._wants[request] = Match(MatchState.FAILED, fx.End(error.reason, error.detail), asked=False)
             self._post(ev.TurnedAway(request, error.reason, error.detail, trace, handoff))
-            self.disown(ticket, error.reason)  # if P signed it, its blocks must not stay pinned for a whole lease
+            # if P signed it, its blocks must not stay pinned for a whole lease
+            self.disown(ticket, error.reason, waits=waits)
             return
         deferred = opened.lease == 0 and waits
         self._wants[request] = Match(MatchState.NOT_YET, computed=not deferred)
         self._post(ev.Wanted(request, opened.handoff, opened.source, ticket, digest, tokens, push, deferred, trace))
 
-    def disown(self, ticket: object, reason: Reason) -> None:
-        """A ticket came with a request that does not use it: its lease can end. From any thread."""
+    def disown(self, ticket: object, reason: Reason, *, waits: bool = True) -> None:
+        """A ticket came with a request that does not use it: its lease can end. From any thread.
+
+        Not `waits`: as for `want`; a source that has no such lease must not wait for it to begin.
+        """
         try:
             opened = self.open_ticket(ticket)
         except ProtocolError:
             return  # not this cluster's, or its lease is over as well
         assert isinstance(ticket, str)
         if opened.target in ("", self.config.me.worker):
-            deferred = opened.lease == 0
+            deferred = opened.lease == 0 and waits
             self._post(ev.Disowned(opened.handoff, opened.source, ticket, opened.digest, deferred, reason))
 
     def let_go(self, handoff: HandoffId) -> None:

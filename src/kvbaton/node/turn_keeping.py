@@ -26,8 +26,11 @@ from kvbaton.protocol.numbers import TERM_S_MAX
 TAKE_S = 2.0
 """How long P waits for D's answer before it computes: a prompt of a few thousand tokens takes no longer."""
 TURNS_MAX = 4096
-RESERVE_SHARE = 16
-"""One part in so many of the cache is kept free of turns, for the blocks that running requests grow by."""
+RESERVE_SHARE = 8
+"""One part in so many of the cache is kept free of turns, for the blocks that running requests grow by. More than
+`fullness.ROOM_SHARE`: an engine would else go on saying that it is full, for blocks that turns would give back."""
+RETURN_S = 0.5
+"""What was let go of is back within milliseconds; longer only if it is being read, as long as its reader likes."""
 ASKED_MAX = 65_536
 
 
@@ -52,6 +55,7 @@ class KeptTurn:
     lease: LeaseId
     blocks: int
     going: bool = False  # let go; its blocks are on their way back
+    gone_at: float = 0.0  # when, on the wall's clock
 
 
 class TurnKeeper:
@@ -83,14 +87,12 @@ class TurnKeeper:
         if opened.source != self._door.config.me.worker or opened.lease:
             self.counts["unkept.ticket_forged"] += 1
             return ()
-        if count > self._most or len(self._kept) >= TURNS_MAX:
-            self.counts["unkept.busy"] += 1
-            self._make_place(count)
-            return ()
-        fits = self.blocks + count <= self._most
+        crowded = len(self._kept) >= TURNS_MAX
+        fits = self.blocks + count <= self._most and not crowded
         self._make_place(2 * count if fits else count)  # so that the next of its size finds its place free
         if not fits:
             self.counts["unkept.busy"] += 1
+            self._let_go(1 if crowded else 0)
             return ()
         lease = self._door.begin(
             opened.handoff,
@@ -119,11 +121,13 @@ class TurnKeeper:
 
     def press(self, free_blocks: int, needed: int = 0) -> None:
         """A request needs so many blocks, and running ones will grow: let the oldest go, as many as that takes."""
-        if not self._kept:
+        short = needed + self._reserve - free_blocks
+        if short <= 0 or not self._kept:  # asked in every hook: where there are enough, nothing is counted
             return
         self.settle()
-        going = sum(turn.blocks for turn in self._kept.values() if turn.going)
-        self._let_go(needed + self._reserve - free_blocks - going)
+        now = self._door.config.wall()
+        coming = (turn for turn in self._kept.values() if turn.going and 0 <= now - turn.gone_at <= RETURN_S)
+        self._let_go(short - sum(turn.blocks for turn in coming))
 
     def let_all_go(self) -> None:
         self._let_go(math.inf)
@@ -137,7 +141,7 @@ class TurnKeeper:
             if blocks <= 0:
                 return
             if not turn.going:
-                turn.going = True
+                turn.going, turn.gone_at = True, self._door.config.wall()
                 blocks -= turn.blocks
                 self.counts["evicted"] += 1
                 self._door.let_go(turn.handoff)
@@ -168,10 +172,24 @@ class TurnTaker:
         position = tokens - 1
         if not 0 < position < prompt_tokens or len(self._asked) >= ASKED_MAX:
             self.loads["unfit"] += 1
-            self.door.disown(ticket, Reason.ABORTED)
+            self.door.disown(ticket, Reason.ABORTED, waits=False)
+            return
+        if self._is_kept_here(ticket):
             return
         self.door.want(request, ticket, digest_of(position), position, waits=False)
         self._asked[request] = AskedTurn(position, self.door.config.wall() + TAKE_S)
+
+    def _is_kept_here(self, ticket: str) -> bool:
+        """A turn that this engine keeps itself, as D: its prefix cache has it, and nobody else comes for it."""
+        try:
+            opened = self.door.open_ticket(ticket)
+        except ProtocolError:
+            return False  # which is `want`'s to say
+        if opened.source != self.door.config.me.worker:
+            return False
+        self.loads["known"] += 1
+        self.door.let_go(opened.handoff)
+        return True
 
     def stats(self) -> dict[str, Any]:
         """Figures by metric names without their `kvbaton_`."""
@@ -241,9 +259,14 @@ class TurnTaker:
             self.door.not_needed(request)
 
     def forget(self, request: RequestId) -> None:
-        """The request is over. A load under way keeps its place until its report."""
-        if not self.is_loading(request):
+        """The request is over. A load that has blocks keeps its place until its report."""
+        if not (self.is_loading(request) and self.door.holds(request)):
             self._asked.pop(request, None)
+
+    def drop(self, request: RequestId) -> None:
+        """A load was to begin and did not: there will be no report of it."""
+        if self.is_loading(request) and not self.door.holds(request):
+            self._over(request, str(Reason.ABORTED))
 
     def _over(self, request: RequestId, why: str) -> None:
         self._asked.pop(request, None)

@@ -115,13 +115,13 @@ class TurnBook:
             if not (isinstance(options, dict) and options.get("include_usage") is True):
                 return None
             asks_usage = False
-        names = list(turn_names.names_of(call, self._table.secret))
-        if not names:
+        name = turn_names.name_of(call, self._table.secret)
+        if name is None:
             return None
         handoff = self._minter.new_handoff()
         # D opens it when the request ends
         ticket = self._minter.for_turn(handoff, decode.peer, life_s=TICKET_LIFE_S_MAX)
-        return TurnWatch(self, call.kind, decode.peer, handoff, ticket, names[-1], asks_usage)
+        return TurnWatch(self, call.kind, decode.peer, handoff, ticket, name, asks_usage)
 
     def note(self, peer: PeerId, handoff: HandoffId, name: TurnName, tokens: int) -> None:
         self._counts["noted"] += 1
@@ -133,23 +133,28 @@ class TurnBook:
 
     def _find(self, call: RoutedCall) -> KnownTurn | None:
         """The longest beginning of this prompt that a D keeps; from here on it is nobody else's."""
-        text, secret = turn_names.text_of(call), self._table.secret
-        for name in reversed(list(turn_names.names_of(call, secret))[: None if text else -1]):
-            turn = self._table.get(name.key)
-            if turn is None:
-                continue
-            if text:
-                known = turn.length < len(text) and turn_names.name_of_text(call, text[: turn.length], secret)
-                if known != turn.whole:
-                    continue
-            elif name.whole != turn.whole:
-                continue
-            self._table.drop(name.key)
+        for key, turn in reversed(self._known(call)):
+            self._table.drop(key)
             now = self._now()
             if turn.until >= now and self._lists(turn.peer, now):
                 return turn
             self._counts["forgotten"] += 1
         return None
+
+    def _known(self, call: RoutedCall) -> list[tuple[bytes, KnownTurn]]:
+        """All beginnings of this prompt that are known, shortest first."""
+        text, secret = turn_names.text_of(call), self._table.secret
+        if not text:
+            said = list(turn_names.message_names(call, secret))[:-1]
+            return [(key, turn) for key in said if (turn := self._table.get(key)) is not None]
+        found = []
+        for state, at in turn_names.steps(call, text, secret):
+            key = state.digest()
+            turn = self._table.get(key)
+            # Only what is behind the step is hashed here: a client could plant turns at each of a long text's steps.
+            if turn and turn.length < len(text) and turn_names.whole(state, text[at : turn.length]) == turn.whole:
+                found.append((key, turn))
+        return found
 
 
 class TurnWatch:

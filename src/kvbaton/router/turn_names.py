@@ -12,6 +12,7 @@ Laws: pure; names are keyed, so no client can aim at another's turn; a name cost
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
@@ -52,26 +53,42 @@ def text_of(call: RoutedCall) -> bytes:
     return b""
 
 
-def names_of(call: RoutedCall, secret: bytes) -> Iterator[TurnName]:
-    """Names of a prompt's beginnings, shortest first; the last is of all of it, or of the last whole step."""
-    if call.kind is not BodyKind.COMPLETION:
-        name = _hash(_shape(call), secret)
-        for message in _messages(call):
-            name = _hash(name + _encode(_said(message)), secret)
-            yield TurnName(name, name)
-        return
+def name_of(call: RoutedCall, secret: bytes) -> TurnName | None:
+    """Of a whole prompt; None if it is too short, or none that is known by its beginnings."""
     text = text_of(call)
-    if text:
-        state = blake2b(_shape(call), key=secret, digest_size=16)
-        whole = name_of_text(call, text, secret)
-        for start in range(0, min(len(text), STEPS_MAX * STEP_BYTES) - STEP_BYTES + 1, STEP_BYTES):
-            state.update(text[start : start + STEP_BYTES])
-            yield TurnName(state.digest(), whole, len(text))
+    if not text:
+        last = deque(message_names(call, secret), maxlen=1)
+        return TurnName(last[0], last[0]) if last else None
+    stepped = deque(steps(call, text, secret), maxlen=1)
+    if not stepped:
+        return None
+    [(state, at)] = stepped
+    return TurnName(state.digest(), whole(state, text[at:]), len(text))
 
 
-def name_of_text(call: RoutedCall, text: bytes, secret: bytes) -> bytes:
-    """Of one whole text as a prompt of this call's shape."""
-    return _hash(_shape(call) + text, secret)
+def message_names(call: RoutedCall, secret: bytes) -> Iterator[bytes]:
+    """Names of the beginnings of what is not a text, message by message."""
+    if call.kind is BodyKind.COMPLETION:
+        return
+    name = _hash(_shape(call), secret)
+    for message in _messages(call):
+        name = _hash(name + _encode(_said(message)), secret)
+        yield name
+
+
+def steps(call: RoutedCall, text: bytes, secret: bytes) -> Iterator[tuple[Any, int]]:
+    """A text's beginnings, each a step longer: the hash of it so far, which goes on with the next, and its length."""
+    state = blake2b(_shape(call), key=secret, digest_size=16)
+    for at in range(STEP_BYTES, min(len(text), STEPS_MAX * STEP_BYTES) + 1, STEP_BYTES):
+        state.update(text[at - STEP_BYTES : at])
+        yield state, at
+
+
+def whole(state: Any, rest: bytes) -> bytes:
+    """The name of a text of which `state` has all but the rest."""
+    state = state.copy()
+    state.update(rest)
+    return bytes(state.digest())
 
 
 def _messages(call: RoutedCall) -> list[Any]:

@@ -191,6 +191,15 @@ def test_whatever_shapes_the_kv_is_in_the_digest() -> None:
     assert digest_of(request()) == digest_of(request())
 
 
+def test_a_turn_is_of_the_pictures_in_it_in_whatever_order_they_are_told() -> None:
+    """Promise 1: the same words around another picture are another conversation."""
+    cat, dog, later = image("cat", 1), image("dog", 1), image("later", 5)
+    shown = [[cat], [dog], [cat, later], [later, cat], [later, dog], [later]]
+    found = [content.turn_digest(request(mm_features=each), [1, 2, 3, 4, 5, 6], 4) for each in shown]
+    assert found[0] == found[2] == found[3] and found[1] == found[4]
+    assert len(set(found)) == 3
+
+
 class TestGuard:
     def test_nothing_leaves_a_hook_and_the_fallback_answers(self) -> None:
         @guard.guarded(lambda given: ("fallback", given))

@@ -111,7 +111,9 @@ class TurningConnector(EmbeddedConnector):
         ended, self._ended = self._ended, None
         params = params_of(request)
         well = status in (RequestStatus.LENGTH, RequestStatus.STOPPED)
-        if params is not None and params.keep is not None and ended is not None and well and not self._slides:
+        if params is None or params.keep is None or ended is None or self._slides:
+            return answer
+        if well and ended[0] == request.request_id:
             self._keep(request, params.keep, blocks, ended[1])
         return answer
 

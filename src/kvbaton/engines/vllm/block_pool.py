@@ -94,6 +94,18 @@ class PinnedPool:
         if hasattr(self._pool, "evict_blocks"):
             self._pool.evict_blocks({block.block_id for block in self._pool.blocks if block.block_id != NULL_BLOCK_ID})
 
+    def before_reset(self, call: Callable[[], None]) -> None:
+        """Have `call` called before vLLM empties its prefix cache: it does so only while nobody holds a block, and
+        tells a connector afterwards, if at all (vLLM 0.32: `Scheduler.reset_prefix_cache`)."""
+        genuine = getattr(self._pool, "reset_prefix_cache", None)
+        if genuine is not None:
+
+            def reset() -> bool:
+                call()
+                return bool(genuine())
+
+            self._pool.reset_prefix_cache = reset
+
     @property
     def free_blocks(self) -> int:
         return int(self._pool.get_num_free_blocks())

@@ -53,6 +53,14 @@ class ConnectorParts:
         """Whether vLLM waits for something that only we can tell it."""
         return bool(self.arrived or self.waiting or self.decode.busy or self.stored.busy)
 
+    def voided(self) -> None:
+        """Weights were replaced: nothing that was loaded, and that vLLM has not been told of, is delivered."""
+        self.sort()
+        self.decode.voided()
+        self.failures += [LoadVerdict(request_id) for request_id in self.arrived]
+        self.failures[:] = [LoadVerdict(verdict.request_id, failed=True) for verdict in self.failures]
+        self.arrived.clear()
+
     def sort(self) -> None:
         """Verdicts that have come since: what has arrived, and what has failed."""
         for verdict in self.decode.take_verdicts() + self.stored.take_verdicts():

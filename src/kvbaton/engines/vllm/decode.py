@@ -41,6 +41,7 @@ class _Load:
 
     first_token: int
     blocks: Groups
+    is_void: bool = False  # whatever comes of it, it is of no use any more
 
 
 @dataclass(slots=True)
@@ -183,6 +184,11 @@ class Decode:
         self._early.pop(request_id, None)
         self._verdicts.append(LoadVerdict(request_id, failed=True))
 
+    def voided(self) -> None:
+        """Weights were replaced: no load that vLLM has not been told of is good, also where its last byte is here."""
+        for load in self._loads.values():
+            load.is_void = True
+
     def take_verdicts(self) -> tuple[LoadVerdict, ...]:
         verdicts, self._verdicts = self._verdicts, []
         return tuple(verdicts)
@@ -196,6 +202,8 @@ class Decode:
         self._early.pop(request_id, None)
         if load is None:
             return
+        if load.is_void:
+            end = End(Reason.ABORTED, "weights were replaced while it was loaded")
         self._say(request_id, end)
         bad = self._bad_blocks(load, end)
         self._verdicts.append(LoadVerdict(request_id, failed=not end.delivered and not bad, bad_blocks=tuple(bad)))

@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvbaton.api.params import Mode
 from kvbaton.engines.vllm.prefill import Prefill, PrefillPrompt, wants_whole_prompt
 from kvbaton.engines.vllm.request_content import shorten
 from kvbaton.node.pin_budget import PinBudget, Room
-from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import RequestId
 
 SHORTENED_TOKENS = 1
@@ -63,18 +62,8 @@ class PinAdmission:
         del self._prefill.prompts[request.request_id]
         self._prefill.refused.add(request.request_id)
         self._on_refused(request)
-        if prompt.source.mode is not Mode.PULL:
-            self._tell_reader(prompt)
+        self._prefill.tell_reader(prompt, Reason.PINS_FULL)
         if wants_whole_prompt(request) or request.num_prompt_tokens <= SHORTENED_TOKENS:
             return False
         shorten(request, SHORTENED_TOKENS, self._prefill.hash_tokens)
         return True
-
-    def _tell_reader(self, prompt: PrefillPrompt) -> None:
-        door = self._prefill.door
-        try:
-            ticket = door.open_ticket(prompt.source.ticket or "")
-        except ProtocolError:
-            return  # D's copy of the ticket fails as well
-        lease = door.begin(ticket.handoff, prompt.digest, prompt.position, target=ticket.target)
-        door.source_ended(lease, Reason.PINS_FULL)

@@ -146,11 +146,24 @@ class Prefill:
     def voided(self) -> None:
         """Nothing of what is being computed may be handed over: weights were replaced. D computes it."""
         for request_id, prompt in list(self.prompts.items()):
+            if prompt.lease is None and not prompt.spoilt:
+                self.tell_reader(prompt, Reason.SOURCE_ABORTED)
             self._spoil(prompt, Reason.SOURCE_ABORTED)
             prompt.spoilt = True
             if prompt.source.mode is Mode.PULL:
                 del self.prompts[request_id]
                 self._declined.add(request_id)
+
+    def tell_reader(self, prompt: PrefillPrompt, reason: Reason) -> None:
+        """A D that was asked at once waits for a lease that will not begin: one that is over says why."""
+        if prompt.source.mode is Mode.PULL:
+            return
+        try:
+            ticket = self.door.open_ticket(prompt.source.ticket or "")
+        except ProtocolError:
+            return  # D's copy of the ticket fails as well
+        lease = self.door.begin(ticket.handoff, prompt.digest, prompt.position, target=ticket.target)
+        self.door.source_ended(lease, reason)
 
     def finished(self, request: Any, tables: Tables, *, well: bool) -> dict[str, Any] | None:
         """A request is over. Returns what D needs to know, where it ended well."""

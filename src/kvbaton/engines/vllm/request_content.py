@@ -8,6 +8,7 @@ not known in time, or cannot be known, is named by a text that only this process
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -62,6 +63,14 @@ def content_of(request: Any, position: int) -> Content:
         salt=salted(request),
         embeddings=parts.embeddings,
     )
+
+
+def turn_digest(request: Any, tokens: Sequence[int], upto: int) -> bytes:
+    """Of the first `upto` tokens of a prompt and its answer, and of the pictures that begin among them."""
+    content = content_of(request, upto)
+    told = zip(getattr(request, "mm_features", None) or (), content.multimodal, strict=True)
+    shown = tuple(text for feature, text in told if feature.mm_position.offset < upto)  # in whatever order they are
+    return digest(msgspec.structs.replace(content, tokens=list(tokens[:upto]), multimodal=shown))
 
 
 looker: Looker[PromptParts] = Looker("kvbaton-content")

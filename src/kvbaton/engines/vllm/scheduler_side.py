@@ -56,6 +56,8 @@ from kvbaton.ranks.rank_messages import RankInvitation
 log = logging.getLogger(__name__)
 
 STORE_END_S = 3.0
+TURNS_END_S = 1.0
+"""For turns to go, before vLLM empties its prefix cache: milliseconds, unless one is being read."""
 NO_ANSWER: tuple[bool, dict[str, Any] | None] = (False, None)
 WELL = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 
@@ -138,6 +140,7 @@ class SchedulerSide:
         door.wake_engine = news.set
         door.budget = budget_of(self._cache.num_blocks - 1, self._settings.pin_share, self._settings.pin_wait_s)
         pool = PinnedPool(self._block_pool, door.epochs)
+        pool.before_reset(self._let_turns_go)
         presence.observe(pool, self.reporting.prompts)
         recomputes = self._config.kv_transfer_config.kv_load_failure_policy == "recompute"
         keeps_prefix = len(self._cache.kv_cache_groups) == 1 and not grouping.stateful
@@ -239,6 +242,7 @@ class SchedulerSide:
         if request.request_id in live.held:  # what its KV is of is still looked at, on a thread of its own
             if not request_content.is_known(request):
                 return NOT_YET
+            self._weights.mark(request)  # nothing of it is computed yet, and they may have been replaced meanwhile
             self._accept(live, request, live.held.pop(request.request_id))
             if live.prefill.shortens(request.request_id):
                 return NOT_YET  # vLLM has looked up more of it than it is now
@@ -280,6 +284,7 @@ class SchedulerSide:
             note("update_state_after_alloc", error)
             if external_tokens > 0 and not live.stored.reports(request.request_id):
                 live.decode.broke(request)
+                live.turns.broke(request)
 
     def build_step(self, scheduled: Any) -> BatonStep:
         """What the workers must know of this step; every step gets one, whatever happens here."""
@@ -410,6 +415,20 @@ class SchedulerSide:
         return live.stored.reset() and not (live.door.holding or live.door.turn_blocks)
 
     # --- helpers
+
+    @guarded(returns(None))
+    def _let_turns_go(self) -> None:
+        """The prefix cache is about to be emptied, which vLLM refuses while a block is held: no turn stands against it.
+
+        An operator's call, so it may take a moment: a pause that clears the cache would fail for as long as turns live.
+        """
+        live, until = self._live, time.monotonic() + TURNS_END_S
+        if live is None:
+            return
+        live.turns.keeper.let_all_go()
+        while live.door.turn_blocks and time.monotonic() < until:
+            self._pace.nap(NAP_S)
+            self._do_duties(live)
 
     def _do_duties(self, live: ConnectorParts) -> None:
         for duty in live.door.duties():  # each is told once: one that fails must not take the others with it

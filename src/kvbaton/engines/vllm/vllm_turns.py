@@ -7,20 +7,16 @@ only where vLLM lets loads fail (`recompute`) and keeps freed blocks apart from 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
-
-import msgspec
 
 from kvbaton.api.params import TurnOffer
 from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.engines.vllm.decode import NOT_YET, NOTHING, Decode
 from kvbaton.engines.vllm.guard import guarded, returns
-from kvbaton.engines.vllm.request_content import content_of
+from kvbaton.engines.vllm.request_content import turn_digest
 from kvbaton.engines.vllm.vllm_block_tables import Grouping, Tables, real
 from kvbaton.node.doorway import Doorway, LoadReport
 from kvbaton.node.turn_keeping import TurnKeeper, TurnSettings, TurnTaker
-from kvbaton.protocol.content import digest
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import RequestId
 
@@ -61,7 +57,7 @@ class VllmTurns:
             turn.ticket,
             turn.tokens,
             request.num_prompt_tokens,
-            lambda upto: _digest(request, request.prompt_token_ids, upto),
+            lambda upto: turn_digest(request, request.prompt_token_ids, upto),
         )
 
     def refused(self, request: Any) -> None:
@@ -87,6 +83,10 @@ class VllmTurns:
         self._decode.begin_load(request.request_id, first_token, wanted)
         return True
 
+    def broke(self, request: Any) -> None:
+        """Its load ended as it began, by a failure here: no report is to come."""
+        self.taker.drop(RequestId(request.request_id))
+
     @guarded(returns(None))
     def reported(self, duty: LoadReport) -> None:
         """The ledger's word on a load; what vLLM is told of it is D's half's."""
@@ -103,6 +103,8 @@ class VllmTurns:
         keep = params.get("keep") if isinstance(params, dict) else None
         if keep is None or not (well and self._keeps) or request.prompt_token_ids is None:
             return
+        if getattr(request, "resumable", False):  # a session whose prompt grows: what its tokens are changes
+            return
         upto = request.num_tokens - 1
         if request.num_computed_tokens < upto:
             return
@@ -112,7 +114,7 @@ class VllmTurns:
         self._pool.touch(real(blocks))  # before anybody knows of them, so that a failure here costs the turn alone
         taken: tuple[int, ...] = ()
         try:
-            taken = self.keeper.keep(keep, _digest(request, request.all_token_ids, upto), upto, blocks, name)
+            taken = self.keeper.keep(keep, turn_digest(request, request.all_token_ids, upto), upto, blocks, name)
         finally:
             if not taken:
                 self._pool.unpin(real(blocks))
@@ -126,11 +128,3 @@ class VllmTurns:
     def _make_room(self, request: Any, local_tokens: int) -> None:
         needed = sum(self._grouping.needed(max(request.num_tokens - local_tokens, 1)))
         self.keeper.press(self._pool.free_blocks, needed)
-
-
-def _digest(request: Any, tokens: Sequence[int], upto: int) -> bytes:
-    """Of the first `upto` tokens, and of what they show of pictures."""
-    features = [each for each in getattr(request, "mm_features", None) or () if each.mm_position.offset < upto]
-    content = content_of(request, upto)
-    shown = content.multimodal[: len(features)]
-    return digest(msgspec.structs.replace(content, tokens=list(tokens[:upto]), multimodal=shown))

@@ -7,8 +7,9 @@ the files, after `reload_weights`; of the version that the operator names (`weig
 trainer. Until then it is one that only this process has: its KV is shared with nobody, and D computes.
 
 Laws: P and D each have their own text, and neither is told the other's (rule 2). Only the scheduler's thread is here.
-A call that fails half way has replaced weights too. A request keeps the text of its arrival; what is computed after a
-replacement for one that came before it is handed over by nobody. Nothing here raises into vLLM.
+A call that fails half way has replaced weights too. A request keeps the text of the time when its handoff is begun.
+What is computed after a replacement for one that began before it is handed over by nobody, also where the weights of
+then are back: a text may come again, and the number of an epoch does not. Nothing here raises into vLLM.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ DISCARDS_LEVEL = 2
 _CORE = "vllm.v1.engine.core"
 _MARK = "_kvbaton_watched"
 _FIELD = "kvbaton_weights"
+_SINCE = "kvbaton_weights_since"
 _engines: weakref.WeakSet[WeightsEpoch] = weakref.WeakSet()
 
 
@@ -56,13 +58,14 @@ class WeightsEpoch:
         watch_core()
 
     def mark(self, request: Any) -> None:
-        """A request came: its KV will be of these weights."""
-        if self.text:
+        """A request came, of which nothing is computed yet: its KV will be of these weights."""
+        if self.count:
             setattr(request, _FIELD, self.text)
+            setattr(request, _SINCE, self.count)
 
     def is_of(self, request: Any) -> bool:
         """Whether all of a request's KV is of the weights of now."""
-        return getattr(request, _FIELD, "") == self.text
+        return bool(getattr(request, _SINCE, 0) == self.count)
 
     @guarded(returns(None))
     def begin(self, text: str = "") -> None:
@@ -75,7 +78,8 @@ class WeightsEpoch:
         )
         live = self._live()
         if live is not None:
-            for let_go in (live.prefill.voided, live.stored.reset, live.door.cache_replaced, live.pool.forget_cached):
+            loads, store = live.voided, live.stored.reset
+            for let_go in (live.prefill.voided, loads, store, live.door.cache_replaced, live.pool.forget_cached):
                 _each(let_go)
 
     def named(self, version: str) -> None:

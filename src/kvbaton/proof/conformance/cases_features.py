@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kvbaton.engines.vllm import request_content
 from kvbaton.proof.conformance import taps
 from kvbaton.proof.conformance.case_registry import MODES, case
 from kvbaton.proof.conformance.cases_ending import LOADING
 from kvbaton.proof.conformance.configs import STATE, EngineShape
 from kvbaton.proof.conformance.conformance_engine import LabEngine
 from kvbaton.proof.conformance.lab import Lab, d_params, demand, key_directory, p_params, prompt_of, router_ticket
+from kvbaton.protocol.effects import Report
 
 LENGTHS = (3, 4, 5, 8, 9, 16, 17, 33, 41)
 DRAFTED = {
@@ -308,3 +313,68 @@ def a_reload_while_p_computes_ends_that_handoff(lab: Lab, mode: str) -> None:
     lab.ended(d, at_d)
     lab.right(d, at_d)
     demand(d.runners[0].computed_of[at_d] >= 40, "D took over KV of two weights")
+
+
+@case(mode=("stream", "push"))
+def a_reload_before_p_has_begun_is_told_to_the_d_that_waits(lab: Lab, mode: str) -> None:
+    """Nothing of it will be leased: without a word D would wait for as long as a P may take to begin."""
+    p, d = lab.duo(EngineShape(blocks=81), lease_s=1.0, defer_timeout=60.0)
+    ticket, prompt = router_ticket(ttl_s=30.0), prompt_of(40)
+    at_d = d.add(prompt, d_params(mode, ticket))
+    p.add(prompt, p_params(mode, ticket), max_tokens=1)
+    weights_of(p).begin("files a")
+    lab.ended(d, at_d, 10.0)
+    lab.right(d, at_d)
+    demand(d.ends["source_aborted"] == 1, f"it ended as {dict(d.ends)}")
+
+
+@contextlib.contextmanager
+def unknown_content() -> Iterator[None]:
+    """Whatever takes long to look at is not known yet."""
+    genuine = request_content.is_known
+    request_content.is_known = lambda request: not request_content.takes_long(request) and genuine(request)
+    try:
+        yield
+    finally:
+        request_content.is_known = genuine
+
+
+@case(whose=("p0", "d0"))
+def a_reload_while_an_adapter_is_looked_at_hands_nothing_over(lab: Lab, whose: str) -> None:
+    """Its request came before the reload and is computed, or would be loaded, after it."""
+    p, d = lab.duo(EngineShape(blocks=81), lease_s=1.0)
+    poet, prompt, texts = adapter("both", 1, b"verses"), prompt_of(30), contextlib.nullcontext()
+    with unknown_content() if whose == "p0" else texts:
+        at_p = p.add(prompt, p_params("pull"), max_tokens=1, **poet)
+        lab.run(5)
+        if whose == "p0":
+            weights_of(p).begin("files a")
+    lab.until(lambda: p.outcomes[at_p].reason, "P's answer")
+    with unknown_content() if whose == "d0" else texts:
+        at_d = d.add(prompt, p.outcomes[at_p].params, **poet)
+        lab.run(5)
+        if whose == "d0":
+            weights_of(d).begin("files a")
+    lab.ended(d, at_d)
+    lab.right(d, at_d)
+    demand(d.runners[0].computed_of[at_d] >= 30, "D decoded on KV of other weights")
+    lab.until(lambda: p.blocks_left == 0, "P to let go")
+
+
+@case(mode=MODES)
+def a_reload_after_the_last_byte_delivers_nothing_old(lab: Lab, mode: str) -> None:
+    """All of it is there, and vLLM has not been told: D would decode on it, and find it in its prefix cache."""
+    _, d = lab.duo(EngineShape(blocks=81), lease_s=1.0)
+    with taps.copies() as tap:
+        tap.hold()
+        handoff = lab.hand_over(mode, prompt_of(30))
+        lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+        lab.run(20)  # P is done
+        tap.release()
+        door, until = d.connector.scheduler._live.door, time.monotonic() + 10.0
+        while not any(isinstance(each, Report) for each in list(door._to_engine)):
+            demand(time.monotonic() < until, "the load did not end")
+            time.sleep(0.002)  # D takes no step
+    weights_of(d).begin("files a")
+    lab.finish(handoff)
+    demand(d.runners[0].computed_of[handoff.at_d] >= 30, "D decoded on KV of other weights")

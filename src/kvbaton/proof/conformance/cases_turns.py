@@ -8,12 +8,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvbaton.control import keyring
+from kvbaton.proof.conformance import taps
 from kvbaton.proof.conformance.case_registry import case
+from kvbaton.proof.conformance.cases_faults import QUICK, functions_of
 from kvbaton.proof.conformance.cases_features import weights_of
 from kvbaton.proof.conformance.cases_pressure import ONE, is_refused
 from kvbaton.proof.conformance.configs import EngineShape
 from kvbaton.proof.conformance.conformance_engine import LabEngine
-from kvbaton.proof.conformance.lab import Lab, demand, key_directory, p_params, prompt_of
+from kvbaton.proof.conformance.lab import (
+    BrokenLabError,
+    Lab,
+    d_params,
+    demand,
+    key_directory,
+    p_params,
+    prompt_of,
+    router_ticket,
+)
 from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 
@@ -97,6 +108,22 @@ def the_next_turns_p_takes_what_d_has_kept(lab: Lab, shape: str, cold: bool) -> 
     rest(lab)
 
 
+@case(mode=("stream", "push"))
+def a_d_that_was_asked_at_once_waits_for_a_p_that_takes_a_turn(lab: Lab, mode: str) -> None:
+    """P's prompt begins with a load; D reads behind what P computes, or is written to, from the load on."""
+    p, d = lab.duo(EngineShape(chunk_tokens=8), **ON)
+    turn = first_turn(lab)
+    prompt, ticket = turn.goes_on(), router_ticket()
+    lab.until(lambda: p.blocks_left == 0, "P's leases to be over", 5.0)
+    p.scheduler.reset_prefix_cache()
+    at_d = d.add(prompt, d_params(mode, ticket))
+    at_p = p.add(prompt, {**p_params(mode, ticket), "turn": turn.offer()}, max_tokens=1)
+    lab.ended(d, at_d)
+    lab.right(d, at_d)
+    demand(p.watch.loads[at_p] == d.watch.loads[at_d] == 1, f"P took {turns_of(p).taker.loads}, D {dict(d.ends)}")
+    rest(lab)
+
+
 @case()
 def other_words_than_d_has_are_computed(lab: Lab) -> None:
     """A client that knows which turn it is, and not what was said: it gets nothing of it."""
@@ -160,3 +187,50 @@ def what_was_computed_with_two_weights_is_not_kept(lab: Lab) -> None:
     weights_of(d).begin("files a")
     lab.ended(d, at_d)
     lab.until(lambda: d.blocks_left == 0, "D to keep nothing of it", 5.0)
+
+
+@case(forced=(False, True))
+def a_prefix_cache_is_emptied_although_a_turn_is_kept(lab: Lab, forced: bool) -> None:
+    """vLLM empties it only while nobody holds a block, as before a pause: nobody was promised a turn."""
+    p, d = lab.duo(**ON)
+    turn = first_turn(lab)
+    demand(d.blocks_left > 0, "nothing was kept")
+    demand(d.scheduler.reset_prefix_cache(reset_running_requests=forced), "a turn kept the cache from being emptied")
+    demand(d.blocks_left == 0, f"{d.blocks_left} blocks are held")
+    at_p, _ = next_turn(lab, turn.goes_on(), turn.offer())
+    demand(p.watch.loads[at_p] == 0, "P loaded what D has not")
+    rest(lab)
+
+
+PIECES = ("kvbaton.engines.vllm.vllm_turns", "kvbaton.node.turn_keeping")
+
+
+@case(settles=False, piece=PIECES, call=(1, 2))
+def a_failure_inside_costs_the_turn_alone(lab: Lab, piece: str, call: int) -> None:
+    """Wherever keeping or taking fails: both turns are answered, vLLM sees nothing of it, and all blocks come back."""
+    found, broken = list(functions_of(piece)), []
+    lab.duo(**ON, **QUICK)
+    for seed, (owner, name) in enumerate(found):
+        what = _one(lab, owner, name, call, seed)
+        if what:
+            broken.append(f"{getattr(owner, '__name__', owner)}.{name}: {what}")
+            lab.duo(**ON, **QUICK)
+    if broken:
+        raise BrokenLabError("\n    ".join([f"{len(broken)} of {len(found)} functions:", *broken]))
+
+
+def _one(lab: Lab, owner: Any, name: str, call: int, seed: int) -> str:
+    try:
+        with taps.failing_once(owner, name, call):
+            turn = first_turn(lab, seed)
+            p = lab.engines["p0"]
+            lab.until(lambda: p.blocks_left == 0, "P's leases to be over", 5.0)
+            p.scheduler.reset_prefix_cache()
+            next_turn(lab, turn.goes_on(), turn.offer())
+        rest(lab)
+        lab.settle(4.0)
+        waits = [dict(turns_of(engine).taker._asked) for engine in lab.engines.values()]
+        demand(not any(waits), f"turns are waited for that are over: {waits}")
+    except Exception as error:  # noqa: BLE001 - it is what this case looks for
+        return f"{type(error).__name__}: {str(error)[:500]}"
+    return ""

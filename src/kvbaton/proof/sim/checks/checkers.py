@@ -90,6 +90,8 @@ def _check_life(life: Life) -> None:
         raise Broken(LEAK, f"{name}: {pool.total} references to blocks at rest")
     if life.doorway.pinned_blocks or (life.doorway.busy and not life.asleep):  # what came to a sleeper holds nothing
         raise Broken(LEAK, f"{name}: the door still holds {life.doorway.pinned_blocks} blocks at rest")
+    if life.engine.turns is not None:
+        life.engine.turns.check_rest()
     if ledger.producer.leases or ledger.puts.states:
         raise Broken(LEAK, f"{name}: leases {list(ledger.producer.leases)} and puts {list(ledger.puts.states)} at rest")
     if not ledger.is_idle():

@@ -37,3 +37,6 @@ def check_pins(life: Life) -> None:
     left = [each for each in (*budget._promised, *budget._waiting, *budget._refused) if each not in known]
     if left:
         raise Broken(LEAK, f"{name}: room to pin is kept for requests that are over: {left[:3]}")
+    over = [lease for lease in budget._of if lease not in doorway._pins]
+    if over:
+        raise Broken(LEAK, f"{name}: room to pin is remembered of leases that are over: {over[:3]}")

@@ -34,6 +34,26 @@ def _keeps_room(original: Any) -> Any:
     return left
 
 
+def _leases_remembered(original: Any) -> Any:
+    def unpin(self: Any, lease: Any, blocks: Any) -> None:
+        of = self._of.get(lease)
+        original(self, lease, blocks)
+        self._of[lease] = of
+
+    return unpin
+
+
+def _asked_anew(original: Any) -> Any:
+    """Every question is the first: its deadline begins anew."""
+
+    def ask(self: Any, request: Any, blocks: int, now: float) -> Any:
+        if request in self._waiting:
+            self._waiting[request] = blocks, now + self.wait_s
+        return original(self, request, blocks, now)
+
+    return ask
+
+
 PIN_MUTANTS: tuple[Mutant, ...] = (
     Mutant("pins_without_a_limit", "33", "P pins whatever is computed, until it has no block to compute with",
            swap(PinBudget, "_fits", _always_room)),
@@ -45,4 +65,8 @@ PIN_MUTANTS: tuple[Mutant, ...] = (
            swap(PinBudget, "_expire", _patient)),
     Mutant("room_kept_for_the_gone", "33", "an aborted request keeps the room that it was promised",
            swap(PinBudget, "left", _keeps_room)),
+    Mutant("deadline_begun_anew", "9, 33", "who asks again for room begins a new wait",
+           swap(PinBudget, "ask", _asked_anew)),
+    Mutant("leases_remembered", "33", "the budget remembers leases that are over",
+           swap(PinBudget, "unpin", _leases_remembered)),
 )  # fmt: skip

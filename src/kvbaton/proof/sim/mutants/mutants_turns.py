@@ -41,6 +41,15 @@ def _reader_keeps_the_term(original: Any) -> Any:
     return extend
 
 
+def _not_pressed(original: Any) -> Any:
+    return lambda self, free_blocks, needed=0: None
+
+
+def _remembered(original: Any) -> Any:
+    """What was asked for stays when its request is over."""
+    return lambda self, request: None
+
+
 TURN_MUTANTS: tuple[Mutant, ...] = (
     Mutant("turns_without_share", "34", "what is kept for next turns fills the cache",
            swap(turn_keeping.TurnKeeper, "blocks", _no_share)),
@@ -50,4 +59,8 @@ TURN_MUTANTS: tuple[Mutant, ...] = (
            swap(doorway.Doorway, "_unpinned", _pins_lost)),
     Mutant("turn_reader_keeps_the_term", "9, 34", "a reader that falls silent has the whole turn's term",
            swap(producer.Producer, "extend", _reader_keeps_the_term)),
+    Mutant("turns_before_requests", "34", "requests wait for blocks that turns keep",
+           swap(turn_keeping.TurnKeeper, "press", _not_pressed)),
+    Mutant("turn_asked_for_ever", "34", "P remembers what it asked for when the request is over",
+           swap(turn_keeping.TurnTaker, "forget", _remembered)),
 )  # fmt: skip

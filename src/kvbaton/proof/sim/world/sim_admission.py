@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvbaton.node.pin_budget import Room
+from kvbaton.proof.sim.promises import HANG, Broken
 from kvbaton.proof.sim.world.sim_request import SimRequest
 from kvbaton.protocol.errors import Reason
 
@@ -21,6 +22,10 @@ def is_put_off(engine: SimEngine, request: SimRequest) -> bool:
     blocks = sum(1 if group in shape.states else per_group for group in range(len(shape.group_layers)))
     waited = budget.waits(request.id, world.now)
     room = budget.ask(request.id, blocks, world.now)
+    if room is Room.WAITING:
+        request.put_off_at = world.now if request.put_off_at is None else request.put_off_at
+        if world.now > request.put_off_at + budget.wait_s + LATE_LOOK_S:
+            raise Broken(HANG, f"{engine.name}: {request.id} waits for room to pin past its deadline")
     if room is Room.WAITING and not waited:
         world.faults["pins_waited"] += 1
         world.after(budget.wait_s + LATE_LOOK_S, engine.on_wake)

@@ -51,6 +51,7 @@ class SimRequest:
     keep: str = ""  # the ticket under which D may keep it for the next turn
     offer: tuple[str, int] | None = None  # what a D keeps of it: the ticket, and the turn's tokens
     prefers: tuple[int, ...] = ()  # blocks that it gets, where they are free
+    put_off_at: float | None = None  # when it was first told to wait for room to be pinned
 
 
 def digest_of(request: SimRequest) -> bytes:

@@ -11,11 +11,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvbaton.node.turn_keeping import TurnKeeper, TurnSettings, TurnTaker
-from kvbaton.proof.sim.promises import LEAK, Broken
+from kvbaton.proof.sim.promises import HANG, LEAK, Broken
 from kvbaton.proof.sim.world.life import TICKET_KEY
 from kvbaton.proof.sim.world.sim_request import Phase, SimRequest, digest_for, digest_of
 from kvbaton.proof.sim.world.sim_router import Errand
-from kvbaton.protocol.ids import HandoffId, TransferId, handoff_id
+from kvbaton.protocol.ids import HandoffId, RequestId, TransferId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ TOKENS_MAX = 20
 GOES_ON = 0.8
 OTHER_WORDS = 0.1
 TURN_S = (0.3, 1.0, 4.0)
+SHORT_S = 2.0
+"""Longer than what was let go of is on its way back, and than an engine is stopped."""
 PERCENTS = (10.0, 25.0, 60.0, 100.0)
 
 
@@ -38,6 +40,7 @@ class EngineTurns:
         self.taker = TurnTaker(engine.doorway)
         self._engine = engine
         self._most = engine.shape.blocks * settings.turn_percent / 100
+        self._short: dict[RequestId, float] = {}  # requests that found too few blocks while turns were kept, since when
 
     def added(self, request: SimRequest) -> None:
         if request.offer is not None:
@@ -52,10 +55,26 @@ class EngineTurns:
         if pinned > self._most:
             raise Broken(LEAK, f"{self._engine.name}: turns pin {pinned} blocks, of {self._most:g} that they may")
 
+    def check_waiting(self, request: SimRequest, needed: int) -> None:
+        """All turns go before a request waits for blocks, but for those that are being read (rule 34)."""
+        engine, now = self._engine, self._engine.world.now
+        idle = [turn for turn in self.keeper._kept.values() if not turn.going]
+        if not idle or len(engine.pool.free) >= needed:
+            self._short.pop(request.id, None)
+        elif now - self._short.setdefault(request.id, now) > SHORT_S:
+            raise Broken(HANG, f"{engine.name}: {request.id} waits for blocks while {len(idle)} turns keep theirs")
+
+    def check_rest(self) -> None:
+        """No request is left, so nothing is asked for."""
+        if self.taker._asked:
+            raise Broken(LEAK, f"{self._engine.name}: turns are waited for by {list(self.taker._asked)[:3]}")
+
     def schedules(self, request: SimRequest) -> bool:
         """Whether a turn decides about this request now: D has not answered, or it is loaded."""
         engine = self._engine
-        self.keeper.press(len(engine.pool.free), -(-(request.tokens + 1) // engine.shape.block_tokens) * 2)
+        needed = -(-(request.tokens + 1) // engine.shape.block_tokens) * len(engine.shape.group_layers)
+        self.keeper.press(len(engine.pool.free), needed)
+        self.check_waiting(request, needed)
         if not self.taker.awaits(request.id):
             return False
         found = self.taker.match(request.id, 0, 1)
@@ -143,8 +162,6 @@ class Conversations:
         source = cluster._chosen([each.name for each in cluster.plan.prefill])
         others = [each.name for each in cluster.plan.decode if each.name != source.peer.worker]
         target = cluster._chosen(others)
-        if kept_by.peer.worker == source.peer.worker:
-            return
         if world.chance(OTHER_WORDS):
             content += 200_000
         ticket = self._sealed(handoff, kept_by, source.peer.worker)
