@@ -168,7 +168,8 @@ class Fake:
         if not is_alone and not by_handoff:
             self.external += len(prompt) if self.case.get("keeps", True) else 0
         damaged = (self.directory / name).exists() and not self.case.get("blind")
-        wrong = (self.case.get("wrong") and by_handoff) or damaged
+        doubts = self.case.get("doubts") and " pull 0 " in more.get("cache_salt", "")
+        wrong = (self.case.get("wrong") and by_handoff) or damaged or doubts
         base = ("z", *ANSWER[1:]) if name.startswith("lora") and not more.get("model") else ANSWER
         answer = ("x", *base[1:]) if wrong else base
         return gpu_client.Told(tokens=answer, gaps=(1.0,) * 4, cached=len(prompt) - 1 - self.case.get("extra", 0))
@@ -241,6 +242,16 @@ def test_it_fails_for_what_is_wrong(
     control = f"{feature}: control: counts of other prompts"
     assert [name for name in found if name != control] == [f"{feature}: {each}" for each in bad]
     assert (control in found) == bool(case.get("wrong")), "nothing to compare is no control"
+
+
+def test_what_the_engine_alone_says_too_when_asked_again_is_not_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, notes = missed(tmp_path, monkeypatch, ("fp8",), wrong=True, doubts=True)
+    said = [note.partition("a wrong answer; ")[2] for note in notes if "a wrong answer" in note]
+    assert said[0].startswith("8 of 8 times the engine alone says it too"), "the first prompt of pull"
+    assert all(note.startswith("0 of 8 times") for note in said[1:]) and len(said) > 3
+    assert {"fp8: pull", "fp8: stream", "fp8: push"} <= set(found), "the others are wrong"
 
 
 def test_what_the_other_connector_does_not_have_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,3 +140,30 @@ def test_a_page_that_cannot_be_made_costs_the_page_alone(monkeypatch: pytest.Mon
     _, page = loggers()
     page.observe({"BatonConnector": {"counts": {"leases_total": 3}}})
     assert guard.faults["build_prom_metrics"] == before + 1
+
+
+@pytest.mark.parametrize(("others", "layout"), [(["OffloadingConnector"], "LBHNC"), ([], None), (None, "BLHNC")])
+def test_beside_others_ours_has_no_wish_for_a_layout(others: list[str] | None, layout: str | None) -> None:
+    """On a GPU: vLLM ends an engine whose connectors want different ones. Alone, ours has its wish."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    ours = {
+        "kv_connector": "BatonConnector",
+        "kv_connector_module_path": "kvbaton.integrations.vllm",
+        "kv_role": "kv_both",
+    }
+    children = [*({"kv_connector": name, "kv_role": "kv_both"} for name in others or ()), ours]
+    around = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": children},
+    }
+    transfer = KVTransferConfig(**(ours if others is None else around))
+    config = SimpleNamespace(
+        kv_transfer_config=transfer,
+        device_config=SimpleNamespace(device_type="cuda"),
+        attention_config=SimpleNamespace(hisparse_config=None),
+    )
+    asked = KVConnectorFactory.get_connector_class(transfer)
+    assert asked.get_required_kvcache_layout(config) == layout

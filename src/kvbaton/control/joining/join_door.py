@@ -225,11 +225,12 @@ class _Porch:
             return
         crowded = len(self._standing) > CONNECTIONS_MAX
         if crowded or now - min(self._standing.values()) > CONNECTION_S or any(map(_says_too_much, self._standing)):
-            self.counters["hung_up"] += 1
-            if worth_saying(self.counters["hung_up"]):
-                log.warning("[join-crowded] join door: hung up on %d connections", len(self._standing))
+            standing = len(self._standing)
             self._close_socket()
             self._open_if_possible()
+            self.counters["hung_up"] += 1  # counted once it is done: whoever comes from now on is not among them
+            if worth_saying(self.counters["hung_up"]):
+                log.warning("[join-crowded] join door: hung up on %d connections", standing)
 
     def wait(self, timeout_s: float | None) -> None:
         poller = self._pause if self.deaf else self._poller

@@ -5,6 +5,7 @@ One class serves both of vLLM's roles; which one an object has decides which sid
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,6 +32,7 @@ plugin.register()
 
 BLOCK_BY_BLOCK = "BLHNC"
 """vLLM's name for blocks outermost, then layers, heads, tokens."""
+MULTI = "kv_connector.v1.multi_connector"
 
 
 class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -108,8 +110,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @guarded(returns(None))
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """On a device all layers of a block together, heads apart: one span a block between equals, and heads can be
-        cut out for another tensor-parallel size. Where a backend cannot, vLLM says so and takes its own."""
-        return BLOCK_BY_BLOCK if vllm_config.device_config.device_type == "cuda" else None
+        cut out for another tensor-parallel size. Where a backend cannot, vLLM says so and takes its own. It is a wish,
+        which vLLM takes for a need: in a MultiConnector two needs end the engine, so beside others it is none."""
+        if vllm_config.device_config.device_type != "cuda" or _is_asked_beside_others():
+            return None
+        return BLOCK_BY_BLOCK
 
     # --- the scheduler's side
 
@@ -196,3 +201,13 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_worker_meta(self) -> Any:
         return self.worker.step_done()
+
+
+def _is_asked_beside_others() -> bool:
+    """Does a MultiConnector ask? It gives each child a configuration in which nothing speaks of the others."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").endswith(MULTI):
+            return True
+        frame = frame.f_back
+    return False
