@@ -73,8 +73,9 @@ class VllmFeature(msgspec.Struct, frozen=True, kw_only=True):
     changed_by: str = ""  # an adapter
 
     @property
-    def is_16_bits(self) -> bool:
-        return self.dtype != "float32"
+    def is_coarse(self) -> bool:
+        """Another batch changes more than the last digit of 32 bits."""
+        return self.dtype != "float32" or _FP8[-1] in self.alone
 
 
 def _pair(name: str = "", **own: object) -> Spec:
@@ -101,7 +102,7 @@ FEATURES: Mapping[str, VllmFeature] = {
         _drafted("mtp", "ernie-mtp", method="mtp"),
         _drafted("mtp-states", "nemotron-h-mtp", method="mtp"),
         VllmFeature(
-            name="fp8", model="llama", alone=_FP8, pairs=(_pair(args=_FP8),),
+            name="fp8", model="few-words", alone=_FP8, pairs=(_pair(args=_FP8),),
             refused=(_pair("refused", p_args=_FP8, has_router=False),), field="kv_dtype",
         ),
         VllmFeature(
@@ -217,7 +218,7 @@ async def _tried(
         return
     for pair in pairs:
         if pair.is_up and pair.name not in refused:
-            near, alike = (NEAR_16, ALIKE_16) if feature.is_16_bits else (NEAR, ALIKE)
+            near, alike = (NEAR_16, ALIKE_16) if feature.is_coarse else (NEAR, ALIKE)
             trial = FeatureTrial(sizes, alone, pair, session, page, tables, say, feature.asks, near, alike)
             await trial.learn(feature.has_drafts, feature.changed_by)
             await trial.handed_over()
