@@ -12,6 +12,7 @@ import pytest
 import zmq
 
 from kvbaton.api.request_ids import MoriioAddress, parse_address
+from kvbaton.control import moriio
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.moriio import MoriioAnnouncer, MoriioRegistration, p2p_nccl_registration, registration
 
@@ -243,6 +244,26 @@ def test_what_accepts_but_is_no_router_takes_nothing_and_delays_nothing() -> Non
             began = time.monotonic()
             assert announcer.stop()
             assert time.monotonic() - began < STALL_S
+
+
+def test_whoever_else_had_the_address_keeps_no_worker_from_the_router_that_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A router with keys, say: libzmq dials nobody again who greeted by another mechanism."""
+    monkeypatch.setattr(moriio, "REDIAL_S", 0.3)
+    with router() as probe:
+        endpoint = probe.endpoint
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\x01" + bytes(31)
+    with socket.create_server(("127.0.0.1", int(endpoint.rpartition(":")[2]))) as server, announcing(endpoint) as ours:
+        keyed, _ = server.accept()
+        with keyed:
+            keyed.sendall(greeting)
+            while keyed.recv(1024):  # until it has understood and hung up
+                pass
+        server.close()
+        with router(endpoint) as there:
+            assert there.hear()[1] == HELLO.payload
+        assert ours.counters["failed"] == 0
 
 
 def test_a_router_that_talks_back_is_not_read_and_changes_nothing() -> None:

@@ -38,6 +38,9 @@ QUEUED_MAX = 1  # an announcement is worth nothing once the next is due
 RECEIVED_BYTES_MAX = 1024  # nothing is read, but a stranger may send
 UNACKNOWLEDGED_MS_MAX = 6000  # then TCP gives the connection up and libzmq dials anew
 RECONNECT_MS_MIN, RECONNECT_MS_MAX = 100, 1000
+REDIAL_S = 5.0
+"""After so long without a connection the socket is another one: libzmq dials nobody again who greeted by another
+mechanism, as something else may that had the router's address for a while."""
 
 Role = Literal["P", "D"]
 TransferMode = Literal["READ", "WRITE"]
@@ -129,6 +132,8 @@ class MoriioAnnouncer:
             raise ControlError(f"router: {error}") from None
         self.counters: Counter[str] = Counter()
         self._interval_s = interval_s
+        self._clock = clock
+        self._connected = clock()  # or dialled anew
         self._due: float | None = None  # before the first
         self._heard = False
         self._thread = LoopThread("kvbaton-moriio", self._line, self._turn, self._line.close, clock)
@@ -149,6 +154,9 @@ class MoriioAnnouncer:
         if self._due is None or now >= self._due:
             if self._line.owes:
                 self._miss("lost", "no connection")
+                if now - self._connected > REDIAL_S:
+                    self._connected = now
+                    self._line.hang_up()
             self._due = now + self._interval_s
             self._announce()
         elif self._line.owes and self._line.is_writable:
@@ -163,6 +171,7 @@ class MoriioAnnouncer:
             self._miss("failed", str(error))
             return
         if sent:
+            self._connected = self._clock()
             self.counters["sent"] += 1
             if not self._heard:
                 log.info("announcing this worker to the router at %s", self._line.router)
@@ -210,9 +219,15 @@ class _MoriioLine:
     def wake(self) -> None:
         self._waker.wake()
 
-    def close(self) -> None:
+    def hang_up(self) -> None:
+        """What is sent next is sent by a new socket."""
         if self._socket is not None:
+            self._poller.unregister(self._socket)
             self._socket.close(linger=0)
+            self._socket = None
+
+    def close(self) -> None:
+        self.hang_up()
         if self._context is not None:
             self._context.term()
         self._waker.close()
