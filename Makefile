@@ -67,13 +67,13 @@ test: ## set up and check everything that this project claims
 	@$(MAKE) --no-print-directory $(VLLM_VENV)/.engine > $(SETUP_LOG) 2>&1 & setup=$$!; \
 	trap 'exit 130' INT TERM; trap 'kill $$setup $$computed $$held 2> /dev/null' EXIT; \
 	$(MAKE) --no-print-directory lint || exit 1; \
-	nice -n 10 $(MAKE) --no-print-directory JOBS=1 computed > $(COMPUTED_LOG) 2>&1 & computed=$$!; \
+	nice -n 19 $(MAKE) --no-print-directory JOBS=1 computed > $(COMPUTED_LOG) 2>&1 & computed=$$!; \
 	$(MAKE) --no-print-directory $(FOR_TESTS) || exit 1; \
 	$(MAKE) --no-print-directory timed || exit 1; \
 	! grep -q '\*\*\*.*Error' $(COMPUTED_LOG) || { cat $(COMPUTED_LOG); exit 1; }; \
 	wait $$setup || { cat $(SETUP_LOG); exit 1; }; \
 	$(MAKE) --no-print-directory $(VLLM_VENV)/.planes || exit 1; \
-	nice -n 10 $(MAKE) --no-print-directory conformance > $(CONFORMANCE_LOG) 2>&1 & held=$$!; \
+	nice -n 19 $(MAKE) --no-print-directory conformance > $(CONFORMANCE_LOG) 2>&1 & held=$$!; \
 	$(MAKE) --no-print-directory vllm-test || exit 1; \
 	wait $$held; status=$$?; cat $(CONFORMANCE_LOG); \
 	wait $$computed || status=1; cat $(COMPUTED_LOG); exit $$status

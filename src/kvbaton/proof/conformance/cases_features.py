@@ -113,7 +113,7 @@ def another_connector_beside_ours_changes_no_answer(lab: Lab, mode: str, beside:
     for length in (1, 4, 5, 17, 40):
         lab.finish(lab.hand_over(mode, prompt_of(length)), loads=1)
     lab.settle()
-    demand(d.ends["delivered"] == 5, f"handoffs ended as {dict(d.ends)}")
+    lab.until(lambda: d.ends["delivered"] == 5, f"five handoffs to be counted, of {dict(d.ends)}")
     for engine in (p, d):  # its own cache is lost: what it had comes back from where it was offloaded to
         engine.scheduler.kv_cache_manager.reset_prefix_cache()
     again = d.add(prompt_of(40))
@@ -325,7 +325,7 @@ def a_reload_before_p_has_begun_is_told_to_the_d_that_waits(lab: Lab, mode: str)
     weights_of(p).begin("files a")
     lab.ended(d, at_d, 10.0)
     lab.right(d, at_d)
-    demand(d.ends["source_aborted"] == 1, f"it ended as {dict(d.ends)}")
+    lab.until(lambda: d.ends["source_aborted"] == 1, f"D to say why; it says {dict(d.ends)}")
 
 
 @contextlib.contextmanager
