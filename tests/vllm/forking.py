@@ -28,6 +28,8 @@ LOOK_S = 0.05
 READY_S = 300.0
 """Only a hang takes so long."""
 FIXED = ("PYTHONPATH", "LD_PRELOAD")
+_BEGAN = dict(os.environ)
+"""As this process was started: a test that imports vLLM itself has variables of vLLM's in its own later on."""
 
 
 class Forked:
@@ -105,7 +107,7 @@ def forked(words: Sequence[str], surroundings: Mapping[str, str], log: Path, how
 
 def run_forked(words: Sequence[str], log: Path, within_s: float) -> tuple[int, str]:
     """Its status, and all that it said."""
-    status = forked(words, os.environ, log).wait(within_s)
+    status = forked(words, _BEGAN, log).wait(within_s)
     return status, log.read_text(errors="replace")
 
 

@@ -102,7 +102,7 @@ FEATURES: Mapping[str, VllmFeature] = {
         _drafted("mtp", "ernie-mtp", method="mtp"),
         _drafted("mtp-states", "nemotron-h-mtp", method="mtp"),
         VllmFeature(
-            name="fp8", model="few-words", alone=_FP8, pairs=(_pair(args=_FP8),),
+            name="fp8", model="llama", alone=_FP8, pairs=(_pair(args=_FP8),),
             refused=(_pair("refused", p_args=_FP8, has_router=False),), field="kv_dtype",
         ),
         VllmFeature(
