@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +15,9 @@ import pytest
 from kvbaton.cli import conformance
 from kvbaton.cli import main as cli
 from kvbaton.processes.operator_errors import CommandError
+from kvbaton.proof.conformance import conformance_run
+from kvbaton.proof.conformance.case_registry import CaseVerdict
+from kvbaton.proof.conformance.stalls import STALL_S, StallMeter
 
 
 class GoneError(Exception):
@@ -90,3 +98,65 @@ def test_nonsense_is_one_line_and_status_2(words: list[str], capsys: pytest.Capt
         cli.main(["conformance", *words])
     assert stopped.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+class Standing:
+    """A machine that stands still, or does not."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stalls: list[bool]) -> None:
+        monkeypatch.setattr(StallMeter, "stalled", property(lambda _: stalls.pop(0)))
+
+
+def verdicts(*kinds: str) -> Callable[[], CaseVerdict]:
+    waiting = list(kinds)
+    return lambda: CaseVerdict(name="one", kind=(kind := waiting.pop(0)), what=kind)
+
+
+def test_what_was_not_in_time_while_the_machine_stood_still_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    Standing(monkeypatch, [True, True])
+    held = conformance_run._unstalled(verdicts("broken", "broken", ""))
+    assert held.holds
+    assert held.run_again == 2
+
+
+@pytest.mark.parametrize("kind", ["wrong", "assertion", "error"])
+def test_a_wrong_answer_is_never_excused_by_the_machine(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    Standing(monkeypatch, [True])
+    broken = conformance_run._unstalled(verdicts(kind, ""))
+    assert (broken.kind, broken.run_again) == (kind, 0)
+
+
+def test_nothing_is_run_again_on_a_machine_that_did_not_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    Standing(monkeypatch, [False])
+    assert conformance_run._unstalled(verdicts("broken", "")).kind == "broken"
+
+
+def test_what_is_never_in_time_is_broken_however_often_the_machine_stands_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    Standing(monkeypatch, [True] * conformance_run.TRIES)
+    broken = conformance_run._unstalled(verdicts(*["broken"] * conformance_run.TRIES))
+    assert (broken.kind, broken.run_again) == ("broken", conformance_run.TRIES - 1)
+
+
+def test_a_process_that_was_stopped_is_seen_to_have_stood_still() -> None:
+    """Stopped by a signal, as by a hypervisor: nothing in it runs, its clock does."""
+    stopped = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from kvbaton.proof.conformance.stalls import StallMeter\n"
+            "with StallMeter() as meter: print('begun', flush=True); sys.stdin.readline()\n"
+            "print(meter.stalled, flush=True)",
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert stopped.stdin is not None
+    assert stopped.stdout is not None
+    assert stopped.stdout.readline() == "begun\n"
+    stopped.send_signal(signal.SIGSTOP)
+    time.sleep(3 * STALL_S)  # what is measured, not waited for
+    stopped.send_signal(signal.SIGCONT)
+    assert stopped.communicate("\n", timeout=30)[0] == "True\n"

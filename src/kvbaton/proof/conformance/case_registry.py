@@ -43,6 +43,10 @@ class Case(msgspec.Struct, frozen=True):
         return self.name.replace("_", " ")
 
 
+class SwallowedFaultError(Exception):
+    """The connector raised where nothing made it, and only the guard stood between that and the engine."""
+
+
 class CaseVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """How one case or seed went."""
 
@@ -59,6 +63,7 @@ class CaseVerdict(msgspec.Struct, frozen=True, kw_only=True):
     blocks_left: int = 0
     hook_errors: int = 0
     faults: int = 0  # exceptions that the connector's guard swallowed
+    run_again: int = 0  # times, see `stalls`
 
     @property
     def holds(self) -> bool:
@@ -142,7 +147,7 @@ def demand_no_faults(before: int) -> None:
 
     swallowed = sum(guard.faults.values()) - before
     if swallowed:
-        raise BrokenLabError(f"the guard swallowed {swallowed} exceptions: {dict(guard.faults)}")
+        raise SwallowedFaultError(f"the guard swallowed {swallowed} exceptions: {dict(guard.faults)}")
 
 
 def kind_of(error: Exception) -> str:
