@@ -77,19 +77,19 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     trace_sample: float = 1.0  # of requests that come without a trace, the share that gets one; 0 is none
 
     def __post_init__(self) -> None:
-        for field in msgspec.structs.fields(self):
-            value = getattr(self, field.name)
-            if field.name == "trace_sample":
+        for field in self.__struct_fields__:
+            value = getattr(self, field)
+            if field == "trace_sample":
                 if not 0 <= value <= 1:
                     raise ValueError(f"trace_sample: got {value!r}, expected 0 to 1")
-            elif field.name == "turn_s":
+            elif field == "turn_s":
                 if not 0 <= value <= TICKET_LIFE_S_MAX:
                     raise ValueError(f"turn_s: got {value!r}, expected 0 (off) to {TICKET_LIFE_S_MAX:.0f} seconds")
             elif isinstance(value, float) and not (math.isfinite(value) and value > 0):
-                raise ValueError(f"{field.name}: got {value!r}, expected a number above 0")
-            least = 0 if field.name.endswith(("retries", "_tokens", "pieces_max")) else 1
+                raise ValueError(f"{field}: got {value!r}, expected a number above 0")
+            least = 0 if field.endswith(("retries", "_tokens", "pieces_max")) else 1
             if type(value) is int and value < least:
-                raise ValueError(f"{field.name}: got {value!r}, expected {least} or more")
+                raise ValueError(f"{field}: got {value!r}, expected {least} or more")
         if "*" in self.origins_allowed and self.cors_credentials:
             raise ValueError("cors_credentials: not with origin *: any page could use its visitors' credentials")
         for origin in self.origins_allowed:

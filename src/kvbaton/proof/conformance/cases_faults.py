@@ -1,7 +1,8 @@
 """Cases in which a piece of the connector itself fails: once, somewhere inside; no hook may show it to vLLM.
 
 Law: the failure is put in after the engines have started, into one function at one of its calls, and every function of
-the pieces gets its turn. Requests may be computed again or fail, but they end; blocks come back.
+the pieces that is called then gets its turn (what a rehearsal calls). Requests may be computed again or fail, but they
+end; blocks come back.
 """
 
 from __future__ import annotations
@@ -9,24 +10,22 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 from kvbaton.proof.conformance import taps
 from kvbaton.proof.conformance.case_registry import MODES, case
 from kvbaton.proof.conformance.configs import EngineShape
-from kvbaton.proof.conformance.lab import BrokenLabError, Lab, LabHandoff, prompt_of
+from kvbaton.proof.conformance.lab import BrokenLabError, Lab, LabHandoff, demand, prompt_of
 
 _BASE = "kvbaton.engines.vllm"
 PIECES = (
-    "kvbaton.node.cluster_node",
     "kvbaton.node.doorway",
-    "kvbaton.node.epochs",
     "kvbaton.node.pin_budget",
     "kvbaton.node.prompt_account",
     f"{_BASE}.request_content",
     f"{_BASE}.decode",
-    f"{_BASE}.vllm_layout",
     f"{_BASE}.transfer_params",
     f"{_BASE}.block_pool",
     f"{_BASE}.pin_admission",
@@ -51,6 +50,7 @@ QUICK: dict[str, Any] = {
     "defer_timeout": 0.5,
     "claim_timeout": 0.5,
 }
+NEVER = 0  # of calls: the first is 1
 _MAY_NOT_FAIL = frozenset(
     {"_on_reuse", "raise_epoch", "of", "all_of", "all_judged", "_is_told", "_are_told", "_watching", "_is_alone"}
     | {"_with_others"}
@@ -83,6 +83,17 @@ def functions_of(module_name: str) -> Iterator[tuple[Any, str]]:
                     yield value, inner
 
 
+def called(piece: str, times: int, rehearse: Callable[[], None]) -> list[tuple[Any, str]]:
+    """Those functions of a piece that a rehearsal calls so often: a failure put into another never comes to pass."""
+    found = list(functions_of(piece))
+    with ExitStack() as stack:
+        counts = [stack.enter_context(taps.failing_once(owner, name, NEVER)) for owner, name in found]
+        rehearse()
+    reached = [each for each, calls in zip(found, counts, strict=True) if calls[0] >= times]
+    demand(reached, f"nothing of {piece} is called {times} times: there is nothing to fail")
+    return reached
+
+
 def _holders(value: Any, name: str) -> list[Any]:
     """Every module that has the function under its name, its own among them."""
     ours = (module for key, module in list(sys.modules.items()) if key.startswith("kvbaton."))
@@ -92,10 +103,10 @@ def _holders(value: Any, name: str) -> list[Any]:
 @case(settles=False, piece=PIECES, call=(1, 3))
 def a_failure_inside_never_leaves_a_hook(lab: Lab, piece: str, call: int) -> None:
     shape = EngineShape(ranks=1 if call == 1 else 2, chunk_tokens=8)
-    found, broken = list(functions_of(piece)), []
     begin = lab.sharing if piece in WITH_STORE else lab.duo
     begin(shape, **QUICK)
-    for seed, (owner, name) in enumerate(found):
+    found, broken = called(piece, call, lambda: _work(lab, 0)), []
+    for seed, (owner, name) in enumerate(found, 1):
         what = _one(lab, owner, name, call, seed)
         if what:
             broken.append(f"{getattr(owner, '__name__', owner)}.{name}: {what}")
@@ -115,22 +126,25 @@ def _share(lab: Lab, seed: int) -> None:
             lab.right(engine, name)
 
 
+def _work(lab: Lab, seed: int) -> None:
+    """A handoff in every mode, and prompts by way of the store where there is one."""
+    some: list[LabHandoff] = []
+    for mode in MODES:
+        try:
+            some.append(lab.hand_over(mode, prompt_of(20, seed * 10 + len(some))))
+        except BrokenLabError as error:
+            if "P gave no ticket" not in str(error):  # a lease that failed costs the handoff
+                raise
+    for each in some:
+        lab.finish(each, patience_s=6.0)
+    if lab.stores:
+        _share(lab, seed)
+
+
 def _one(lab: Lab, owner: Any, name: str, call: int, seed: int) -> str:
     try:
-        with taps.failing_once(owner, name, call) as calls:
-            some: list[LabHandoff] = []
-            for mode in MODES:
-                try:
-                    some.append(lab.hand_over(mode, prompt_of(20, seed * 10 + len(some))))
-                except BrokenLabError as error:
-                    if "P gave no ticket" not in str(error):  # a lease that failed costs the handoff
-                        raise
-            for each in some:
-                lab.finish(each, patience_s=6.0)
-            if lab.stores:
-                _share(lab, seed)
-            if not calls[0]:
-                return ""
+        with taps.failing_once(owner, name, call):
+            _work(lab, seed)
         lab.settle(4.0)
     except Exception as error:  # noqa: BLE001 - it is what this case looks for
         return f"{type(error).__name__}: {str(error)[:500]}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvbaton.control import keyring
 from kvbaton.proof.conformance import taps
 from kvbaton.proof.conformance.case_registry import case
-from kvbaton.proof.conformance.cases_faults import QUICK, functions_of
+from kvbaton.proof.conformance.cases_faults import QUICK, called
 from kvbaton.proof.conformance.cases_features import weights_of
 from kvbaton.proof.conformance.cases_pressure import ONE, is_refused
 from kvbaton.proof.conformance.configs import EngineShape
@@ -208,9 +208,9 @@ PIECES = ("kvbaton.engines.vllm.vllm_turns", "kvbaton.node.turn_keeping")
 @case(settles=False, piece=PIECES, call=(1, 2))
 def a_failure_inside_costs_the_turn_alone(lab: Lab, piece: str, call: int) -> None:
     """Wherever keeping or taking fails: both turns are answered, vLLM sees nothing of it, and all blocks come back."""
-    found, broken = list(functions_of(piece)), []
     lab.duo(**ON, **QUICK)
-    for seed, (owner, name) in enumerate(found):
+    found, broken = called(piece, call, lambda: _two_turns(lab, 0)), []
+    for seed, (owner, name) in enumerate(found, 1):
         what = _one(lab, owner, name, call, seed)
         if what:
             broken.append(f"{getattr(owner, '__name__', owner)}.{name}: {what}")
@@ -219,14 +219,18 @@ def a_failure_inside_costs_the_turn_alone(lab: Lab, piece: str, call: int) -> No
         raise BrokenLabError("\n    ".join([f"{len(broken)} of {len(found)} functions:", *broken]))
 
 
+def _two_turns(lab: Lab, seed: int) -> None:
+    turn = first_turn(lab, seed)
+    p = lab.engines["p0"]
+    lab.until(lambda: p.blocks_left == 0, "P's leases to be over", 5.0)
+    p.scheduler.reset_prefix_cache()
+    next_turn(lab, turn.goes_on(), turn.offer())
+
+
 def _one(lab: Lab, owner: Any, name: str, call: int, seed: int) -> str:
     try:
         with taps.failing_once(owner, name, call):
-            turn = first_turn(lab, seed)
-            p = lab.engines["p0"]
-            lab.until(lambda: p.blocks_left == 0, "P's leases to be over", 5.0)
-            p.scheduler.reset_prefix_cache()
-            next_turn(lab, turn.goes_on(), turn.offer())
+            _two_turns(lab, seed)
         rest(lab)
         lab.settle(4.0)
         waits = [dict(turns_of(engine).taker._asked) for engine in lab.engines.values()]

@@ -101,7 +101,9 @@ class LabEngine:
         from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-        mine = copy.deepcopy(config)
+        mine = copy.copy(config)  # of what a connector is told, each rank has its own; the rest is only read
+        mine.kv_transfer_config = copy.deepcopy(config.kv_transfer_config)
+        mine.parallel_config = copy.copy(config.parallel_config)
         mine.parallel_config.rank = rank
         planned = configs.kv_cache_config(config, self.shape, rank // self.shape.ranks)
         with as_rank(rank, self.shape):

@@ -44,7 +44,7 @@ SETTINGS: dict[str, Any] = {
     "max_hold_s": 10.0,
 }
 _PAUSE_S = 0.0003
-_PAUSE_MAX_S = 0.003
+_PAUSE_MAX_S = 0.02
 """While nothing is computed, between two looks; the first few are shorter, since most waits are for a thread that is
 about to answer, and the long ones for leases that run out: turning fast meanwhile would take half of the processors."""
 
@@ -231,7 +231,7 @@ class Lab:
                 raise BrokenLabError(f"not within {patience_s:g} s: {what}; {self.story()}")
             idle = 0 if self.turn() else idle + 1
             if idle:
-                time.sleep(min(idle * _PAUSE_S / 8, _PAUSE_MAX_S))
+                time.sleep(min(idle * _PAUSE_S / 1, _PAUSE_MAX_S))
 
     def run(self, steps: int) -> None:
         for _ in range(steps):
