@@ -92,9 +92,15 @@ class Log:
         self._harness = harness
         self._side = side
         self.events: list[TransportEvent] = []
+        self._ends: dict[int, list[CopyEnded]] = {}
+        self._sorted = 0  # so many of the events are among `_ends`, or no end
 
     def ends(self, job: int) -> list[CopyEnded]:
-        return [event for event in self.events if isinstance(event, CopyEnded) and event.job == job]
+        for event in self.events[self._sorted :]:
+            if isinstance(event, CopyEnded):
+                self._ends.setdefault(event.job, []).append(event)
+        self._sorted = len(self.events)
+        return list(self._ends.get(job, ()))
 
     def rested(self, job: int) -> bool:
         """Whether the job can touch no memory any more."""
