@@ -139,10 +139,22 @@ RUNTIME := tests/house tests/node tests/ranks tests/processes tests/observe/flig
 runtime: $(VENV)/.dev ## tests of nodes, ranks and flight records
 	$(PYTEST) -n 2 $(RUNTIME)
 
-# Real sockets, real processes, a real model.
+# Real sockets, real processes, a real model. Four at once, for they wait a lot; each collects its own part and no more,
+# which all of them together would else do four times, and what the tests of a file share is started once.
+PARTS := processes-runtime processes-planes processes-routers processes-commands
 processes: $(VENV)/.planes $(ROUTER_VENV)/.ready ## tests of nodes, engines, data planes, routers, stores, commands
-	KVBATON_TEST_ALL=1 $(PYTEST) -n 4 $(RUNTIME) tests/engines tests/integrations tests/transports tests/control tests/api tests/router tests/cli tests/bench tests/gpu_test \
-		tests/store tests/mooncake_store
+	@$(MAKE) --no-print-directory -j 4 -O $(PARTS)
+
+.PHONY: $(PARTS)
+$(PARTS): export KVBATON_TEST_ALL = 1
+processes-runtime:
+	$(PYTEST) $(RUNTIME) tests/engines tests/integrations tests/gpu_test tests/api
+processes-planes:
+	$(PYTEST) tests/transports
+processes-routers:
+	$(PYTEST) tests/router tests/bench tests/control
+processes-commands:
+	$(PYTEST) tests/cli tests/store tests/mooncake_store
 
 # Whole clusters, what is seen of them, and what is written about them.
 # Those that load a cluster to its limits, or kill what it is made of, run alone: they assert on what a starved machine breaks.

@@ -215,7 +215,7 @@ def test_a_page_is_written_where_it_was_asked_for(
 def test_a_short_run_measures_the_router_and_the_toy_with_real_processes() -> None:
     words = ["--quick", "--without-vllm-router", "--no-verdict", "--concurrency", "1,4", "--streams", "8"]
     done = subprocess.run(
-        [sys.executable, "-m", "kvbaton.cli.main", "bench", "router", "--json", "--window-s", "0.2", *words],
+        [sys.executable, "-m", "kvbaton.cli.main", "bench", "router", "--json", "--window-s", "0.05", *words],
         capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -6,11 +6,7 @@ Memory is looked at through the device: this process opens the far side's alloca
 from __future__ import annotations
 
 import ctypes
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import cast
 
 from kvbaton.proof.contracts.transport_harness import Drives, poll
@@ -82,16 +78,7 @@ class DeviceProcess(PeerProcess):
     """As its base, with another script."""
 
     def __init__(self, kind: str) -> None:
-        script = Path(__file__).with_name("device_peer.py")
-        path = os.pathsep.join(entry for entry in sys.path if entry)
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), kind],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-            bufsize=0,
-        )
-        self._read = b""
+        super().__init__("device_peer.py", kind)
 
 
 class FarDevice(FarTransport):

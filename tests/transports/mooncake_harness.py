@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
 from kvbaton.transports.core.shared_memory import allocate
 from kvbaton.transports.mooncake.mooncake_transport import CAPABILITIES, MooncakeConfig, MooncakeTransport
 
 from .process_harness import FarTransport, PeerProcess, ProcessHarness
-
-
-class MooncakeProcess(PeerProcess):
-    """Runs `mooncake_peer.py`, with more in its environment if need be."""
-
-    def __init__(self, **env: str) -> None:
-        script = Path(__file__).with_name("mooncake_peer.py")
-        path = os.pathsep.join(entry for entry in sys.path if entry)
-        self.process = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path, **env},
-            bufsize=0,
-        )
-        self._read = b""
 
 
 class MooncakeHarness(ProcessHarness):
@@ -42,7 +21,7 @@ class MooncakeHarness(ProcessHarness):
 
     def pair(self, near_bytes: int, far_bytes: int) -> Pair:
         if self._process is None or not self._process.alive():
-            self._process = MooncakeProcess(**self._env)
+            self._process = PeerProcess("mooncake_peer.py", **self._env)
         self._count += 1
         here, there = allocate(near_bytes), allocate(far_bytes)
         self._regions += [here, there]

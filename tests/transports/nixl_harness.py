@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
 from kvbaton.transports.core.shared_memory import allocate
@@ -16,21 +11,6 @@ from .peer_process import Kind
 from .process_harness import FarTransport, PeerProcess, ProcessHarness
 
 WAYS: dict[Kind, dict[str, str]] = {"shm": UCX, "tcp": {**UCX, "TLS": "tcp"}}
-
-
-class NixlProcess(PeerProcess):
-    """Calls into `nixl_peer_process.py`."""
-
-    def __init__(self) -> None:
-        path = os.pathsep.join(entry for entry in sys.path if entry)
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("nixl_peer_process.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-            bufsize=0,
-        )
-        self._read = b""
 
 
 class NixlHarness(ProcessHarness):
@@ -51,7 +31,7 @@ class NixlHarness(ProcessHarness):
 
     def pair(self, near_bytes: int, far_bytes: int, config: NixlConfig | None = None) -> Pair:
         if self._process is None or not self._process.alive():
-            self._process = NixlProcess()
+            self._process = PeerProcess("nixl_peer_process.py")
         self._count += 1
         here, there = allocate(near_bytes), allocate(far_bytes)
         near_id, far_id = (PeerId(WorkerId(name), Incarnation(self._count)) for name in ("near", "far"))

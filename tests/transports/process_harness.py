@@ -9,11 +9,8 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import msgspec
 
@@ -26,6 +23,7 @@ from kvbaton.transports.core.transport import Copy, FenceEnded, Loan, Transport,
 from kvbaton.transports.shm import shm_transport
 from kvbaton.transports.tcp import tcp_transport
 
+from .forked_peers import forked
 from .peer_process import (
     Answer,
     Calls,
@@ -51,22 +49,13 @@ CAPABILITIES = {
 
 
 class PeerProcess:
-    """Calls into `peer_process.py`, each with a deadline."""
+    """Calls into `peer_process.py`, or into a script like it, each with a deadline."""
 
-    def __init__(self) -> None:
-        script = Path(__file__).with_name("peer_process.py")
-        path = os.pathsep.join(entry for entry in sys.path if entry)
-        self.process = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
-            bufsize=0,
-        )
+    def __init__(self, script: str = "peer_process.py", *arguments: str, **env: str) -> None:
+        self.process = forked(script, *arguments, **env)
         self._read = b""
 
     def call(self, call: Calls) -> Answer:
-        assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.write(msgspec.json.encode(call) + b"\n")
         deadline = time.monotonic() + DEADLINE_S
         while b"\n" not in self._read:
@@ -79,18 +68,16 @@ class PeerProcess:
         return msgspec.json.decode(line, type=Answer)
 
     def alive(self) -> bool:
-        return self.process.poll() is None
+        return self.process.alive()
 
     def pause(self) -> None:
-        self.process.send_signal(signal.SIGSTOP)
-        os.waitpid(self.process.pid, os.WUNTRACED)
+        self.process.stop()
 
     def resume(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
+        self.process.signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        self.process.kill()
-        self.process.communicate()
+        self.process.end()
 
 
 class FarTransport:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
@@ -20,21 +16,6 @@ from .process_harness import FarTransport, PeerProcess, ProcessHarness
 from .sums_peer_process import PLANE, plane
 
 
-class SummedProcess(PeerProcess):
-    """Calls into `sums_peer_process.py`."""
-
-    def __init__(self, name: str) -> None:
-        path = os.pathsep.join(entry for entry in sys.path if entry)
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("sums_peer_process.py"))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path, PLANE: name},
-            bufsize=0,
-        )
-        self._read = b""
-
-
 class SummedHarness(ProcessHarness):
     """`near` here, `far` in another process, all bytes compared. Close it when done."""
 
@@ -45,7 +26,7 @@ class SummedHarness(ProcessHarness):
 
     def pair(self, near_bytes: int, far_bytes: int) -> Pair:
         if self._process is None or not self._process.alive():
-            self._process = SummedProcess(self._name)
+            self._process = PeerProcess("sums_peer_process.py", **{PLANE: self._name})
         self._count += 1
         here, there = allocate(near_bytes), allocate(far_bytes)
         self._regions += [here, there]

@@ -28,6 +28,8 @@ from kvbaton.transports.core.transport import (
 
 DEADLINE_S = 30.0
 POLL_S = 0.001
+POLL_MAX_S = 0.008
+"""Who is asked again and again for long is asked less often: to ask costs more than what is waited for."""
 IDLE_LOOKS = 10
 
 
@@ -92,9 +94,15 @@ class Log:
         self._harness = harness
         self._side = side
         self.events: list[TransportEvent] = []
+        self._ends: dict[int, list[CopyEnded]] = {}
+        self._sorted = 0  # so many of the events are among `_ends`, or no end
 
     def ends(self, job: int) -> list[CopyEnded]:
-        return [event for event in self.events if isinstance(event, CopyEnded) and event.job == job]
+        for event in self.events[self._sorted :]:
+            if isinstance(event, CopyEnded):
+                self._ends.setdefault(event.job, []).append(event)
+        self._sorted = len(self.events)
+        return list(self._ends.get(job, ()))
 
     def rested(self, job: int) -> bool:
         """Whether the job can touch no memory any more."""
@@ -166,11 +174,12 @@ class InProcessHarness:
 
 def poll(predicate: Callable[[], bool], deadline_s: float) -> bool:
     """Ask until the answer is yes; False after `deadline_s`."""
-    deadline = time.monotonic() + deadline_s
+    deadline, pause_s = time.monotonic() + deadline_s, POLL_S
     while not predicate():
         if time.monotonic() > deadline:
             return False
-        time.sleep(POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(1.25 * pause_s, POLL_MAX_S)
     return True
 
 
