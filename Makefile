@@ -143,7 +143,8 @@ runtime: $(VENV)/.dev ## tests of nodes, ranks and flight records
 # which all of them together would else do four times, and what the tests of a file share is started once.
 PARTS := processes-runtime processes-planes processes-routers processes-commands
 processes: $(VENV)/.planes $(ROUTER_VENV)/.ready ## tests of nodes, engines, data planes, routers, stores, commands
-	@$(MAKE) --no-print-directory -j 4 -O $(PARTS)
+	@echo "$(words $(PARTS)) parts at once, some minutes; each tells of itself when it is through"
+	@$(MAKE) --no-print-directory -j $(words $(PARTS)) -O $(PARTS)
 
 .PHONY: $(PARTS)
 $(PARTS): export KVBATON_TEST_ALL = 1
