@@ -31,7 +31,7 @@ PICTURE = (1280, 900)
 MODES = ("pull", "stream", "push")
 MANY = [MODES[number % 3] for number in range(64)]
 BURST = 16
-PAUSE_S = 0.1
+PAUSE_S = 0.25
 """A dot is seen for longer: with three clients there are always some."""
 
 
