@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from kvbaton.cli.main import main
+
 AT_ROUTER = {"prefill", "first_token"}
 AT_D = {"claim", "queue", "copy", "commit", "deliver"}
-INSPECT_S = 60.0
 WHOLE_S = 30.0
+LOOK_S = 0.1
 
 
 def inspect(*words: str) -> tuple[int, dict[str, Any]]:
     """Run the command; its status and the one object that it prints."""
-    command = [sys.executable, "-m", "kvbaton.cli.main", "inspect", "--json", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=INSPECT_S, check=False)
-    assert done.stdout, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return done.returncode, found
+    printed, told = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(told):
+        status = main(["inspect", "--json", *words])
+    assert printed.getvalue(), told.getvalue()
+    found: dict[str, Any] = json.loads(printed.getvalue())
+    return status, found
 
 
 def check_whole(journey: Mapping[str, Any], *, pushed: bool = False) -> None:
@@ -59,6 +62,7 @@ def inspect_whole(router: str, count: int, mode: str, pushed: Callable[[Mapping[
         except AssertionError:
             if time.monotonic() > deadline:
                 raise
+            time.sleep(LOOK_S)
         else:
             return found
 

@@ -11,6 +11,7 @@ brings, the strict ones: a field that nobody knows is an error. Status 0 if all 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Iterator
@@ -61,7 +62,8 @@ def render(folder: Path) -> list[Object]:
 
 
 def _documents(path: Path) -> list[Object]:
-    return [document for document in yaml.safe_load_all(path.read_text()) if document is not None]
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same in C, where it was built
+    return [document for document in yaml.load_all(path.read_text(), loader) if document is not None]
 
 
 def _config_map(folder: Path, made: Object, config: Object) -> Object:
@@ -115,7 +117,13 @@ def containers(one: Object) -> Iterator[Object]:
 
 
 def problems(one: Object) -> list[str]:
-    """What the schemas say against an object."""
+    """What the schemas say against an object. Most are the same in all overlays, and a schema takes a while to load."""
+    return _problems(json.dumps(one))
+
+
+@functools.cache
+def _problems(text: str) -> list[str]:
+    one = json.loads(text)
     name = f"{one.get('kind')}/{one.get('metadata', {}).get('name')}"
     found = []
     for version in VERSIONS:

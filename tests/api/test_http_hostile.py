@@ -15,7 +15,8 @@ import aiohttp.compression_utils
 import pytest
 from tests.engines.embedded.test_server import BODY, FakeBackend
 
-from kvbaton.api.http import run, serving
+from kvbaton.api.http import serving
+from kvbaton.api.http_common import run
 from kvbaton.api.tokens import HEADER, guard, token
 from kvbaton.engines.embedded.http_worker import worker_app
 

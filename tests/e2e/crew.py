@@ -14,7 +14,6 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,8 +33,10 @@ from kvbaton.router.http.http_server import serving
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import ListedEngine, WorkerListState
 from kvbaton.router.workers.registered import RegistryDirectory
+from tests.e2e import warm_workers
 from tests.e2e.cluster import eventually, get_json, wait_for
 from tests.e2e.faulty import Door, Seen, open_door, passes
+from tests.vllm.forking import Forked
 
 START_S = 90.0
 LEASE_S = 3.0
@@ -76,7 +77,7 @@ class Crew:
         self.registry = RegistryServer(self.keyring, settings=settings)
         self.registry.start()
         self.prompts = _prompts()
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, Forked] = {}
         self._starts = itertools.count()
 
     def need(self, *names: str) -> None:
@@ -104,7 +105,8 @@ class Crew:
     def stopped(self, name: str) -> Iterator[None]:
         """SIGSTOP while the context lasts, unless it is killed within."""
         self.signal(name, signal.SIGSTOP)
-        os.waitpid(self._processes[name].pid, os.WUNTRACED)  # a busy machine takes a while to stop the last thread
+        stat = Path(f"/proc/{self._processes[name].pid}/stat")
+        wait_for(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", 10.0)  # a busy machine takes a while
         try:
             yield
         finally:
@@ -146,11 +148,8 @@ class Crew:
         flags = [str(word) for pair in options.items() for word in pair]
         where = ["--keys", str(self.directory / "keys"), "--registry", self.registry.endpoint]
         log = self.directory / f"{name}.{next(self._starts)}.log"
-        words = [sys.executable, "-m", "kvbaton.cli.main", "worker", "--name", name, "--role", role, *where, *flags]
-        with log.open("wb") as out:
-            self._processes[name] = subprocess.Popen(
-                words, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
-            )
+        words = [*warm_workers.MAIN, "worker", "--name", name, "--role", role, *where, *flags]
+        self._processes[name] = warm_workers.start(words, log)
 
     def _is_listed(self, name: str, log: Path) -> bool:
         """Whether the registry lists it in the life that its log tells of."""

@@ -10,7 +10,7 @@ import contextlib
 import os
 import re
 import signal
-import sys
+import subprocess
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,9 @@ import pytest
 
 from kvbaton.control import keyring
 from kvbaton.control.registry import RegistryServer
+from tests.e2e import warm_workers
 from tests.e2e.cluster import eventually, get_json
+from tests.vllm.forking import Forked
 
 START_S = 60.0
 STOP_S = 40.0
@@ -34,14 +36,14 @@ class Member:
     """One worker process."""
 
     name: str
-    process: asyncio.subprocess.Process
+    process: Forked
     log: Path
     url: str = ""
 
     def has_spoken(self) -> str:
         """Its URL, once it says that it serves."""
         said = self.log.read_text()
-        assert self.process.returncode is None, f"{self.name} ended with {self.process.returncode}:\n{said}"
+        assert self.process.poll() is None, f"{self.name} ended with {self.process.returncode}:\n{said}"
         match = re.search(r" serves (http://\S+)", said)
         return match[1] if match else ""
 
@@ -87,35 +89,27 @@ async def fleet(directory: Path, *flags: str, prefill: int = 1, decode: int = 1)
     try:
         for name, role in roles.items():
             own = ("--name", name, "--role", role, "--registry", registry.endpoint, "--keys", str(directory / "keys"))
-            members.append(await _start(name, directory / f"{name}.log", *own, *flags))
+            log = directory / f"{name}.log"
+            members.append(Member(name, warm_workers.start((*warm_workers.MAIN, "worker", *own, *flags), log), log))
         for member in members:
             member.url = await eventually(_coroutine(member.has_spoken), START_S)
         for member in members:
             await eventually(_knows(member, len(members) - 1), START_S)
         yield Fleet(members[:prefill], members[prefill:])
     finally:
-        codes = await asyncio.gather(*(_stop(member) for member in members))
+        codes = await asyncio.gather(*map(stop, members))
         registry.close()
     assert codes == [0] * len(members), [member.log.read_text()[-2000:] for member in members]
 
 
-async def _start(name: str, log: Path, *words: str) -> Member:
-    with log.open("wb") as out:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "kvbaton.cli.main", "worker", *words, stdout=out, stderr=out
-        )
-    return Member(name, process, log)
-
-
-async def _stop(member: Member) -> int:
-    with contextlib.suppress(ProcessLookupError):
-        member.process.send_signal(signal.SIGHUP)  # at once: nobody is left for whom it should drain
+async def stop(member: Member) -> int:
+    """Its exit status."""
+    member.process.send_signal(signal.SIGHUP)  # at once: nobody is left for whom it should drain
     try:
-        return await asyncio.wait_for(member.process.wait(), STOP_S)
-    except TimeoutError:
+        return await warm_workers.ended(member.process, STOP_S)
+    except subprocess.TimeoutExpired:
         member.process.kill()
-        await member.process.wait()
-        return -signal.SIGKILL
+        return await warm_workers.ended(member.process, STOP_S)
 
 
 def _coroutine(look: Any) -> Any:

@@ -22,6 +22,7 @@ from kvbaton.api.http import serving
 from kvbaton.control.moriio import MoriioAnnouncer, registration
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.embedded_worker import reference_answers
+from tests.e2e import warm_workers
 from tests.e2e.cluster import eventually
 from tests.e2e.fleet import Fleet, fleet, vllm_router_on_path
 from tests.vllm.router_process import moriio_router, nixl_router, p2p_nccl_router
@@ -190,7 +191,7 @@ def test_moriio_write_by_discovery_with_two_of_each(tmp_path: Path) -> None:
 async def _stopping_costs_nothing(url: str, workers: Fleet) -> None:
     """One of each is told to stop while requests come; the router hears no goodbye, and none of them fails."""
     leaving = [workers.prefill[1], workers.decode[1]]
-    gone = asyncio.gather(*(member.process.wait() for member in leaving))
+    gone = asyncio.gather(*(warm_workers.ended(member.process, 60.0) for member in leaving))
 
     async def ask_on(session: aiohttp.ClientSession, who: int) -> None:
         client, number = Client(url, session), 0

@@ -6,8 +6,6 @@ import contextlib
 import json
 import re
 import signal
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -22,6 +20,7 @@ from kvbaton.control import keyring
 from kvbaton.control.registry import RegistryServer
 from kvbaton.protocol.ids import HandoffId, Incarnation, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
+from tests.e2e import warm_workers
 from tests.e2e.cluster import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -41,10 +40,7 @@ class Prefiller:
         self.log = directory / "p0.log"
         words = ["worker", "--name", "p0", "--role", "prefill", "--keys", str(directory / "keys")]
         more = ["--registry", self.server.endpoint, "--lease-s", str(LEASE_S), *flags]
-        with self.log.open("w") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "kvbaton.cli.main", *words, *more], stdout=out, stderr=subprocess.STDOUT
-            )
+        self.process = warm_workers.start([*warm_workers.MAIN, *words, *more], self.log)
 
     @staticmethod
     def _mint(directory: Path) -> keyring.Keyring:

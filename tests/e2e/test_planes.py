@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import signal
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ from kvbaton.control import keyring
 from kvbaton.engines.embedded.embedded_worker import reference_answers
 from kvbaton.local_cluster.router_front import Sources, fronted
 from kvbaton.router.router_settings import RouterSettings
+from tests.e2e import warm_workers
 from tests.e2e.cluster import ask_all, eventually, some_prompts
-from tests.e2e.fleet import HELD, START_S, STOP_S, Member
+from tests.e2e.fleet import HELD, START_S, Member, stop
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(150)]
 
@@ -95,10 +95,7 @@ async def cluster(
             for name, words in {"p0": (*p_words, "--transport", p_planes, *p_flags), **ds}.items():
                 role = "prefill" if name == "p0" else "decode"
                 log = directory / f"{name}.log"
-                with log.open("wb") as out:
-                    process = await asyncio.create_subprocess_exec(
-                        sys.executable, *words, "--name", name, "--role", role, *where, stdout=out, stderr=out
-                    )
+                process = warm_workers.start((*words, "--name", name, "--role", role, *where), log)
                 members.append(Member(name, process, log))
             for member in members:
                 member.url = await eventually(_said(member), START_S)
@@ -106,19 +103,8 @@ async def cluster(
                 await eventually(_knows(member, len(members) - 1), START_S)
             yield Cluster(front.url, members[0], {member.name: member for member in members[1:]})
         finally:
-            codes = await asyncio.gather(*map(_end, members))
+            codes = await asyncio.gather(*map(stop, members))
     assert codes == [0] * len(members), [member.log.read_text()[-2000:] for member in members]
-
-
-async def _end(member: Member) -> int:
-    """Its exit status."""
-    with contextlib.suppress(ProcessLookupError):
-        member.process.send_signal(signal.SIGHUP)
-    try:
-        return await asyncio.wait_for(member.process.wait(), STOP_S)
-    except TimeoutError:
-        member.process.kill()
-        return await member.process.wait()
 
 
 def _said(member: Member) -> Any:

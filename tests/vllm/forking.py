@@ -1,8 +1,8 @@
-"""Programs of vLLM's Python, forked from one process that has imported vLLM: an import takes ten seconds of a core.
+"""Programs of Python, forked from one process that has imported what takes them long: vLLM, ten seconds of a core.
 
-Law: what is forked is what `python -m MODULE …` or `python -c CODE …` would be: a session of its own, with its own
-arguments, environment and log. Only what Python reads when it starts, or vLLM when it is imported, is the parent's: who
-needs another `PYTHONPATH` starts a Python.
+Law: what is forked is what `python -m MODULE …`, `python -c CODE …` or `python FILE …` would be: a session of its own,
+with its own arguments, environment and log. Only what Python reads when it starts, or vLLM when it is imported, is the
+parent's: who needs another `PYTHONPATH` starts a Python.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-IMPORTED = "vllm.entrypoints.openai.api_server"
+VLLM = ("vllm.entrypoints.openai.api_server",)
 LOOK_S = 0.05
 READY_S = 300.0
 """Only a hang takes so long."""
@@ -54,25 +54,31 @@ class Forked:
             time.sleep(LOOK_S / 2)
         return status
 
-    def terminate(self) -> None:
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGTERM)
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class ForkServer:
-    """The process that has imported vLLM, and the line to it."""
+    """The process that has imported these modules, and the line to it."""
 
-    def __init__(self, surroundings: Mapping[str, str]) -> None:
+    def __init__(self, surroundings: Mapping[str, str], imported: Sequence[str]) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="kvbaton-forked-")
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).resolve()), self._folder.name],
+            [sys.executable, str(Path(__file__).resolve()), self._folder.name, *imported],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(surroundings), start_new_session=True,
         )  # fmt: skip
         self._answer(READY_S)
 
     def start(self, words: Sequence[str], surroundings: Mapping[str, str], log: Path, how: str = "wb") -> Forked:
-        """`words` as behind `python`: `-m MODULE ARGUMENTS` or `-c CODE ARGUMENTS`."""
+        """`words` as behind `python`: `-m MODULE ARGUMENTS`, `-c CODE ARGUMENTS` or `FILE ARGUMENTS`."""
         order = {"words": list(words), "surroundings": dict(surroundings), "log": str(log), "append": how == "ab"}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -89,18 +95,20 @@ class ForkServer:
         pipe = self._process.stdout
         assert pipe is not None
         if not select.select([pipe], [], [], within_s)[0] or not (line := pipe.readline()):
-            raise AssertionError(f"the process that imports vLLM ended, or said nothing for {within_s:.0f} s")
+            raise AssertionError(f"the process that forks others ended, or said nothing for {within_s:.0f} s")
         return line.decode()
 
 
 _servers: dict[tuple[str | None, ...], ForkServer] = {}
 
 
-def forked(words: Sequence[str], surroundings: Mapping[str, str], log: Path, how: str = "wb") -> Forked:
+def forked(
+    words: Sequence[str], surroundings: Mapping[str, str], log: Path, how: str = "wb", imported: Sequence[str] = VLLM
+) -> Forked:
     """Start a program of this Python, as `ForkServer.start`. There is one server for each way that Python starts."""
-    fixed = tuple(surroundings.get(name) for name in FIXED)
+    fixed = (*imported, *(surroundings.get(name) for name in FIXED))
     if fixed not in _servers:
-        _servers[fixed] = ForkServer(surroundings)
+        _servers[fixed] = ForkServer(surroundings, imported)
         atexit.register(_servers[fixed].close)
     return _servers[fixed].start(words, surroundings, log, how)
 
@@ -114,11 +122,12 @@ def run_forked(words: Sequence[str], log: Path, within_s: float) -> tuple[int, s
 # --- the fork server's own side
 
 
-def _serve(folder: Path) -> None:
+def _serve(folder: Path, imported: Sequence[str]) -> None:
     orders, answers = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    __import__(IMPORTED)
+    for name in imported:
+        __import__(name)
     os.write(answers, b"ready\n")
     waiting = b""
     while True:
@@ -157,14 +166,19 @@ def _become(order: dict[str, Any]) -> NoReturn:
     os.environ.clear()
     os.environ.update(order["surroundings"])
     random.seed()
-    kind, what, *arguments = order["words"]
-    sys.argv = [what if kind == "-m" else "-c", *arguments]
-    if kind == "-m":
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    first, *rest = order["words"]
+    if first == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
     else:
-        exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+        sys.argv = [first, *rest]
+        sys.path.insert(0, str(Path(first).parent))
+        runpy.run_path(first, run_name="__main__")
     sys.exit()  # through the loop that forked it, so that whatever Python does at its end is done
 
 
 if __name__ == "__main__":
-    _serve(Path(sys.argv[1]))
+    _serve(Path(sys.argv[1]), sys.argv[2:])

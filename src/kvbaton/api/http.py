@@ -8,28 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import msgspec
-import uvloop
 from aiohttp import web
 
 from kvbaton.api import access_log, screening, sse
-from kvbaton.api.api_errors import ApiError, PortInUseError, internal, too_large
+from kvbaton.api.api_errors import ApiError, internal, too_large
 from kvbaton.api.crowding import Crowd, connections_max, counted
+from kvbaton.api.http_common import BACKLOG, KEEPALIVE_S, REQUEST_ID, SHUTDOWN_S, port_error
 from kvbaton.api.mishearing import CLIENTS_FAULT, Misheard
 from kvbaton.api.request_ids import checked_request_id
 from kvbaton.processes.process_logs import serving_request
 
 log = logging.getLogger(__name__)
 
-KEEPALIVE_S = 75.0
-"""Longer than any client of ours keeps an idle connection (15 s), so that no request meets a closing one."""
-SHUTDOWN_S = 2.0
 BODY_S = 60.0
 """From the headers of a request to the last byte of its body, at a worker."""
 UNREAD_S = 600.0
@@ -37,19 +33,10 @@ UNREAD_S = 600.0
 router's deadline: until then it is the router's client that does not read, and no fault of anybody's."""
 LINGER_S = 2.0
 """For which a refused client may go on sending what nobody reads: time to read why."""
-BACKLOG = 1024
-REQUEST_ID = "X-Request-Id"
 
 _encode = msgspec.json.Encoder().encode
 _ID: web.RequestKey[str] = web.RequestKey("request_id", str)
-T = TypeVar("T")
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-def run(main: Coroutine[Any, Any, T]) -> T:
-    """Run a server's main on uvloop, which does the same with less."""
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(main)
 
 
 def json_response(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -252,13 +239,6 @@ async def serving(app: web.Application, host: str, port: int, *, crowd_max: int 
             listener.close()
     finally:
         await runner.cleanup()
-
-
-def port_error(host: str, port: int, error: OSError) -> PortInUseError:
-    """What an operator is told of a port that cannot be had."""
-    if error.errno == errno.EADDRINUSE:
-        return PortInUseError(f"port {port} on {host} is in use; choose another (0 takes a free one)")
-    return PortInUseError(f"cannot listen on {host} port {port}: {error.strerror or error}")
 
 
 def _bound_address(listener: asyncio.Server) -> str:

@@ -12,18 +12,19 @@ import hashlib
 import hmac
 import ipaddress
 from collections.abc import Awaitable, Callable, Sequence
-
-from aiohttp import web
-from aiohttp.typedefs import Middleware
+from typing import TYPE_CHECKING
 
 from kvbaton.api.api_errors import ApiError
+
+if TYPE_CHECKING:
+    from aiohttp import web
+    from aiohttp.typedefs import Middleware
 
 HEADER = "X-Kvbaton-Token"
 NOT_THE_ROUTER = "not_the_router"
 OPEN_PATHS = frozenset({"/health", "/metrics", "/stats"})
 
 Keys = Callable[[], Sequence[bytes]]
-_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def token(key: bytes, worker: str) -> str:
@@ -47,9 +48,12 @@ def is_loopback(host: str) -> bool:
 
 def guard(worker: str, keys: Keys) -> Middleware:
     """A middleware that lets in whoever shows a token for `worker`. `keys` are asked for each time: they change."""
+    from aiohttp import web  # of workers: a router only makes tokens
 
     @web.middleware
-    async def guarded(request: web.Request, handler: _Handler) -> web.StreamResponse:
+    async def guarded(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
         if request.path not in OPEN_PATHS and not is_good(request.headers.get(HEADER, ""), keys(), worker):
             said = f"{HEADER}: missing or not this worker's; send the request to the cluster's router"
             raise ApiError(401, said, type="authentication_error", code=NOT_THE_ROUTER)

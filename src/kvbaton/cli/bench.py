@@ -10,8 +10,8 @@ from kvbaton.cli import (
     bench_arguments,
     bench_router_arguments,
     bench_serve_arguments,
-    bench_store,
-    bench_transfer,
+    bench_store_arguments,
+    bench_transfer_arguments,
     bench_turns_arguments,
 )
 from kvbaton.cli.arguments import HelpFormatter, Parser, add_common
@@ -21,8 +21,8 @@ from kvbaton.processes.operator_errors import CommandError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="what", metavar="WHAT", parser_class=Parser, required=True)
     for name, text, add in (
-        ("transfer", "segments of 4 to 256 KiB, then whole handoffs", bench_transfer.add),
-        ("store", "puts and gets of shared stores, and what a hit saves a request", bench_store.add),
+        ("transfer", "segments of 4 to 256 KiB, then whole handoffs", bench_transfer_arguments.add),
+        ("store", "puts and gets of shared stores, and what a hit saves a request", bench_store_arguments.add),
         (
             "serve",
             "client-side latency under load: modes and aggregated engines in turn, or running servers",
@@ -54,14 +54,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     kinds = {
-        "transfer": bench_transfer.run,
-        "store": bench_store.run,
+        "transfer": _transfer,
+        "store": _store,
         "vllm": _vllm,
         "router": _router,
         "serve": _serve,
         "turns": _turns,
     }
     return kinds[args.what](args)
+
+
+def _transfer(args: argparse.Namespace) -> int:
+    status: int = importlib.import_module("kvbaton.cli.bench_transfer").run(args)
+    return status
+
+
+def _store(args: argparse.Namespace) -> int:
+    status: int = _with_http("kvbaton.cli.bench_store").run(args)
+    return status
 
 
 def _serve(args: argparse.Namespace) -> int:

@@ -20,27 +20,17 @@ import msgspec
 
 from kvbaton import __version__
 from kvbaton.cli import progress
-from kvbaton.cli.arguments import whole
 from kvbaton.cli.screen import note
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.proof.bench.kit import run_facts
+from kvbaton.proof.bench.kit.bench_peers import BACKENDS, MOONCAKE
 from kvbaton.proof.bench.store import store_moves, store_page, store_sites, store_ttft
 from kvbaton.proof.bench.store.store_page import Report
-from kvbaton.proof.bench.store.store_sites import BACKENDS, MOONCAKE, SiteError
+from kvbaton.proof.bench.store.store_sites import SiteError
 
 ROOM_BYTES = 1 << 30
 
 _say = functools.partial(note, "bench")
-
-
-def add(parser: argparse.ArgumentParser) -> None:
-    add_one = parser.add_argument
-    add_one("--backends", type=_backends, default=None, metavar="A,B", help=f"of {', '.join(BACKENDS)} (default: all)")
-    add_one("--rounds", type=whole(1, 1000), default=5, metavar="N", help="rounds per row; the faster half counts")
-    add_one("--prompt-tokens", type=whole(64, 4000), default=2000, metavar="N", help="prompt length for TTFT")
-    add_one("--no-verdict", action="store_true", help="only measure: status 0 if everything was measured and right")
-    add_one("--out", metavar="FILE", help="also write a Markdown page, as in docs/lab")
-    add_one("--json", action="store_true", help="print one object with the figures")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -95,14 +85,6 @@ def _told(args: argparse.Namespace, report: Report) -> int:
     for each in verdict:
         _say(each)
     return 1 if verdict else 0
-
-
-def _backends(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in BACKENDS:
-            raise argparse.ArgumentTypeError(f"got {name!r}, expected some of {', '.join(BACKENDS)}")
-    return names
 
 
 def _command(args: argparse.Namespace) -> str:

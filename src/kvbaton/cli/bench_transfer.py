@@ -19,34 +19,13 @@ import msgspec
 
 from kvbaton import __version__
 from kvbaton.cli import bench_device, progress
-from kvbaton.cli.arguments import whole
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.proof.bench.kit import run_facts
+from kvbaton.proof.bench.kit.bench_peers import ADVICE, DISTRIBUTIONS, PACKAGES
 from kvbaton.proof.bench.kit.piped_children import ChildFailed
-from kvbaton.proof.bench.transfer import idle, peers, transfer_checks, transfer_page, transfer_rounds, whole_handoff
+from kvbaton.proof.bench.transfer import idle, transfer_checks, transfer_page, transfer_rounds, whole_handoff
 
 OWN_PLANES = ("shm", "tcp")
-
-
-def add(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--repetitions", type=whole(1, 100_000), default=11, metavar="N", help="minimum repetitions of each size"
-    )
-    known = ",".join(peers.PACKAGES)
-    parser.add_argument("--peers", type=_peers, default=[], metavar="LIST", help=f"compare with these: {known}")
-    device = "memory to move; cuda: between two processes on one GPU"
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help=device)
-    parser.add_argument("--out", metavar="FILE", help="write a Markdown page and a plot")
-    parser.add_argument("--plot", metavar="FILE", help="where to write the plot (SVG)")
-    parser.add_argument("--json", action="store_true", help="print one object with the figures")
-
-
-def _peers(text: str) -> list[str]:
-    names = list(dict.fromkeys(text.split(",")))
-    for name in names:
-        if name not in peers.PACKAGES:
-            raise argparse.ArgumentTypeError(f"got {name!r}, expected {' or '.join(peers.PACKAGES)}, with commas")
-    return names
 
 
 def run(args: argparse.Namespace) -> int:
@@ -84,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> None:
     """Errors that can be detected before minutes are spent."""
     for peer in args.peers:
-        if not any(importlib.util.find_spec(name) for name in peers.PACKAGES[peer]):
-            raise CommandError(f"argument --peers: {peer} is not installed here; {peers.ADVICE}")
+        if not any(importlib.util.find_spec(name) for name in PACKAGES[peer]):
+            raise CommandError(f"argument --peers: {peer} is not installed here; {ADVICE}")
     for flag in ("out", "plot"):
         path = getattr(args, flag)
         if path is not None and not Path(path).absolute().parent.is_dir():
@@ -113,7 +92,7 @@ def _measure(args: argparse.Namespace, say: Callable[[str], None]) -> dict[str, 
 def _versions(names: list[str]) -> dict[str, str]:
     found = {"kvbaton": __version__, "python": platform.python_version()}
     for name in names:
-        present = run_facts.installed(peers.DISTRIBUTIONS[name])
+        present = run_facts.installed(DISTRIBUTIONS[name])
         found |= dict(list(present.items())[:1])
     return found
 

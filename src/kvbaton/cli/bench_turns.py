@@ -10,7 +10,7 @@ import functools
 
 import msgspec
 
-from kvbaton.api.http import run as run_loop
+from kvbaton.api.http_common import run as run_loop
 from kvbaton.cli.screen import note
 from kvbaton.local_cluster import vllm_engine
 from kvbaton.local_cluster.vllm_cluster import TINY_KINDS, TINY_SEED

@@ -18,6 +18,7 @@ from typing import get_args
 import kvbaton
 from kvbaton.cli import screen, streams
 from kvbaton.cli.arguments import BAD_USAGE, HelpFormatter, Parser, add_common, complain
+from kvbaton.processes.lasting_imports import lasting_imports
 from kvbaton.processes.operator_errors import CommandError, StoppedError
 
 GROUPS: Mapping[str, Mapping[str, str]] = {
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     who = f"kvbaton {command}" if command in COMMANDS else "kvbaton"
     try:
         with streams.flushed():
-            return _run(words, command, debug)
+            return _run(words, command, debug, lasting_imports() if argv is None else contextlib.nullcontext())
     except (KeyboardInterrupt, StoppedError):
         return _INTERRUPTED
     except CommandError as error:
@@ -83,14 +84,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _end(who, _bug(error), _FAILED, debug)
 
 
-def _run(words: list[str], command: str | None, debug: bool) -> int:
+def _run(words: list[str], command: str | None, debug: bool, importing: contextlib.AbstractContextManager[None]) -> int:
     if words and _asks_for_help(words, command):
         print("\n".join(overview()))
         return 0
-    from kvbaton.cli import layered_settings  # not for --help
+    with importing:
+        from kvbaton.cli import layered_settings  # not for --help
 
-    module = module_of(command) if command in COMMANDS else None
-    args = layered_settings.parse(build_parser(command, module), command, words, os.environ)
+        module = module_of(command) if command in COMMANDS else None
+        parser = build_parser(command, module)
+    args = layered_settings.parse(parser, command, words, os.environ)
     if module is None:
         raise CommandError("give a command, such as: kvbaton up --check; see: kvbaton --help")
     importlib.import_module("kvbaton.cli.log_arguments").start(args, debug)

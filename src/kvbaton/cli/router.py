@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.http import run as run_loop
+from kvbaton.api.http_common import run as run_loop
 from kvbaton.api.params import Mode
 from kvbaton.api.tokens import is_loopback
 from kvbaton.cli import log_arguments, router_access, traces

@@ -15,14 +15,12 @@ from typing import Any
 import msgspec
 
 import kvbaton.cli.vllm_arguments as on_vllm
-import kvbaton.local_cluster.vllm_check as on_vllm_check
-from kvbaton.api.http import run as run_loop
+from kvbaton.api.http_common import run as run_loop
 from kvbaton.api.params import Mode
 from kvbaton.cli import log_arguments, progress, traces
 from kvbaton.cli.arguments import planes_choice, port, seconds, seconds_or_off, whole
 from kvbaton.cli.screen import note, stdout
 from kvbaton.engines.embedded.worker_options import POLICIES, WorkerOptions, flag_of
-from kvbaton.local_cluster.answer_check import check, summary
 from kvbaton.local_cluster.embedded_cluster import Cluster, ClusterPlan, Startable, running, shown_command
 from kvbaton.local_cluster.vllm_cluster import VllmPlan
 from kvbaton.local_cluster.vllm_engine import ServerOptions
@@ -173,6 +171,8 @@ def vllm_plan_of(
 
 
 async def _check(args: argparse.Namespace) -> int:
+    from kvbaton.local_cluster.answer_check import check, summary  # with aiohttp, as a client
+
     modes = list(Mode) if args.mode is None else [Mode(args.mode)]
     transports = ["shm", "tcp"] if args.transport is None else [args.transport]
     plans = {each: plan_of(args, each, http_port=args.port or 0, mode=modes[0]) for each in transports}
@@ -183,10 +183,12 @@ async def _check(args: argparse.Namespace) -> int:
 
 
 async def _check_vllm(args: argparse.Namespace, server: ServerOptions) -> int:
+    from kvbaton.local_cluster import vllm_check  # with aiohttp, as above
+
     modes = list(Mode) if args.mode is None else [Mode(args.mode)]
     plan = vllm_plan_of(args, server, args.transport or "auto", http_port=args.port or 0, mode=modes[0])
     with told_to_stop() as stop, progress.shown("check", quiet=args.json) as tell:
-        verdict = await on_vllm_check.check(plan, modes, say=_note, show=_shower(args, tell, len(modes)), stop=stop)
+        verdict = await vllm_check.check(plan, modes, say=_note, show=_shower(args, tell, len(modes)), stop=stop)
     return _told(args, verdict, f"verdict: {stdout().verdict(verdict['ok'])} ({verdict['seconds']} s)")
 
 

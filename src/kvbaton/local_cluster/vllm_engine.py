@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from kvbaton.engines.embedded.worker_options import Policy
@@ -103,6 +102,8 @@ async def serving(url: str, child: Child, within_s: float, say: Say, stop: async
 
 async def fetch(url: str) -> str:
     """The body at a URL; OSError if there is none."""
+    import aiohttp  # where there is a server of vLLM's: embedded engines, also of `kvbaton up`, do without
+
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(GET_S)) as session, session.get(url) as answer:
             if answer.status != 200:

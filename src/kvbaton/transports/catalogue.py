@@ -15,19 +15,29 @@ from __future__ import annotations
 import ipaddress
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import Encrypt, is_loopback
 from kvbaton.transports import external_entries
 from kvbaton.transports.builtin_entries import PLANES, rdma_devices
-from kvbaton.transports.catalogue_entry import CatalogueEntry, ChecksumChoice, ChecksumMode, PlaneError, PlaneSettings
-from kvbaton.transports.checksum.checksum_portions import Checksum
-from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport, summed
+from kvbaton.transports.catalogue_entry import (
+    SUMS,
+    CatalogueEntry,
+    ChecksumChoice,
+    ChecksumMode,
+    PlaneError,
+    PlaneSettings,
+    summed,
+)
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.transport import DeviceTransport, HostTransport
 from kvbaton.transports.external_entries import conflict
+
+if TYPE_CHECKING:
+    from kvbaton.transports.checksum.checksum_memory import Sums
+    from kvbaton.transports.checksum.checksum_transport import SummedTransport
 
 __all__ = [
     "AUTO",
@@ -60,7 +70,6 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
-SUMS = "+sums"
 ORDER = tuple(PLANES)
 """This package's own, best first."""
 
@@ -165,7 +174,7 @@ def make(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence[memory
     assert maker is not None  # its entry says that it moves such memory
     plane = _made(name, settings, lambda: maker(me, settings))
     if name.endswith(SUMS):
-        plane = SummedTransport(plane, me, _sum_config(settings))
+        plane = _with_sums(plane, me, settings)
     for region, view in enumerate(memory):
         plane.register(region, view)
     return plane
@@ -181,7 +190,7 @@ def make_device(name: str, me: PeerId, settings: PlaneSettings, memory: Sequence
         from kvbaton.transports.checksum.checksum_device import DeviceSums  # digested by the device, on both sides
 
         sums = DeviceSums(f"kvbaton-sums-{me}", device, settings.copy_share)
-        plane = SummedTransport(plane, me, _sum_config(settings), sums)
+        plane = _with_sums(plane, me, settings, sums)
     for region, each in enumerate(memory):
         plane.register(region, each)
     return plane
@@ -213,9 +222,15 @@ def _check_kind(name: str, device: str) -> None:
         raise PlaneError(f"transport {name} does not move {memory}; use {', '.join(of_kind(device))}")
 
 
-def _sum_config(settings: PlaneSettings) -> SumConfig:
+def _with_sums(
+    plane: HostTransport | DeviceTransport, me: PeerId, settings: PlaneSettings, sums: Sums | None = None
+) -> SummedTransport:
+    from kvbaton.transports.checksum.checksum_portions import Checksum  # with NumPy, when somebody wants them
+    from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
+
     mode = BETWEEN_HOSTS if settings.checksum == "auto" else settings.checksum
-    return SumConfig(Checksum(mode), host=settings.host, encrypt=settings.encrypt)
+    config = SumConfig(Checksum(mode), host=settings.host, encrypt=settings.encrypt)
+    return SummedTransport(plane, me, config, sums)
 
 
 def check_host(name: str, host: str) -> None:

@@ -21,6 +21,9 @@ from kvbaton.transports.cuda.cuda_driver import SHARE
 ChecksumMode = Literal["off", "sample", "full"]
 ChecksumChoice = Literal["auto", "off", "sample", "full"]
 
+SUMS = "+sums"
+"""Ends the name of a transport with checksums."""
+
 
 class PlaneError(OSError):
     """A transport is unavailable here; the message says which and why."""
@@ -50,3 +53,8 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True):
     shares: bool = False  # peers open the memory itself, which must be shareable
     numeric_host: bool = False  # it accepts only this host's own IPv4 address
     endpoint: Callable[[], Any] | None = None  # the type of its endpoints, to check one without a transport
+
+
+def summed(inner: Capabilities) -> Capabilities:
+    """Of a transport with checksums: the other process takes part now, with digests of its memory, and must know."""
+    return msgspec.structs.replace(inner, name=inner.name + SUMS, one_sided=False)

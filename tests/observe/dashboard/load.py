@@ -25,12 +25,16 @@ class Load:
 
 
 @contextlib.contextmanager
-def load(url: str, modes: Sequence[str], requests: int = sys.maxsize, words: int = 12) -> Iterator[Load]:
-    """One client for each mode named, until the context ends or each has asked so often; prompts have so many words."""
+def load(
+    url: str, modes: Sequence[str], requests: int = sys.maxsize, words: int = 12, pause_s: float = 0.0
+) -> Iterator[Load]:
+    """One client for each mode named, until the context ends or each has asked so often; prompts have so many words.
+    A client pauses so long before it asks again."""
     found = Load()
     stop = threading.Event()
     threads = [
-        threading.Thread(target=_ask, args=(url, mode, n, requests, words, found, stop)) for n, mode in enumerate(modes)
+        threading.Thread(target=_ask, args=(url, mode, n, requests, words, pause_s, found, stop))
+        for n, mode in enumerate(modes)
     ]
     for thread in threads:
         thread.start()
@@ -44,10 +48,12 @@ def load(url: str, modes: Sequence[str], requests: int = sys.maxsize, words: int
     assert found.broken == []
 
 
-def _ask(url: str, mode: str, client: int, requests: int, words: int, found: Load, stop: threading.Event) -> None:
+def _ask(
+    url: str, mode: str, client: int, requests: int, words: int, pause_s: float, found: Load, stop: threading.Event
+) -> None:
     place = urlsplit(url)
     for number in range(requests):
-        if stop.is_set():
+        if stop.wait(pause_s if number else 0.0):
             return
         connection = http.client.HTTPConnection(place.hostname or "", place.port, timeout=REQUEST_S)
         body = {"prompt": f"{client} {number} of many " + "abcdefgh " * words, "max_tokens": 8, "stream": True}

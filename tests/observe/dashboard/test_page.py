@@ -31,6 +31,8 @@ PICTURE = (1280, 900)
 MODES = ("pull", "stream", "push")
 MANY = [MODES[number % 3] for number in range(64)]
 BURST = 16
+PAUSE_S = 0.25
+"""A dot is seen for longer: with three clients there are always some."""
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +145,7 @@ def holds_with_mistakes(page: Page, cluster: Up, refused: list[str]) -> None:
 def test_a_live_cluster_is_seen_and_a_killed_p_is_explained(cluster: Up, browser: Browser, tmp_path: Path) -> None:
     with opened(browser, cluster.url, size=PICTURE) as visit:
         page = visit.page
-        with load(cluster.url, MODES):
+        with load(cluster.url, MODES, pause_s=PAUSE_S):
             sees_nodes_and_links(page)
             sees_handoffs_move(page)
             sees_stages_and_figures(page)

@@ -187,10 +187,20 @@ def case(alert: str, series: Series, fires: bool) -> dict[str, object]:
     return {"interval": "15s", "input_series": told, "promql_expr_test": [question]}
 
 
-def check(tmp_path: Path, cases: list[dict[str, object]]) -> None:
+def check(tmp_path: Path, cases: list[dict[str, object]], rules: Path = RULES) -> None:
     page = tmp_path / "cases.yml"
-    page.write_text(json.dumps({"rule_files": [str(RULES)], "evaluation_interval": "15s", "tests": cases}))
+    page.write_text(json.dumps({"rule_files": [str(rules)], "evaluation_interval": "15s", "tests": cases}))
     promtool("test", "rules", str(page))
+
+
+def without_others(alert: str, tmp_path: Path) -> Path:
+    """The rules as they are shipped, less the other alerts: each evaluation of them all takes a while."""
+    parts = re.split(r"^(?= +- (?:alert|record|name): )", RULES.read_text(), flags=re.MULTILINE)
+    kept = [part for part in parts if "- alert: " not in part or re.match(rf" +- alert: {alert}\n", part)]
+    assert len(parts) - len(kept) == len(alerts()) - 1
+    page = tmp_path / "rules.yml"
+    page.write_text("".join(kept))
+    return page
 
 
 def test_promtool_accepts_what_is_shipped() -> None:
@@ -206,7 +216,7 @@ def test_every_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
 def test_an_alert_fires_when_it_should_and_only_then(alert: str, tmp_path: Path) -> None:
     firing = [case(alert, series, True) for series in FIRES[alert]]
     silent = [case(alert, series, False) for series in IS_SILENT[alert]]
-    check(tmp_path, [*firing, *silent])
+    check(tmp_path, [*firing, *silent], without_others(alert, tmp_path))
 
 
 def test_a_case_that_is_wrong_is_noticed(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ import msgspec
 
 import kvbaton
 from kvbaton.api.foreign import ForeignLookup
-from kvbaton.api.http import run, serving
+from kvbaton.api.http import serving
+from kvbaton.api.http_common import run
 from kvbaton.api.params import Mode
 from kvbaton.api.tokens import guard
 from kvbaton.control.joining.enrolment import enrolled

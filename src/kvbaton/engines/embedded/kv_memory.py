@@ -90,7 +90,7 @@ class KvMemory:
 
 def allocate_regions(geometry: KvGeometry) -> list[memoryview]:
     """Private memory for an engine without handoffs."""
-    return [memoryview(bytearray(geometry.region_bytes)) for _ in range(geometry.cache.tp)]
+    return [np.zeros(geometry.region_bytes, np.uint8).data for _ in range(geometry.cache.tp)]  # pages come when used
 
 
 def _pages(geometry: KvGeometry, region: memoryview) -> Floats:

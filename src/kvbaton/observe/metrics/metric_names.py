@@ -19,7 +19,8 @@ from kvbaton.observe.metrics.pressure_names import (  # listed with all others, 
 )
 from kvbaton.observe.metrics.turn_metric_names import ROUTER_TURNS, TURN_BLOCKS, TURN_LOADS, TURN_TOKENS, TURNS
 from kvbaton.protocol.errors import Reason
-from kvbaton.transports.catalogue import ORDER, SUMS
+from kvbaton.transports.builtin_entries import PLANES
+from kvbaton.transports.catalogue_entry import SUMS
 from kvbaton.transports.core.refusals import Cause
 
 __all__ = [
@@ -32,7 +33,7 @@ SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.
 SIZES = tuple(float(1 << power) for power in range(12, 36, 2))
 
 _REASONS = tuple(sorted(Reason))
-_PLANES = tuple(name + sums for name in ORDER for sums in ("", SUMS))
+_PLANES = tuple(name + sums for name in PLANES for sums in ("", SUMS))
 MODE = Label("mode", ("pull", "stream", "push", "alone"), "how the KV moved; `alone`: D computed the prompt itself")
 TRANSPORT = Label("transport", _PLANES, "the data plane")
 END = Label("end", (DELIVERED, *_REASONS), "`delivered`, or the reason (`kvbaton explain REASON`)")

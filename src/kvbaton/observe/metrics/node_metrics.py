@@ -8,11 +8,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.transports.core.refusals import refusals_of
-from kvbaton.transports.core.transport import Transport
+
+if TYPE_CHECKING:  # a router, a registry and a store have neither
+    from kvbaton.protocol.machines.ledger import Ledger
+    from kvbaton.transports.core.transport import Transport
 
 _BY_REASON = {
     "leases_refused_total": "lease_refused.",

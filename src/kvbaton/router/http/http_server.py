@@ -20,7 +20,7 @@ from typing import Any, cast
 from kvbaton.api import access_log
 from kvbaton.api.api_errors import ApiError, bare, internal
 from kvbaton.api.gather import cancel
-from kvbaton.api.http import BACKLOG, KEEPALIVE_S, REQUEST_ID, SHUTDOWN_S, port_error
+from kvbaton.api.http_common import BACKLOG, KEEPALIVE_S, REQUEST_ID, SHUTDOWN_S, port_error
 from kvbaton.processes.process_logs import request_of_task
 from kvbaton.router.client_quotas import ClientCrowd, caller, connections_max
 from kvbaton.router.http.http_types import (

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 
 from kvbaton.api.api_errors import unavailable
 from kvbaton.api.gather import cancel
-from kvbaton.api.http import run as run_loop
+from kvbaton.api.http_common import run as run_loop
 from kvbaton.observe.flight.collector import FLIGHTS_PER_S, Gathering
 from kvbaton.observe.flight.flight_records import Flight
 from kvbaton.processes import process_logs

@@ -14,7 +14,7 @@ import logging
 import socket
 from collections.abc import Sequence
 
-from kvbaton.api.http import BACKLOG, port_error
+from kvbaton.api.http_common import BACKLOG, port_error
 from kvbaton.router.http.http_server import HttpServer
 from kvbaton.router.processes.shared_counts import CONNECTIONS, OPEN, SharedCounts
 

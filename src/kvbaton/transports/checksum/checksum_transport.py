@@ -25,12 +25,12 @@ from typing import Any, cast
 
 import msgspec
 
-from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.security import sealing
 from kvbaton.security.records import load
 from kvbaton.security.sealing import Encrypt
+from kvbaton.transports.catalogue_entry import summed
 from kvbaton.transports.checksum import checksum_endpoint
 from kvbaton.transports.checksum.checksum_client import Question, SumLink
 from kvbaton.transports.checksum.checksum_comparison import Comparison
@@ -87,12 +87,6 @@ class SumConfig(msgspec.Struct, frozen=True):
     def must_seal(self) -> bool:
         """Whether this side requires encryption, with any peer."""
         return sealing.is_required(self.encrypt, self.advertise or self.host)
-
-
-def summed(inner: Capabilities) -> Capabilities:
-    """The inner transport's, except that the other process takes part now, with digests of its memory, and must
-    know."""
-    return msgspec.structs.replace(inner, name=f"{inner.name}+sums", one_sided=False)
 
 
 class SummedTransport(PlaneShell[SumLink]):

@@ -29,7 +29,6 @@ from collections.abc import Iterator
 from typing import cast
 
 import msgspec
-import numpy as np
 
 PIECE_BYTES = 64 << 10
 """Compared with zeros, and copied or left out, at once."""
@@ -37,7 +36,7 @@ PIECE_BYTES = 64 << 10
 _MAP_FIXED = 0x10
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _PYBUF_WRITE = 0x200
-_MAPPED_OR_SWAPPED = np.uint64(0b11 << 62)  # pagemap: present in memory, or swapped out
+_MAPPED_OR_SWAPPED = 0b11 << 62  # pagemap: present in memory, or swapped out
 _ENTRY_BYTES = 8
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -112,6 +111,8 @@ def fill(fd: int, extent: range) -> None:
 
 def touched(extent: range) -> Iterator[range]:
     """Which pages the kernel holds for this memory. The rest reads as zeros, and is not even read."""
+    import numpy as np  # a tenth of a second, in processes that adopt nothing
+
     first, count = extent.start // mmap.PAGESIZE, len(extent) // mmap.PAGESIZE
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
@@ -121,7 +122,7 @@ def touched(extent: range) -> Iterator[range]:
     if len(entries) != count * _ENTRY_BYTES:
         yield extent
         return
-    held = (np.frombuffer(entries, np.uint64) & _MAPPED_OR_SWAPPED) != 0
+    held = (np.frombuffer(entries, np.uint64) & np.uint64(_MAPPED_OR_SWAPPED)) != 0
     edges = np.flatnonzero(np.diff(held, prepend=False, append=False)) * mmap.PAGESIZE + extent.start
     for start, stop in edges.reshape(-1, 2).tolist():
         yield range(start, stop)

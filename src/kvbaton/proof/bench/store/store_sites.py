@@ -23,13 +23,12 @@ from kvbaton.control import keyring as keys
 from kvbaton.control.key_room import key_room
 from kvbaton.processes.child_process import KVBATON_ARGV
 from kvbaton.processes.free_ports import free_ports
+from kvbaton.proof.bench.kit.bench_peers import KVBATON
 from kvbaton.proof.bench.kit.piped_children import PipedProgram
 from kvbaton.ranks.store_address import opener, store_place
 from kvbaton.store.interface import Backend
 from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
 
-KVBATON, MOONCAKE = "kvbaton", "mooncake"
-BACKENDS = (KVBATON, MOONCAKE)
 CLIENTS = ("p0", "d0")
 START_S = 30.0
 

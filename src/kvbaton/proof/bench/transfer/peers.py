@@ -16,19 +16,11 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kvbaton.proof.bench.kit.bench_peers import ADVICE
 from kvbaton.proof.bench.kit.piped_children import ChildFailed, Parent, PipedChild
 from kvbaton.proof.bench.transfer.workload import pattern, scattered, verify
 from kvbaton.transports.core.shared_memory import allocate
 from kvbaton.transports.core.transport import Spans
-
-PACKAGES = {"nixl": ("nixl_cu13", "nixl_cu12", "nixl"), "mooncake": ("mooncake",)}
-"""The peers there are, and what they are imported as: one of these is enough."""
-
-DISTRIBUTIONS = {
-    "nixl": ("nixl-cu13", "nixl-cu12"),
-    "mooncake": ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine"),
-}
-ADVICE = "make planes-env installs it"
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
