@@ -91,4 +91,5 @@ def test_the_same_seed_gives_the_same_inputs_in_every_process() -> None:
         for number in ("1", "2")
     }
     assert there == {" ".join(here) + "\n"}
-    assert here != [explore(TARGETS[name], inputs=400, seed=1).digest for name in names]
+    others = [explore(TARGETS[name], inputs=400, seed=1).digest for name in names]
+    assert not set(here) & set(others)
