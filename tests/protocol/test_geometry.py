@@ -62,6 +62,11 @@ def test_a_replicated_latent_is_read_from_one_rank_each_and_spread_over_them() -
     assert heads(made) == [(0, 0, 0, 1), (1, 1, 0, 1), (2, 0, 0, 1)]
 
 
+def test_heads_that_one_rank_has_are_read_at_once_though_another_has_some_of_them_too() -> None:
+    source = engine(group(), tp=[[(0, 4), (2, 2)]])
+    assert heads(plan(source, engine(group()))) == [(0, 0, 0, 4)]
+
+
 def test_a_replica_that_nobody_needs_is_idle() -> None:
     latent = group("mla", kind=GroupKind.LATENT, heads=1)
     made = plan(engine(latent, tp=8), engine(latent, tp=1))

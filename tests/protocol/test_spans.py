@@ -345,6 +345,11 @@ def test_blocks_that_left_the_window_are_skipped() -> None:
     assert triples(move) == [(192, 64, 32)]
 
 
+def test_where_every_block_has_left_the_window_nothing_moves() -> None:
+    same = engine(group(kind=GroupKind.SLIDING, window=5, layers=1))
+    assert pull(same, same, Rect(0, 0, 1, 0, 2), BlockLists([-1, -1, 2, 3], [-1, -1, 6, 7], 16)) == []
+
+
 @pytest.mark.parametrize(
     ("how", "source", "tokens"),
     [

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
+from kvbaton.proof.sim.hardship.world_plan import Plan, draw
 from kvbaton.proof.sim.run import Result
+from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.machines.lease import Lease
+
+
+@functools.cache
+def plan_of(seed: int) -> Plan:
+    """What a seed draws, drawn once for all tests."""
+    return draw(World(seed).rng)
 
 
 class SeenSeeds:

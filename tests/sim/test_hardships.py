@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvbaton.proof.sim.hardship import hardships
-from kvbaton.proof.sim.hardship.world_plan import Plan, draw
+from kvbaton.proof.sim.hardship.world_plan import Plan
 from kvbaton.proof.sim.mutants.hunting import hunt
 from kvbaton.proof.sim.mutants.mutants_worlds import WORLD_MUTANTS
 from kvbaton.proof.sim.promises import Broken
@@ -19,18 +19,19 @@ from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.geometry.layout import GroupKind, Per
 from kvbaton.protocol.ids import PutId
 
-from .seen_seeds import SeenSeeds
+from .seen_seeds import SeenSeeds, plan_of
 
 PLANS = range(400)
 
 
 @pytest.fixture(scope="module")
 def plans() -> list[Plan]:
-    return [draw(World(seed).rng) for seed in PLANS]
+    return [plan_of(seed) for seed in PLANS]
 
 
 def test_they_hold(seen: SeenSeeds) -> None:
     assert [(result.seed, result.what) for result in seen.results if not result.holds] == []
+    assert all(result.handoffs for result in seen.results)
 
 
 @pytest.mark.parametrize("how", ["with a good first block", "with one group good and one not", "partly, in one group"])

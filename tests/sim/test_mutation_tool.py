@@ -277,6 +277,23 @@ def test_a_seed_to_which_the_clean_tree_objects_proves_nothing(monkeypatch: pyte
     assert (catch.caught, catch.seed, catch.seeds_needed, catch.passed_over) == (True, 2, 3, [1])
 
 
+def test_a_clean_world_is_looked_at_once_however_many_mutants_it_catches(monkeypatch: pytest.MonkeyPatch):
+    """A hunt of hundreds takes seven times as long if each switch forgets what the clean tree does."""
+    looked: list[tuple[int, bool]] = []
+    code = lease.judge.__code__
+
+    def look_at(seed: int) -> Seen | None:
+        looked.append((seed, lease.judge.__code__ is code))
+        return None if lease.judge.__code__ is code else Seen("no leak", "while it is on")
+
+    hunting._unharmed.cache_clear()
+    monkeypatch.setattr(hunting, "look", look_at)
+    names = [place.name for place in mutating.places("protocol.machines.lease") if place.function == "judge"][:3]
+    assert all(hunting.hunt(name, 1).caught for name in names) and hunting.clean([0]) == []
+    hunting._unharmed.cache_clear()
+    assert looked.count((0, True)) == 1 and looked.count((0, False)) == len(names) == 3
+
+
 def test_a_kept_line_says_what_it_must():
     line = kept.Kept("protocol.machines.lease:judge:guard:1", "6", "a -> b | c", 7)
     alone = kept.Kept(

@@ -12,7 +12,6 @@ import pytest
 
 from kvbaton.proof.sim import run
 from kvbaton.proof.sim.hardship.rank_faults import RankLot
-from kvbaton.proof.sim.hardship.world_plan import draw
 from kvbaton.proof.sim.looking import look
 from kvbaton.proof.sim.mutants.handwritten import MUTANTS
 from kvbaton.proof.sim.mutants.hunting import find, hunt
@@ -26,7 +25,7 @@ from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId, rank_peer
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction, FenceEnded, TransportEvent
 
-from .seen_seeds import SeenSeeds
+from .seen_seeds import SeenSeeds, plan_of
 
 ME, FAR = (PeerId(WorkerId(name), Incarnation(1)) for name in ("me", "far"))
 SPANS = 8
@@ -219,7 +218,7 @@ class TestWorlds:
         assert rng.getstate() == before
 
     def test_some_engines_are_linked_near_and_far_with_and_without_a_store_and_others_are_not(self) -> None:
-        plans = [draw(World(seed).rng) for seed in range(100)]
+        plans = [plan_of(seed) for seed in range(100)]
         found = Counter[str]()
         for each in (each for plan in plans for each in (*plan.prefill, *plan.decode)):
             found["direct" if each.ranks is None else f"{'near' if each.ranks.near else 'far'} {each.ranks.store}"] += 1

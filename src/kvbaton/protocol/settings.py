@@ -41,13 +41,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     puts_max: int = 4096
 
     def __post_init__(self) -> None:
-        for field in self.__struct_fields__:
-            value = getattr(self, field)
+        for name in self.__struct_fields__:
+            value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
-                raise ProtocolError(Reason.BAD_MESSAGE, f"{field}: got {value!r}, expected a finite number above 0")
-            least = LEASE_S_MIN if field == "lease_s" else DURATION_S_MIN
-            if field.endswith(("_s", "_timeout")) and not least <= value <= TERM_S_MAX:
+                raise ProtocolError(Reason.BAD_MESSAGE, f"{name}: got {value!r}, expected a finite number above 0")
+            least = LEASE_S_MIN if name == "lease_s" else DURATION_S_MIN
+            if name.endswith(("_s", "_timeout")) and not least <= value <= TERM_S_MAX:
                 expected = f"{least:g} to {TERM_S_MAX:g} seconds"
-                raise ProtocolError(Reason.BAD_MESSAGE, f"{field}: got {value!r}, expected {expected}")
+                raise ProtocolError(Reason.BAD_MESSAGE, f"{name}: got {value!r}, expected {expected}")
         if self.max_hold_s < self.lease_s:
             raise ProtocolError(Reason.BAD_MESSAGE, f"max_hold_s: {self.max_hold_s} is below lease_s {self.lease_s}")

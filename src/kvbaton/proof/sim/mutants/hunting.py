@@ -163,7 +163,7 @@ def _first(mutant: Mutant, seeds: Iterator[int]) -> tuple[int, Seen] | None:
 
 @cache
 def _unharmed(seed: int) -> Seen | None:
-    """What the clean tree objects to."""
+    """What the clean tree objects to: looked at once, in each process, for all mutants that the seed catches."""
     return look(seed)
 
 
@@ -175,7 +175,7 @@ def _order(hint: int | None, seeds_max: int) -> Iterator[int]:
 
 def clean(seeds: Sequence[int]) -> list[dict[str, str | int]]:
     """What the clean tree objects to over these seeds: nothing, or the catches there prove nothing."""
-    found = [(seed, look(seed)) for seed in seeds]
+    found = [(seed, _unharmed(seed)) for seed in seeds]
     return [
         {"seed": seed, "promise": seen.promise, "what": seen.what, "replay": f"kvbaton sim --replay {seed}"}
         for seed, seen in found

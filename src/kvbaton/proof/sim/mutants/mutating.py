@@ -6,7 +6,7 @@ row is a place too (`protocol.machines.lease:LEASE:row:1`): its transition is fo
 
 A mutant is switched on by compiling its module with the one change and giving the running function the new code, so
 everybody who has imported it, and every object that has bound it, runs the mutant. Memories of earlier results
-(`lru_cache`) are emptied with each switch.
+(`lru_cache`) are emptied with each switch, but for this tool's own, of the code as it is written and of clean worlds.
 
 Laws: after the switch the original code is back, whatever happened in between. A name that no longer means anything is
 an error, never a mutant that does nothing.
@@ -35,6 +35,7 @@ from kvbaton.proof.sim.mutants.mutation_operators import Edit, Function, Signatu
 from kvbaton.protocol.table import Table
 
 PACKAGE = "kvbaton."
+TOOL = __name__.rpartition(".")[0] + "."
 ROW = "row"
 TELLS_ONLY = frozenset({"__repr__", "__str__", "Intake.ended", "Doorway.put_blocks"})
 """Words and figures for whoever watches."""
@@ -80,13 +81,13 @@ class Vanished(LookupError):
 
 def places(module: str) -> list[Place]:
     """All mutants of a module, in the order of its source."""
-    return [*(place for place, _ in _found(*_parsed(module))), *(place for place, *_ in _rows(module))]
+    return [*(place for place, _ in _found(module, _written(module))), *(place for place, *_ in _rows(module))]
 
 
 def place_of(name: str, what: str = "") -> Place:
     """The mutant of that name; where `what` is given and has moved within its function, the one it moved to."""
     module, function, operator, _ = _split(name)
-    here = [place for place, _ in _found(*_parsed(module), function) if place.operator == operator]
+    here = [place for place, _ in _found(module, _written(module), function) if place.operator == operator]
     here += [place for place, *_ in _rows(module) if (place.function, place.operator) == (function, operator)]
     named = [place for place in here if place.name == name and what in ("", place.what)]
     same = named or [place for place in here if what and place.what == what]
@@ -146,9 +147,15 @@ def _imported(module: str) -> ModuleType:
         raise Vanished(f"{module}: there is no such module") from error
 
 
-def _parsed(module: str) -> tuple[str, ast.Module]:
-    text, path = _source(module)
-    return module, ast.parse(text, path)
+def _parsed(module: str) -> ast.Module:
+    """A tree to change."""
+    return ast.parse(*_source(module))
+
+
+@functools.cache
+def _written(module: str) -> ast.Module:
+    """A tree to look for places in: nobody changes it."""
+    return _parsed(module)
 
 
 def _found(module: str, tree: ast.Module, only: str = "") -> Iterator[tuple[Place, Edit]]:
@@ -165,7 +172,7 @@ def _found(module: str, tree: ast.Module, only: str = "") -> Iterator[tuple[Plac
 
 def _rows(module: str) -> Iterator[tuple[Place, Table[Any, Any], tuple[Any, Any]]]:
     """Each transition of the tables that a module makes, with what it is a transition of."""
-    made = {node.targets[0].id for node in _parsed(module)[1].body if _makes_a_table(node)}
+    made = {node.targets[0].id for node in _written(module).body if _makes_a_table(node)}
     for variable in sorted(made):
         table: Table[Any, Any] = vars(_imported(module))[variable]
         for number, (pair, after) in enumerate(table.next.items(), 1):
@@ -244,9 +251,12 @@ def _row_forgotten(place: Place) -> Iterator[None]:
 
 
 def _mutated_code(place: Place) -> CodeType:
-    module, tree = _parsed(place.module)
-    next(edit for found, edit in _found(module, tree, place.function) if found.name == place.name).make()
-    whole = compile(tree, _source(module)[1], "exec", dont_inherit=True)
+    tree = _parsed(place.module)
+    owner = place.function.partition(".")[0]
+    kept = [each for each in tree.body if isinstance(each, ast.ImportFrom) or getattr(each, "name", "") == owner]
+    tree = ast.Module(kept, [])  # what else the module has does not change this code, and takes longer to compile
+    next(edit for found, edit in _found(place.module, tree, place.function) if found.name == place.name).make()
+    whole = compile(tree, _source(place.module)[1], "exec", dont_inherit=True)
     return next(code for code in _codes(whole) if code.co_qualname == place.function)
 
 
@@ -265,8 +275,8 @@ def _sense(code: CodeType) -> tuple[Any, ...]:
 
 def _forget_results() -> None:
     for name, module in list(sys.modules.items()):
-        if name.startswith(PACKAGE):
+        if name.startswith(PACKAGE) and not name.startswith(TOOL):
             for value in list(vars(module).values()):
                 clear: Callable[[], None] | None = getattr(value, "cache_clear", None)
-                if clear is not None and value is not _source:
+                if clear is not None:
                     clear()

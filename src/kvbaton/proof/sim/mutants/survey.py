@@ -61,7 +61,8 @@ class Survey(msgspec.Struct):
 
 def draw(modules: Sequence[str], count: int, seed: int) -> list[Place]:
     """Mutants, spread evenly over modules and operators, without those that are known to change nothing."""
-    known = {mutating.place_of(*each).name for each in kept.equivalent().items()}
+    there = [each for each in kept.equivalent().items() if each[0].split(":")[0] in modules]
+    known = {mutating.place_of(*each).name for each in there}
     rng = random.Random(f"kvbaton-survey-{seed}")
     kinds: dict[tuple[str, str], list[Place]] = defaultdict(list)
     for module in modules:
