@@ -23,7 +23,7 @@ from kvbaton.processes.free_ports import free_ports
 
 MODEL = "tiny"
 DECODE, PREFILL = f"Decode:{MODEL}", f"Prefill:{MODEL}"
-START_S = 300.0
+START_S = 900.0
 START_TRIES = 3
 
 
