@@ -53,6 +53,7 @@ _AS_P, _AS_D, _AS_WORKER = (Guise.PREFILL,), (Guise.DECODE,), (Guise.PREFILL, Gu
 LIES: tuple[Lie, ...] = (
     Lie("read-all", "a greeting, then READs of all registered memory", _ENGINES),
     Lie("write-all", "a greeting, then WRITEs of garbage over all registered memory", _ENGINES),
+    Lie("map-all", "a greeting by shm, then all registered memory is mapped and read", _ENGINES),
     Lie("forged-tickets", "claims with tickets that are forged, of others, or of handoffs that never were", _ENGINES),
     Lie("others-leases", "renewals, commits, offers and revocations of leases that others hold", _ENGINES),
     Lie("others-sessions", "the same, goodbyes and resets in sessions of others and of earlier lives", _ENGINES),
