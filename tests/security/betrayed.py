@@ -183,7 +183,7 @@ class Betrayed:
 
     def stolen(self) -> int:
         """Prompts that the thief has seen since it was last asked."""
-        count = sum(bool(each.prompt) for each in self.thief.asked)
+        count = self.thief.prompts
         self.thief.asked.clear()
         return count
 

@@ -35,7 +35,7 @@ PARAMETERS_BYTES = 10_000_000
 HOLD_S = 20.0
 """The longest that one question is left without its end: longer than the router waits for anything."""
 CLOSE_S = 2.0
-ASKED_MAX = 64
+ASKED_MAX = 4096
 TICKET_S = 60.0
 
 TOKEN_HEADER = HEADER.lower().encode()
@@ -99,6 +99,11 @@ class Door:
         self._thread.start()
         if not self._listens.wait(10.0):
             raise OSError(f"nothing listens at {host}")
+
+    @property
+    def prompts(self) -> int:
+        """That have come, of all questions that it remembers."""
+        return sum(bool(each.prompt) for each in list(self.asked))
 
     @property
     def address(self) -> str:
@@ -230,6 +235,15 @@ async def _comments(_: Door, __: Question) -> AsyncIterator[bytes]:
         await asyncio.sleep(0.002)
 
 
+async def _events(_: Door, __: Question) -> AsyncIterator[bytes]:
+    """An answer that begins, and begins again."""
+    event = b'event: response.created\ndata: {"type":"response.created","response":{"id":"lie","output":[]}}\n\n' * 512
+    yield _EVENTS
+    while True:
+        yield b"%x\r\n%b\r\n" % (len(event), event)
+        await asyncio.sleep(0)
+
+
 async def _drip(_: Door, __: Question) -> AsyncIterator[bytes]:
     yield _HEAD + b"content-length: 1000000\r\n\r\n"
     while True:
@@ -277,6 +291,7 @@ ANSWERS: Mapping[str, Answer] = {
     "hang-up": _hang_up,
     "comments": _comments,
     "drip": _drip,
+    "events": _events,
     "huge": _huge,
     "parameters": _parameters,
     "odd": _odd,

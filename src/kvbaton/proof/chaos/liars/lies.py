@@ -74,6 +74,7 @@ LIES: tuple[Lie, ...] = (
     Lie("wrong-digests", "what was written is of another prompt, or in another's reservation", ("decode",), _AS_P),
     Lie("beyond-offer", "asked to write into some blocks: READs and WRITEs of all memory", ("decode",), _AS_P),
     Lie("endless-comments", "over HTTP: comments of an event stream without end", ("router",), _AS_WORKER),
+    Lie("endless-events", "over HTTP: an answer that begins again and again, as fast as it can", ("router",), _AS_D),
     Lie("endless-answer", "over HTTP: an answer that comes a byte at a time", ("router",), _AS_WORKER),
     Lie("no-answer", "over HTTP: nothing at all, or a closed connection", ("router",), _AS_WORKER),
     Lie("huge-answer", "over HTTP: 64 MiB of an answer", ("router",), _AS_P),

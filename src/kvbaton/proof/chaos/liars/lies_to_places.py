@@ -202,6 +202,7 @@ def _line(host: str, invited: store_messages.Invited) -> StoreConnection:
 _HTTP = {
     "endless-comments": "comments",
     "endless-answer": "drip",
+    "endless-events": "events",
     "no-answer": "hang-up",
     "huge-answer": "huge",
     "huge-parameters": "parameters",
