@@ -95,17 +95,14 @@ async def _traitor(scene: Scene, lie: str) -> AsyncIterator[str]:
     """A prefill worker that tells this lie, while the context lasts; afterwards it is no member, and knows it."""
     name, keys = f"{LIAR}-{next(scene.numbers)}", scene.fleet.around.keys
     keyring.add(keys, f"{name}:prefill")
+    child: Child | None = None
     try:
         child = await _start(scene, name, lie)
-        try:
-            await _until(scene, name, listed=True)
-            yield name
-        finally:
-            key_rotation.remove(keys, name)
-            await end([child])
+        await _until(scene, name, listed=True)
+        yield name
     finally:
-        with contextlib.suppress(LookupError, ValueError, OSError, RuntimeError):
-            key_rotation.remove(keys, name)
+        key_rotation.remove(keys, name)
+        await end([child] if child is not None else [])
     await _until(scene, name, listed=False)
     await asyncio.sleep(REMOVED_S)
 
