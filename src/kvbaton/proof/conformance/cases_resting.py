@@ -16,6 +16,7 @@ from kvbaton.proof.conformance.lab import (
     d_params,
     demand,
     p_params,
+    poll,
     prompt_of,
     reuse_all,
     router_ticket,
@@ -94,10 +95,15 @@ def a_pause_that_empties_the_cache_preempts_loads(lab: Lab, mode: str, moment: s
 @case(mode=MODES)
 def an_answer_of_p_that_comes_with_a_reset_does_not_fail_it(lab: Lab, mode: str) -> None:
     """A pause answered 500 whenever P's word on a prompt that waits lay there just then."""
-    _, d = lab.duo()
+    p, d = lab.duo()
     paused(d, "PAUSED_NEW")
     handoff = lab.hand_over(mode, prompt_of(30))
-    lab.until(d.connector.scheduler.busy, "P's answer to lie there")
+
+    def lies_there() -> bool:
+        p.step()
+        return bool(d.connector.scheduler._live.door.holding)
+
+    poll(lies_there, "an answer of P")
     demand(d.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True), "the reset failed")
     paused(d, "UNPAUSED")
     lab.finish(handoff)
