@@ -51,7 +51,6 @@ class Scene:
     problems: list[str] = field(default_factory=list)
     numbers: itertools.count[int] = field(default_factory=itertools.count)
     lies: Tally = field(default_factory=Tally)
-    stolen: int = 0  # prompts that reached a process which no one should have sent them to
     moments: dict[str, int] = field(default_factory=lambda: {"reached": 0, "missed": 0})
 
     def now(self) -> float:

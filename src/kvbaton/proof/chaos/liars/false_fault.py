@@ -54,7 +54,7 @@ async def lie_in_lists(scene: Scene, step: Step) -> str:
             scene.fleet.tell(FALSE_REGISTRY, "")
         await asyncio.sleep(1.0)  # requests that are under way
         stolen = thief.prompts
-    scene.stolen += stolen
+    scene.lies.stolen += stolen
     return f"{stolen} prompts reached the thief"
 
 

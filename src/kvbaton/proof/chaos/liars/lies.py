@@ -151,11 +151,13 @@ class Tally:
     """All lies of a step or of a run, by name."""
 
     counts: dict[str, Count] = field(default_factory=dict)
+    stolen: int = 0  # prompts that reached a process to which no one should have sent them
 
     def of(self, name: str) -> Count:
         return self.counts.setdefault(name, Count())
 
     def add(self, other: Tally) -> None:
+        self.stolen += other.stolen
         for name, count in other.counts.items():
             mine = self.of(name)
             mine.told += count.told
