@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbaton.proof.chaos.liars.false_registry import LIES
+from kvbaton.proof.chaos.liars.false_registry import LIES, SEALS
 from tests.security.betrayed import Betrayed, betrayed, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-ASKED = 8
+ASKED = 4
 TOLD_S = 20.0
 
 
@@ -37,12 +37,19 @@ def _serves_as_before(cluster: Betrayed) -> None:
     assert all(cluster.processes[name].poll() is None for name in ("p0", "d0"))
 
 
-@pytest.mark.parametrize("lie", LIES)
+def _hears(cluster: Betrayed, lie: str, seal: str = "") -> None:
+    """Have the lie told until all have heard it; of D's place only routers hear."""
+    before = cluster.traitor.told.get(lie, 0)
+    cluster.traitor.tell(lie, seal=seal)
+    until(lambda: cluster.traitor.told.get(lie, 0) >= before + (1 if lie in ("redirects", "plays-back") else 3), TOLD_S)
+
+
+@pytest.mark.parametrize("lie", [lie for lie in LIES if lie != "plays-back"])
 def test_a_registry_that_lies_steals_no_prompt_and_stops_no_answer(cluster: Betrayed, lie: str) -> None:
-    cluster.traitor.tell(lie)
     try:
-        until(lambda: cluster.traitor.told.get(lie, 0) >= 3, TOLD_S)  # a router, a P and a D
-        _serves_as_before(cluster)
+        for seal in SEALS:
+            _hears(cluster, lie, seal)
+            _serves_as_before(cluster)
     finally:
         cluster.traitor.tell("")
     cluster.serving("p0", "d0")
@@ -52,9 +59,8 @@ def test_what_a_worker_said_in_an_earlier_life_cannot_be_played_back(cluster: Be
     cluster.end("d0")
     cluster.worker("d0", "decode")
     cluster.serving("p0", "d0")
-    cluster.traitor.tell("plays-back")
     try:
-        until(lambda: cluster.traitor.told.get("plays-back", 0) >= 3, TOLD_S)
+        _hears(cluster, "plays-back")
         _serves_as_before(cluster)
     finally:
         cluster.traitor.tell("")

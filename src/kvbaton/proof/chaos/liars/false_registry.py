@@ -4,7 +4,8 @@
 name of the lie that it tells from now on, and where a thief listens (host:port). An empty line: the truth.
 
 Laws: it holds the key of a registry and no other. What it says is put together from what workers told it, field by
-field and without the product's types: a lie need not be a message that those allow.
+field and without the product's types: a lie need not be a message that those allow. Beside what it changed it leaves
+what the worker had signed, or nothing signed, or it signs that by its own key (`SEALS`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from kvbaton.protocol.ids import WorkerId
 GHOST = "ghost"
 """Of whom nobody has a key."""
 _LISTS = ("roster", "directory")
+SEALS = ("worker's", "none", "own")
+"""What is signed beside a lie: the worker's true words, nothing, or the lie, by the registry's own key."""
+_STATEMENT, _ORDER = "registration 1", "drain order 1"
 _encode = msgspec.msgpack.Encoder().encode
 Body = dict[str, Any]
 Bend = Callable[["FalseRegistry", Body], list[Body]]
@@ -38,18 +42,33 @@ class FalseRegistry(RegistryServer):
 
     def __init__(self, keyring: Keyring, bind: str, thief: str = "", **more: Any) -> None:
         self.lie = ""
+        self.seal = ""  # of `SEALS`; "": any
         self.thief = thief  # host:port
+        self._ring = keyring
         self._is_news = False
         self.told: dict[str, int] = {}  # lists that were false, by the lie
         self.first: dict[str, Body] = {}  # of each worker the first entry that it had here, by kind of list
         super().__init__(keyring, bind, **more)
 
-    def tell(self, lie: str, thief: str = "") -> None:
+    def tell(self, lie: str, thief: str = "", seal: str = "") -> None:
         """From now on, to everybody: who has the newest list is sent another one."""
         self.thief = thief or self.thief
-        self.lie = lie
+        self.lie, self.seal = lie, seal
         self._is_news = True
         self._control.wake()
+
+    def signed(self, context: str, said: Body) -> list[bytes]:
+        """By its own key, which is no worker's and no operator's."""
+        payload = _encode(said)
+        return [payload, self._ring.signer.sign(context, payload)]
+
+    def order(self, worker: str, life: int) -> list[bytes] | None:
+        """To drain, as if it were an operator."""
+        if (self.seal or secrets.choice(SEALS)) != "own":
+            return None
+        operator = secrets.choice((self._ring.name, "operator"))
+        said = {"operator": operator, "key": self._ring.public, "worker": worker, "incarnation": life}
+        return self.signed(_ORDER, said)
 
     def _turn(self, now: float) -> float:
         if self._is_news:
@@ -76,17 +95,30 @@ def worker_of(entry: Body) -> str:
     return str(entry.get("registration", entry)["worker"])
 
 
-def _changed(entry: Body, **fields: Any) -> Body:
+def _changed(registry: FalseRegistry, entry: Body, **fields: Any) -> Body:
     """An entry of either kind of list, with these fields where it has them."""
     inner = entry.get("registration")
-    if inner is not None:
-        told = {name: value for name, value in fields.items() if name in inner}
-        rest = {name: value for name, value in fields.items() if name not in inner}
-        return {**entry, **rest, "registration": {**inner, **told}}
-    return {**entry, **{name: value for name, value in fields.items() if name in entry}}
+    told = {name: value for name, value in fields.items() if inner is not None and name in inner}
+    rest = {name: value for name, value in fields.items() if name in entry}
+    made = {**entry, **rest, **({"registration": {**inner, **told}} if inner is not None else {})}
+    seal = registry.seal or secrets.choice(SEALS)
+    if seal == "none":
+        return {name: value for name, value in made.items() if name != "signed"}
+    if seal == "own" and entry.get("signed"):
+        made["signed"] = registry.signed(_STATEMENT, _restated(entry["signed"][0], fields))
+    return made
 
 
-def _listed(role: str, registry: FalseRegistry, body: Body, change: Callable[[Body], Body]) -> list[Body]:
+def _restated(said: bytes, fields: Body, **more: Any) -> Body:
+    """A worker's statement with other words, and a higher number."""
+    statement = msgspec.msgpack.decode(said)
+    told = statement["registration"]
+    told |= {name: value for name, value in fields.items() if name in told or name == "draining"}
+    key = fields.get("public_key", statement["key"])
+    return {**statement, "registration": told, "key": key, "sequence": statement["sequence"] + 1000, **more}
+
+
+def _listed(role: str, body: Body, change: Callable[[Body], Body]) -> list[Body]:
     if body["type"] not in _LISTS:
         return [body]
     entries = [change(each) if each.get("registration", each)["role"] == role else each for each in body["entries"]]
@@ -100,23 +132,24 @@ def _add(registry: FalseRegistry, body: Body) -> list[Body]:
     key = zmq.curve_keypair()[0].decode()
     ghosts = []
     for entry in body["entries"]:
-        life = 1 + secrets.randbits(62)
-        name = f"{GHOST}-{worker_of(entry)}"
-        ghosts.append(_changed(entry, worker=name, incarnation=life, http_address=registry.thief, public_key=key))
+        life, name = 1 + secrets.randbits(62), f"{GHOST}-{worker_of(entry)}"
+        fields = {"worker": name, "incarnation": life, "http_address": registry.thief, "public_key": key}
+        ghosts.append(_changed(registry, entry, **fields))
     return [{**body, "entries": [*body["entries"], *ghosts]}]
 
 
 def _redirect(registry: FalseRegistry, body: Body) -> list[Body]:
-    return _listed("decode", registry, body, lambda entry: _changed(entry, http_address=registry.thief))
+    return _listed("decode", body, lambda entry: _changed(registry, entry, http_address=registry.thief))
 
 
 def _supersede(registry: FalseRegistry, body: Body) -> list[Body]:
     """A later life of each D, at the thief's."""
 
     def later(entry: Body) -> Body:
-        return _changed(entry, http_address=registry.thief, incarnation=1 + secrets.randbits(62), born=time.time())
+        life, born = 1 + secrets.randbits(62), time.time()
+        return _changed(registry, entry, http_address=registry.thief, incarnation=life, born=born)
 
-    return _listed("decode", registry, body, later)
+    return _listed("decode", body, later)
 
 
 def _leave(registry: FalseRegistry, body: Body) -> list[Body]:
@@ -124,7 +157,9 @@ def _leave(registry: FalseRegistry, body: Body) -> list[Body]:
     if body["type"] not in _LISTS:
         return [body]
     lives = [_life(each) for each in body["entries"]]
-    return [{**body, "entries": [], "complete": True, "left": lives, "gone": lives}]
+    words = [each["signed"][0] for each in body["entries"] if each.get("signed")]
+    ended = [registry.signed(_STATEMENT, _restated(said, {}, left=True)) for said in words]
+    return [{**body, "entries": [], "complete": True, "left": lives, "gone": lives, "ended": ended}]
 
 
 def _life(entry: Body) -> list[Any]:
@@ -135,11 +170,18 @@ def _life(entry: Body) -> list[Any]:
 def _drain(registry: FalseRegistry, body: Body) -> list[Body]:
     """All are draining; and each worker is ordered to."""
     if body["type"] in _LISTS:
-        return [{**body, "entries": [_changed(each, draining=True) for each in body["entries"]]}]
+        entries = [
+            {**_changed(registry, each, draining=True), "order": registry.order(*_life(each))}
+            for each in body["entries"]
+        ]
+        return [{**body, "entries": entries}]
     if body["type"] == "registered":
-        order = {"type": "drain", "worker": "", "incarnation": body["incarnation"]}
-        names = [worker_of(each) for each in registry.first.values() if _life(each)[1] == body["incarnation"]]
-        return [{**body, "draining": True}, *({**order, "worker": name} for name in names[:1])]
+        lives = [_life(each) for each in registry.first.values() if _life(each)[1] == body["incarnation"]]
+        orders = [
+            {"type": "drain", "worker": name, "incarnation": life, "order": registry.order(name, life)}
+            for name, life in lives[:1]
+        ]
+        return [{**body, "draining": True}, *orders]
     return [body]
 
 
@@ -169,7 +211,8 @@ def _disown(registry: FalseRegistry, body: Body) -> list[Body]:
 
 def _misdirect(registry: FalseRegistry, body: Body) -> list[Body]:
     """Workers look for each other at the thief's address, under a key that is nobody's."""
-    return _listed("prefill", registry, body, lambda entry: _changed(entry, control_endpoint=f"tcp://{registry.thief}"))
+    place = f"tcp://{registry.thief}"
+    return _listed("prefill", body, lambda entry: _changed(registry, entry, control_endpoint=place))
 
 
 def _silence(registry: FalseRegistry, body: Body) -> list[Body]:
