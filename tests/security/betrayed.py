@@ -168,7 +168,8 @@ class Betrayed:
 
     def go_on(self) -> None:
         """From now on prompts are the second turns of conversations that began with those before."""
-        texts = [each.text + self.texts[each.text] + " and what then?" for each in self.prompts]
+        asked = [each.text for each in self.prompts if each.text in self.texts]
+        texts = [text + self.texts[text] + " and what then?" for text in asked]
         right = reference_answers(texts, ANSWER_TOKENS)
         self.prompts = [Prompt(text, answer, ANSWER_TOKENS) for text, answer in zip(texts, right, strict=True)]
 

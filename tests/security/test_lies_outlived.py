@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from kvbaton.proof.chaos.liars.false_worker import BAIT
-from tests.security.betrayed import Betrayed, betrayed
+from tests.security.betrayed import Betrayed, betrayed, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 ASKED = 6
+RESET_S = 20.0
 NAMES = ("liar", "p0", "d0", "d1", "store")
 
 
@@ -35,6 +36,11 @@ def _right(made: Betrayed, mode: str = "pull") -> None:
     assert got.right == ASKED, (got, made.last.wrongs)
 
 
+def _resets(made: Betrayed, name: str) -> None:
+    """Each process looks at the key directory every 2 s by itself."""
+    until(lambda: "[cache-reset]" in made.log(name), RESET_S)
+
+
 @pytest.mark.parametrize("mode", ["pull", "push"])
 def test_the_cache_of_a_d_keeps_nothing_of_a_p_whose_key_was_removed(tmp_path: Path, mode: str) -> None:
     with betrayed(tmp_path, *NAMES) as made:
@@ -42,6 +48,7 @@ def test_the_cache_of_a_d_keeps_nothing_of_a_p_whose_key_was_removed(tmp_path: P
         made.worker("p0", "prefill")
         made.remove("liar")
         made.serving("p0", "d0")
+        _resets(made, "d0")
         _right(made, mode)
 
 
@@ -58,6 +65,7 @@ def test_a_p_that_took_a_turn_of_such_a_d_keeps_nothing_either(tmp_path: Path) -
         made.end("d0", 15)
         made.worker("d1", "decode", turn_s=60.0)
         made.serving("p0", "d1")
+        _resets(made, "p0")
         _right(made)
 
 
