@@ -6,11 +6,14 @@ One pair for all three: P has its cache in shared memory, where a test can write
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,7 @@ from tests.vllm.engines import IN_THE_CORE, post, until
 pytestmark = pytest.mark.timeout(900)
 
 WHILE_ENV = "KVBATON_TEST_CORRUPT_WHILE"  # as tests/vllm/corrupting_connector.py reads it
+LEASE_S = 6.0
 MARK = NOISE[:64]
 """Of a cache that was written over: no other bytes on this machine are these."""
 
@@ -43,14 +47,15 @@ def duo(
 
     def around(name: str, config: dict[str, Any]) -> dict[str, Any]:
         if name == "p0":
-            return {**config, "kv_role": "kv_both"}
+            own = {**config["kv_connector_extra_config"], "role": "prefill"}
+            return {**config, "kv_role": "kv_both", "kv_connector_extra_config": own}
         return {**config, "kv_connector_module_path": "tests.vllm.corrupting_connector"}
 
-    p = {"transport": "shm,tcp", "checksum": "full", "role": "prefill"}
+    p = {"transport": "shm,tcp", "checksum": "full", "lease_s": LEASE_S}
     d = {"transport": "tcp", "checksum": "full", "encrypt": "on", "turn_s": 60.0}
     with running_duo(
         vllm_python, tiny("llama"), tmp_path_factory.mktemp("guards"),
-        p_extra=p, d_extra=d, p_args=IN_THE_CORE, d_args=IN_THE_CORE, around=around,
+        p_extra=p, d_extra=d, p_args=IN_THE_CORE, around=around,
         env={WHILE_ENV: str(damaging)},
     ) as duo:  # fmt: skip
         yield duo
@@ -102,6 +107,28 @@ def test_the_next_turn_s_p_takes_from_d_what_it_need_not_compute(duo: Duo) -> No
     now = duo.p.metrics()
     taken = [name for name in now if name.startswith("kvbaton_turn_loads_total{") and 'end="taken"' in name]
     assert taken and sum(now[name] - before.get(name, 0.0) for name in taken) == 1, taken
+
+
+def test_a_step_that_takes_longer_than_a_lease_costs_no_handoff(duo: Duo) -> None:
+    """Forty answers on a busy machine: D's first step took 15 s, and 7 leases ended while their requests lay in vLLM's
+    queue. Here D's worker is stopped in a step; D claims what comes meanwhile, and P keeps it."""
+    prompts = [prompt_of(200 + number, "long step") for number in range(5)]
+    before = ends(duo.d)
+    held = duo.prefill(prompts[0])
+    worker = max(pid for pid in duo.d.pids() if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes())
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            answers = [pool.submit(duo.decode, prompts[0], held)]
+            time.sleep(1.0)  # its step has begun
+            answers += [pool.submit(duo.decode, prompt, duo.prefill(prompt)) for prompt in prompts[1:]]
+            time.sleep(LEASE_S + 4.0)
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        found = [answer.result(60) for answer in answers]
+    assert all(same(answer, alone(duo, prompt)) for answer, prompt in zip(found, prompts, strict=True))
+    now = {name: count - before.get(name, 0) for name, count in ends(duo.d).items() if count != before.get(name, 0)}
+    assert now == {"delivered": len(prompts)}, now
 
 
 @contextlib.contextmanager
