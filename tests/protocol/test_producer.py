@@ -796,7 +796,19 @@ class TestEngineEvents:
         assert pair.done(Unpin) == [Unpin(LeaseId(2))] and pair.p.counts["lease_refused.busy"] == 1
         load = pair.d.want("r", ticket, 2)
         pair.settle()
-        assert why(load) is Reason.UNKNOWN_LEASE
+        assert why(load) is Reason.BUSY
+
+    def test_a_claim_that_waits_for_a_lease_too_many_is_refused_with_it(self, make_pair: Make) -> None:
+        """It waited for `defer_timeout`, for what would never begin (found by the simulator, seed 143)."""
+        pair = make_pair(settings=Settings(leases_max=1))
+        pair.p.grant(1)
+        load = pair.d.want("r", pair.router_ticket(2), 2)
+        pair.settle()
+        assert len(pair.p.ledger.producer.parked) == 1
+        pair.p.begin(2)
+        pair.settle()
+        assert why(load) is Reason.BUSY and pair.now < Settings().defer_timeout
+        assert not pair.p.ledger.producer.parked and len(pair.p.ledger.desk.timers) == 1
 
     def test_a_second_live_use_of_a_transfer_id_is_refused(self, pair: Pair) -> None:
         """Rule 1: each side accepts an id once per attempt."""

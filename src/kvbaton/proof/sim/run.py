@@ -6,7 +6,7 @@ from collections import Counter
 
 import msgspec
 
-from kvbaton.proof.sim.checks.checkers import check_at_rest, check_excuses, check_healthy, check_planes, check_recovery
+from kvbaton.proof.sim.checks.checkers import check_at_rest, check_healthy, check_planes, check_recovery, check_steps
 from kvbaton.proof.sim.hardship.world_plan import FAULTY_S, PROBE_S, REST_S, draw
 from kvbaton.proof.sim.promises import Broken
 from kvbaton.proof.sim.questions.exam import asked
@@ -60,7 +60,7 @@ def run_seed(seed: int, asks: bool = True) -> Result:
         check_at_rest(cluster)
         check_recovery(cluster, before, probes)
         check_planes(cluster, FAULTY_S)
-        check_excuses(cluster)
+        check_steps(cluster)
         of_turns = turn_world(seed)
     except Broken as broken:
         result.holds, result.promise, result.what = False, broken.promise, broken.what

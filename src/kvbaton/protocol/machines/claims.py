@@ -81,8 +81,8 @@ class Claims:
         for reader in self._waiting_for(lease.handoff):
             self._answer_parked(reader, lease, now)
 
-    def on_discarded(self, handoff: HandoffId) -> None:
-        error = ProtocolError(Reason.DISCARDED, "the router took the ticket of this handoff back")
+    def on_never_begun(self, handoff: HandoffId, error: ProtocolError) -> None:
+        """Nothing will be leased under this handoff: who waits for it need not."""
         for reader in self._waiting_for(handoff):
             waiting = self.parked[reader]
             self._drop(reader)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.effects import Direction, End, Unpin
-from kvbaton.protocol.errors import Reason, reason_of
+from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import (
     Discarded,
     LeaseBegun,
@@ -240,7 +240,8 @@ class Producer:
         lease = self.by_handoff.get(event.handoff)
         if lease is None:
             self.ended.put(event.handoff, Reason.DISCARDED)
-            self.claims.on_discarded(event.handoff)
+            taken_back = ProtocolError(Reason.DISCARDED, "the router took the ticket of this handoff back")
+            self.claims.on_never_begun(event.handoff, taken_back)
         elif any(seat.state is ReaderState.LIVE for seat in lease.seats.values()):
             self.desk.count("late.discard")
             lease.max_readers = len(lease.seats)  # no more will come: it ends with those who read it now
@@ -334,6 +335,10 @@ class Producer:
         self._mark(event.lease, Step.CLOSED, now, Ended(End(why)))
         self._mark(event.lease, Step.RESTED, now)
         self.desk.emit(Unpin(event.lease))
+        if why is Reason.BUSY:  # of a duplicate there is a lease, and the claim has found it
+            self.ended.put(event.handoff, why)
+            full = f"leases_max: {len(self.leases)} leases are held already"
+            self.claims.on_never_begun(event.handoff, ProtocolError(why, full))
 
     def _mark(self, lease: LeaseId, step: Step, now: float, what: Begun | Ended | None = None, who: str = "") -> None:
         self.desk.mark(Seen.PREFILL, lease, step, now, what, who)

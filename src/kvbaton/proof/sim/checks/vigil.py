@@ -55,7 +55,7 @@ class Vigil:
         self._left: dict[HandoffId, dict[Reader, float]] = {}  # who gave up a parked claim; until when P knows
         self.farewell: set[Incarnation] = set()  # who had to do with us when we left
         self.taken_back: set[HandoffId] = set()  # tickets that the router has said nobody will use
-        self.record = Record(str(self._name), settings, life.world.faults)
+        self.record = Record(str(self._name))
         if life.node.recorder is not None:
             setattr(life.node.recorder, "take", self.record.watching(life.node.recorder.take))  # noqa: B010
         self._listen()

@@ -143,7 +143,7 @@ class RankTroubles:
         stall_s = self._rng.uniform(0.5, 1.0) * self._rng.choice(self.faults.stall_s)
         if self.faults.stall_s == (HEALTHY_STALL_S,):
             self._calm_until = self.world.now + HEALTHY_CALM_S
-        self.world.faults["rank_stalls"] += 1
+        self.world.strike("rank_stalls", life.peer.worker, lasts_s=stall_s)
         self.world.tell(f"{life.peer.worker} rank {number} stalls")
         ranks.stall(number, stall_s)
 
@@ -170,7 +170,9 @@ class RankTroubles:
                 self.world.after(self._rng.uniform(0, 2.0), partial(ranks.replace, number))
         else:
             ranks.hang(number)
-        self.world.after(self._rng.uniform(0.2, 1.0) * self._rng.choice(FALLS_S), partial(self._fall, life))
+        falls_s = self._rng.uniform(0.2, 1.0) * self._rng.choice(FALLS_S)
+        self.world.touch("rank_lost", life.peer.worker, lasts_s=falls_s)
+        self.world.after(falls_s, partial(self._fall, life))
 
     def _fall(self, life: Life) -> None:
         if life.alive and not life.paused:
