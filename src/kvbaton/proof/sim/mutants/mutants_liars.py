@@ -183,7 +183,7 @@ LIAR_MUTANTS: tuple[Mutant, ...] = (
     Mutant("waits_for_what_was_computed", "12", "a claim for an unknown lease waits for it to start",
            without(Claims, "_park", "ticket.lease or not claim.deferred")),
     Mutant("ticket_judged_twice", "21", "a parked claim's ticket has expired when it is looked at again: P dies",
-           swap(Claims, "_spend", edited(("identity.ticket_keys, 0.0)", "identity.ticket_keys, now + self.desk.identity.wall_offset_s)"),
+           swap(Claims, "_spend", edited(("ticket_keys, 0.0)", "ticket_keys, now + self.desk.identity.wall_offset_s)"),
                                          ("except ProtocolError:", "except LookupError:")))),
     Mutant("linked_before_joined", "23", "a source answers what it was not told yet, and the link is up",
            without(Links, "on_linked", "link.probes is not None")),
