@@ -38,6 +38,8 @@ COMMENTS_BYTES_MAX = 64 << 10
 """Of a stream, before its first event."""
 OPENING_BYTES_MAX = 2 * sse.EVENT_BYTES_MAX
 """Of events that only say that a response began, each of which repeats its instructions."""
+OPENING_EVENTS_MAX = 64
+"""Of those: two or three, and what keeps a connection alive while a long prompt is computed."""
 RANK_HEADER = b"X-data-parallel-rank"
 """By which vLLM's server knows which of its ranks is meant; it refuses one that it does not have."""
 _BUSY = (429, 503)
@@ -305,19 +307,22 @@ class EventStream:
         assert self._exchange is not None
         self.headers = self._exchange.headers
         opening: list[bytes] = []
-        size = comments = 0
+        size = comments = events = 0
         while True:
             data = await self._exchange.read()
             if not data:
                 raise self._leg.failed(502, "ended its stream before the first event", "bad_answer")
             fresh = self._feed(data, size)
             opening.append(fresh)
-            if fresh and not sse.only_opens(fresh):
+            if fresh and not sse.only_opens(fresh, OPENING_EVENTS_MAX):
                 break
             size += len(fresh)
-            comments += 0 if any(sse.payloads(fresh)) else len(fresh)
-            if comments > COMMENTS_BYTES_MAX or size > OPENING_BYTES_MAX:
-                raise self._leg.failed(502, f"sent {size} bytes of its stream before the first event", "bad_answer")
+            found = fresh.count(b"data:")
+            events += found
+            comments += 0 if found else len(fresh)
+            if comments > COMMENTS_BYTES_MAX or size > OPENING_BYTES_MAX or events > OPENING_EVENTS_MAX:
+                said = f"sent {size} bytes and {events} events of its stream before the first of its answer"
+                raise self._leg.failed(502, said, "bad_answer")
         self._first = b"".join(opening)
         first = sse.first_error(fresh)
         if first:

@@ -152,14 +152,16 @@ class Exchange(asyncio.Protocol):
         return body.take()
 
     async def read(self) -> bytes:
-        """The next bytes of the body; b"" at its end. What was read before is taken to be gone."""
+        """The next bytes of the body, a bounded number; b"" at its end. What was read before is taken to be gone."""
         answer, body = self._answer, self._answer.body
         body.taken = 0
+        if body.pieces:  # a worker that sends faster than it is read keeps the loop from nobody
+            await asyncio.sleep(0)
         while not body.pieces and not answer.complete:
             await self._news(on_data=True)
-        data = body.take()
+        data = body.take_some()
         body.taken = len(data)
-        if self._paused:
+        if self._paused and not body.is_full:
             self._resume()
         return data
 
