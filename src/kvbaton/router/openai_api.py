@@ -71,7 +71,7 @@ def alone_reason(body: Body) -> str:
         return ""
     if fields.get("prompt_logprobs") is not None:
         return "prompt_logprobs"
-    if fields.get("echo") and fields.get("logprobs") is not None:
+    if fields.get("echo") and (fields.get("logprobs") is not None or fields.get("max_tokens") == 0):
         return "echo"
     if fields.get("prompt_embeds") is not None:
         return "prompt_embeds"

@@ -19,6 +19,7 @@ from kvbaton.api.api_errors import RETRY_AFTER_S, ApiError, bare, no_room, out_o
 from kvbaton.api.tokens import NOT_THE_ROUTER
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.client_quotas import Tab
+from kvbaton.router.hops import Hops
 from kvbaton.router.http import http_client, wire_errors
 from kvbaton.router.http.answer_reader import BYTES_FREE
 from kvbaton.router.http.http_client import Exchange, Origin, Pool
@@ -108,8 +109,9 @@ class WorkerAnswer(msgspec.Struct, frozen=True):
 class Legs:
     """Sends legs over pooled connections. Use within `async with Legs.open(...)`."""
 
-    def __init__(self, pool: Pool, settings: RouterSettings) -> None:
+    def __init__(self, pool: Pool, settings: RouterSettings, hops: Hops) -> None:
         self._pool = pool
+        self._hop = hops.header
         self._settings = settings
         self._open: dict[PeerId, set[Exchange]] = {}
         self.token: Callable[[ListedEngine], Header | None] = lambda _: None  # shows a worker who asks
@@ -117,10 +119,12 @@ class Legs:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, settings: RouterSettings) -> AsyncIterator[Legs]:
+    async def open(cls, settings: RouterSettings, hops: Hops | None = None) -> AsyncIterator[Legs]:
+        hops = hops or Hops()
         pool = Pool(settings.connect_s)
+        pool.is_own = hops.is_own
         try:
-            yield cls(pool, settings)
+            yield cls(pool, settings, hops)
         finally:
             pool.close()
 
@@ -218,7 +222,7 @@ class Legs:
             place = http_client.origin(worker.url)
         except ValueError as error:
             raise wire_errors.UnreachableError(str(error)) from None
-        headers = leg.headers
+        headers = (*leg.headers, self._hop)
         shown = self.token(worker)
         if shown is not None:
             headers = (*headers, shown)
