@@ -204,6 +204,10 @@ STRANGE: dict[type, list[st.SearchStrategy[object]]] = {
         PROGRESS,
         st.booleans(),
     ],
+    m.GrantedFrom: [
+        HANDOFFS, NUMBERS, NUMBERS, TERMS_S, NUMBERS, BLOCKS, PROGRESS, st.booleans(),
+        st.sampled_from([(), ("p",), ("*", "d0 key"), ("",)]),
+    ],
     m.ClaimRefused: [HANDOFFS, NUMBERS, REASONS, st.just("")],
     m.Renew: [NUMBERS, NUMBERS, st.sampled_from([(), (0,), (99,), (0, 0)]), st.booleans()],
     m.Renewed: [NUMBERS, NUMBERS, TERMS_S, NUMBERS],

@@ -185,6 +185,12 @@ class DropHold(_Effect, frozen=True):
     handoff: HandoffId
 
 
+class ForgetCache(_Effect, frozen=True):
+    """The engine's prefix cache may hold KV of these members, who are gone: let no request find it any more."""
+
+    origins: tuple[str, ...]
+
+
 class StorePut(_Effect, frozen=True):
     put: PutId
     blocks: Groups
@@ -210,6 +216,7 @@ Effect = (
     | MatchFailed
     | Report
     | DropHold
+    | ForgetCache
     | StorePut
     | CancelPut
 )
