@@ -132,7 +132,7 @@ def test_a_file_that_exists_is_never_overwritten(minted: Path) -> None:
     with pytest.raises(FileExistsError):
         key_files.write(path, key_files.Public("p0", "x" * 40))
     assert path.read_bytes() == before
-    assert sorted(file.name for file in path.parent.iterdir()) == ["d0.json", "p0.json", "router.json"]
+    assert sorted(file.name for file in path.parent.glob("*.json")) == ["d0.json", "p0.json", "router.json"]
 
 
 def test_an_interrupted_add_can_be_repeated(minted: Path) -> None:

@@ -22,10 +22,10 @@ put() {  # FROM TO: whole or not at all, and only if it differs
 
 sync_once() {
     mkdir -p "$out/public" "$out/secret"
-    for file in "$in"/public/*.json; do
-        put "$file" "$out/public/${file##*/}"
+    for file in "$in"/public/*.json "$in"/public/*.signing; do
+        [ ! -e "$file" ] || put "$file" "$out/public/${file##*/}"
     done
-    for file in "$out"/public/*.json; do  # identities that were removed
+    for file in "$out"/public/*.json "$out"/public/*.signing; do  # identities that were removed
         [ -e "$in/public/${file##*/}" ] || rm -f "$file"
     done
     put "$in/tickets/tickets.json" "$out/tickets.json"

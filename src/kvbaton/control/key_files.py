@@ -3,6 +3,9 @@
     DIR/public/NAME.json   {"name": NAME, "public": z85}       copied to every host; while NAME's key is rotated also
                            "also": [z85], the key before, which is let in as well; "role" says what the key is for
                            (`protocol.privileges`), and is told by the name where it is missing
+    DIR/public/NAME.signing    {"name": NAME, "keys": {z85: hex}}  copied with it: by which key each of its keys signs
+                           (`control.signing`). A file of its own, since earlier releases refuse fields that they do not
+                           know; a process that has NAME's secret writes it where it is missing
     DIR/secret/NAME.json   {"name": NAME, "secret": z85}       only where NAME runs; mode 0600
     DIR/tickets.json       {"keys": [hex, ...]}                everywhere; mode 0600; the first signs, all verify;
                            "next": hex only verifies, until everybody has it; "since" is when the first began to sign
@@ -21,7 +24,7 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -31,6 +34,7 @@ from msgspec import Meta
 
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.key_modes import is_open
+from kvbaton.control.signing import SIGNING_KEY_BYTES, Signer
 from kvbaton.protocol.ids import WorkerId, is_worker_id
 from kvbaton.protocol.privileges import Role, role_by_name
 
@@ -44,6 +48,8 @@ _KEY = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 Key = Annotated[str, Meta(min_length=40, max_length=40)]
 TicketKey = Annotated[str, Meta(pattern=f"^[0-9a-f]{{{2 * TICKET_KEY_BYTES}}}$")]
 
+SigningKey = Annotated[str, Meta(pattern=f"^[0-9a-f]{{{2 * SIGNING_KEY_BYTES}}}$")]
+
 
 class Public(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     name: str
@@ -54,6 +60,13 @@ class Public(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     @property
     def plays(self) -> Role:
         return self.role or role_by_name(self.name)
+
+
+class Signing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The signing keys of one identity, by its CURVE keys: two while it is rotated."""
+
+    name: str
+    keys: Annotated[dict[Key, SigningKey], Meta(max_length=2)]
 
 
 class Secret(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -105,6 +118,34 @@ def cards(base: Path) -> list[Public]:
     return found
 
 
+def signing(base: Path, cards: Iterable[Public]) -> dict[str, bytes]:
+    """Of these identities the signing keys, by their CURVE keys; of one whose file is missing there is none."""
+    found: dict[str, bytes] = {}
+    for card in cards:
+        known = _signing(base, card.name)
+        keys = (card.public, *card.also)
+        found |= {key: bytes.fromhex(known[key]) for key in keys if key in known}
+    return found
+
+
+def put_signing(base: Path, name: str, secrets_of: Iterable[str], also: Iterable[str] = ()) -> None:
+    """Write down by which keys the holder of these secrets signs; of the CURVE keys `also`, what was known stays."""
+    known = {key: told for key, told in _signing(base, name).items() if key in set(also)}
+    path = base / "public" / f"{name}.signing"
+    own = {public_of(secret, path): Signer.of(secret).public.hex() for secret in secrets_of}
+    replace(path, Signing(name, known | own))
+
+
+def _signing(base: Path, name: str) -> dict[str, str]:
+    path = base / "public" / f"{name}.signing"
+    if not path.exists():
+        return {}
+    found = read(path, Signing, private=False)
+    if found.name != name:
+        raise ControlError(f"{path}: name: got {found.name[:80]!r}, expected {name!r}; restore the file")
+    return found.keys
+
+
 def tickets(base: Path) -> Tickets:
     return read(base / "tickets.json", Tickets, private=True)
 
@@ -128,7 +169,7 @@ def stamp(base: Path) -> Stamp:
 def _stamps(folder: Path, kind: str) -> Iterator[tuple[str, int, int, int]]:
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.endswith(".json") and not entry.name.startswith("."):
+            if entry.name.endswith((".json", ".signing")) and not entry.name.startswith("."):
                 yield _stamp(f"{kind}/{entry.name}", entry.stat())
 
 

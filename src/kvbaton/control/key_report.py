@@ -140,6 +140,15 @@ def _identity(base: Path, path: Path, now: float, problems: list[str]) -> KeyIde
                 problems.append(f"{secret} is still the old one of a rotation; rotate {card.name} again")
         except ControlError as error:
             problems.append(str(error))
+    try:
+        if card.public not in files.signing(base, [card]):
+            missing = base / "public" / f"{card.name}.signing"
+            problems.append(
+                f"{missing} does not say by which key {card.name} signs: others take it at a registry's word; start "
+                "it, or rotate it, where its secret is, and copy public/ from there"
+            )
+    except ControlError as error:
+        problems.append(str(error))
     also = tuple(fingerprint(key) for key in card.also)
     age_s = max(0.0, now - path.stat().st_mtime)
     drains = may(card.plays, Act.DRAIN)

@@ -75,12 +75,14 @@ def rotate(directory: str | Path, name: str) -> None:
         path = base / "secret" / f"{wanted}.json"
         if not path.exists():
             raise ControlError(f"{base}: secret/{wanted}.json is not here; rotate {wanted} where its secret is kept")
-        in_use = files.public_of(files.read(path, files.Secret, private=True).secret, path)
+        old = files.read(path, files.Secret, private=True).secret
+        in_use = files.public_of(old, path)
         if card.also and in_use == card.public:
             raise ControlError(f"{base}: {wanted} is being rotated; restart it, then finish that rotation first")
         if in_use not in (card.public, *card.also):
             raise ControlError(f"{base}: public/{wanted}.json does not belong to its secret; restore both")
         public, secret = zmq.curve_keypair()
+        files.put_signing(base, wanted, [old, secret.decode()])
         # Let in before it is used. Broken off between the two, the old secret is in use and still let in.
         files.replace(base / "public" / f"{wanted}.json", files.Public(wanted, public.decode(), (in_use,), card.role))
         files.replace(path, files.Secret(wanted, secret.decode()))
@@ -99,6 +101,7 @@ def finish(directory: str | Path, name: str) -> bool:
             if in_use != card.public:
                 raise ControlError(f"{base}: secret/{wanted}.json is still the old one; rotate {wanted} again")
         files.replace(base / "public" / f"{wanted}.json", files.Public(wanted, card.public, role=card.role))
+        files.put_signing(base, wanted, (), also=(card.public,))
         return True
 
 
@@ -110,6 +113,7 @@ def remove(directory: str | Path, name: str) -> None:
     with files.locked(base):
         _card(base, wanted)
         (base / "public" / f"{wanted}.json").unlink()
+        (base / "public" / f"{wanted}.signing").unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):  # kept elsewhere
             (base / "secret" / f"{wanted}.json").unlink()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import os
 import secrets
 import shutil
@@ -33,6 +34,7 @@ from kvbaton.control.key_files import (
     is_public_key,
 )
 from kvbaton.control.rank_names import owners
+from kvbaton.control.signing import Signer
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.privileges import Role, role_by_name
 
@@ -60,6 +62,20 @@ class Keyring(msgspec.Struct, frozen=True):
     admission: bytes = b""  # checks certificates of members that join; b"": none are let in
     joined: Mapping[WorkerId, Membership] = {}  # who of `peers` is there by a certificate
     certificate: bytes = b""  # its own, of an identity that joined
+    signing: Mapping[
+        str, bytes
+    ] = {}  # by CURVE key, the key by which its holder signs; of older identities there is none
+
+    @property
+    def signer(self) -> Signer:
+        """What this identity signs with."""
+        return _signer(self.secret)
+
+    def signing_keys(self, name: WorkerId) -> tuple[bytes, ...]:
+        """By which keys that member signs now, minted or joined: two while it is rotated, none of one that is no member
+        or whose key directory has none."""
+        keys = (self.peers.get(name, ""), *self.also.get(name, ()))
+        return tuple(self.signing[key] for key in keys if key in self.signing)
 
     def role_of(self, name: WorkerId) -> Role:
         """What that identity's key is for. The key of a rank (`NAME.dp0`, `NAME.1`) is for what its engine's is, unless
@@ -111,7 +127,7 @@ def add(directory: str | Path, name: str) -> None:
     with files.locked(base):
         if (base / "public" / f"{wanted}.json").exists():
             raise ControlError(f"{base}: there is a {wanted} already; choose another name")
-        if len(list((base / "public").iterdir())) >= IDENTITIES_MAX:
+        if len(list((base / "public").glob("[!.]*.json"))) >= IDENTITIES_MAX:
             raise ControlError(f"{base}: {IDENTITIES_MAX} identities are the most; remove those that are gone")
         _mint_identity(base, wanted, role)
 
@@ -126,8 +142,11 @@ def load(directory: str | Path, name: str) -> Keyring:
     public = files.public_of(secret, path)
     if not _lists(cards, wanted, public):
         raise ControlError(f"{base}: public/{wanted}.json does not belong to its secret; restore both")
+    signing = files.signing(base, cards)
+    if signing.get(public) != _signer(secret).public:
+        signing |= _sign_up(base, wanted, secret)
     found = Keyring(wanted, public, secret, *_peers(cards, tickets), str(base), _roles(cards), files.admission(base))
-    return _with_files(found, base)
+    return _with_files(msgspec.structs.replace(found, signing=signing), base)
 
 
 def reload(keyring: Keyring) -> Keyring:
@@ -141,7 +160,7 @@ def reload(keyring: Keyring) -> Keyring:
     peers, ticket_keys, also = _peers(cards, files.tickets(base))
     fresh = msgspec.structs.replace(
         keyring, peers=peers, ticket_keys=ticket_keys, also=also, roles=_roles(cards), admission=files.admission(base),
-        joined={},
+        joined={}, signing={**files.signing(base, cards), keyring.public: keyring.signer.public},
     )  # fmt: skip
     return _with_files(fresh, base)
 
@@ -159,6 +178,7 @@ def with_joined(keyring: Keyring, members: Mapping[WorkerId, Membership]) -> Key
         peers={**keyring.peers, **{name: member.public for name, member in found.items()}},
         roles={**keyring.roles, **{name: member.role for name, member in found.items()}},
         joined={**keyring.joined, **found},
+        signing={**keyring.signing, **{member.public: member.signing for member in found.values() if member.signing}},
     )
 
 
@@ -166,6 +186,23 @@ def _with_files(keyring: Keyring, base: Path) -> Keyring:
     if keyring.role_of(keyring.name) not in READS_JOINED:
         return keyring
     return with_joined(keyring, admission_files.members(base, keyring.admission, time.time()))
+
+
+def _sign_up(base: Path, name: WorkerId, secret: str) -> dict[str, bytes]:
+    """An identity of an earlier release, or copied without its file: others need to know by which key it signs. Where
+    the directory cannot be written they do not, and `key_report` says so."""
+    signer = _signer(secret)
+    public = files.public_of(secret, base / "secret" / f"{name}.json")
+    with contextlib.suppress(ControlError), files.locked(base):
+        path = base / "public" / f"{name}.json"
+        card = files.read(path, files.Public, private=False)
+        files.put_signing(base, name, [secret], also=(card.public, *card.also))
+    return {public: signer.public}
+
+
+@functools.lru_cache(maxsize=64)
+def _signer(secret: str) -> Signer:
+    return Signer.of(secret)
 
 
 def _lists(cards: Iterable[files.Public], name: str, public: str) -> bool:
@@ -188,4 +225,5 @@ def _mint_identity(base: Path, name: WorkerId, role: Role | None) -> None:
     with contextlib.suppress(FileNotFoundError):  # of an earlier attempt that got no further than this
         (base / "secret" / f"{name}.json").unlink()
     files.write(base / "secret" / f"{name}.json", files.Secret(name, secret.decode()))
+    files.put_signing(base, name, [secret.decode()])
     files.write(base / "public" / f"{name}.json", files.Public(name, public.decode(), role=role))

@@ -60,7 +60,9 @@ def test_a_member_gets_a_certificate_for_its_own_key_and_what_it_needs_of_the_cl
     told = verified(answer.certificate, answer.admission)
     assert (told.name, told.public, told.role, told.token) == ("w-first", knocker.public, Role.DECODE, token.id)
     assert answer.cluster.ticket_keys == house.keyring.ticket_keys
-    assert [(card.name, card.public) for card in answer.cluster.members] == [("router", house.keyring.public)]
+    cards = {card.name: card for card in answer.cluster.members}
+    assert set(cards) == {"operator", "router"} and cards["router"].public == house.keyring.public
+    assert cards["operator"].signing[cards["operator"].public] == house.keyring.signing_keys(WorkerId("operator"))[0]
     until(lambda: keyring.load(house.directory, "router").peers.get("w-first") == knocker.public)
     assert "w-first" not in keyring.load(house.directory, "p0").peers  # engines hear of it from the registry
 

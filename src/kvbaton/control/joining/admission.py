@@ -34,7 +34,8 @@ from kvbaton.protocol.privileges import Role, role_by_name
 IsLiving = Callable[[str, str], bool]
 """Whether a member of this name is listed under this key."""
 ISSUED_MAX = 8192
-_DIALLED = frozenset({Role.ROUTER, Role.REGISTRY, Role.STORE})
+_CARRIED = frozenset({Role.ROUTER, Role.REGISTRY, Role.STORE, Role.OPERATOR})
+"""Whom a member without a key directory dials, or whose signature it checks."""
 _WORKERS = frozenset({Role.PREFILL, Role.DECODE, Role.BOTH})
 
 
@@ -109,14 +110,17 @@ class Admission:
         """The certificate of a member that the registry lists, minted or joined; renewed when half of it is over."""
         joined = self.keyring.joined.get(name)
         with self._lock:
-            return sign(self._fresh(name, key, role, joined.token if joined else "", joined), self._seed)
+            if joined is None or (joined.public, joined.role) != (key, role):
+                token, signing = joined.token if joined else "", self.keyring.signing.get(key, b"")
+                joined = Membership(name, key, role, token, 0, signing)
+            return sign(self._fresh(joined), self._seed)
 
     def card(self) -> m.ClusterCard:
         keyring = self.keyring
         found = [
-            m.MemberCard(name, public, role, keyring.also.get(name, ()))
+            m.MemberCard(name, public, role, also := keyring.also.get(name, ()), _signing(keyring, public, *also))
             for name, public in sorted(keyring.peers.items())
-            if (role := keyring.role_of(name)) in _DIALLED and name not in keyring.joined
+            if (role := keyring.role_of(name)) in _CARRIED and name not in keyring.joined
         ]
         return m.ClusterCard(keyring.ticket_keys, tuple(found[: m.CARDS_MAX]))
 
@@ -134,8 +138,10 @@ class Admission:
             again = known is not None and (known.public, known.token, known.role) == (key, token.id, said.role)
             if not again or known is None or self._wall() > known.until:
                 self._use(token)
-            member = Membership(WorkerId(said.name), key, said.role, token.id, self._until())
-            return self._admit(member)
+            before = _held(known, self.public) if again else None
+            since = before.since if before else int(self._wall())
+            name, signing = WorkerId(said.name), said.signing or b""
+            return self._admit(Membership(name, key, said.role, token.id, self._until(), signing, since))
 
     def _present(self, said: m.Present, key: str, is_living: IsLiving) -> Membership:
         try:
@@ -152,8 +158,8 @@ class Admission:
                 raise JoinDenied(m.RefusalKind.REMOVED, f"token {token.id} was revoked with its members")
             known = self._may_have(member.name, key, member.role, is_living)
             with self._lock:
-                fresh = self._fresh(member.name, key, member.role, member.token, member)
-            if known is None or (known.public, known.until) != (key, fresh.until):
+                fresh = self._fresh(_signing_by(said.signing, member, int(self._wall())))
+            if known is None or _held(known, self.public) != fresh:
                 self._admit(fresh)
             return fresh
 
@@ -204,17 +210,16 @@ class Admission:
             self._note(member)
         return member
 
-    def _fresh(self, name: WorkerId, key: str, role: Role, token: str, held: Membership | None) -> Membership:
+    def _fresh(self, held: Membership) -> Membership:
         """The membership to certify now: the latest known, while half of its life is left, or the next."""
-        wanted = (name, key, role, token)
-        known = [each for each in (self._issued.get(name), held) if each and _is_for(each, wanted)]
-        latest = max(known, key=lambda each: each.until, default=None)
-        if latest is not None and latest.until - self._wall() > self._life_s / 2:
+        issued = self._issued.get(held.name)
+        latest = issued if issued and issued.until > held.until and _is_for(issued, held) else held
+        if latest.until - self._wall() > self._life_s / 2:
             return latest
-        fresh = Membership(name, key, role, token, self._until())
+        fresh = msgspec.structs.replace(latest, until=self._until())
         self._note(fresh)
-        if token:
-            self._unsaved.add(name)
+        if fresh.token:
+            self._unsaved.add(fresh.name)
         return fresh
 
     def _note(self, member: Membership) -> None:
@@ -226,8 +231,26 @@ class Admission:
         return int(self._wall() + self._life_s)
 
 
-def _is_for(member: Membership, wanted: tuple[str, str, Role, str]) -> bool:
-    return (member.name, member.public, member.role, member.token) == wanted
+def _is_for(member: Membership, wanted: Membership) -> bool:
+    return msgspec.structs.replace(member, until=wanted.until) == wanted
+
+
+def _held(known: book.JoinedFile | None, admission: bytes) -> Membership | None:
+    """The membership of a joined file; None if its certificate proves nothing."""
+    with contextlib.suppress(CertificateFault):
+        return None if known is None else verified(known.certificate, admission)
+    return None
+
+
+def _signing_by(signing: bytes | None, member: Membership, now: int) -> Membership:
+    """A member that was let in by a release that took no signing keys gets its own with the next certificate."""
+    if member.signing or not signing:
+        return member
+    return msgspec.structs.replace(member, signing=signing, since=now)
+
+
+def _signing(keyring: Keyring, *keys: str) -> dict[str, bytes]:
+    return {key: keyring.signing[key] for key in keys if key in keyring.signing}
 
 
 @contextlib.contextmanager

@@ -1,10 +1,11 @@
 """A membership certificate: which CURVE key has which name and role, until when, signed by the cluster's admission key.
 
-    signature 64 | msgpack [name, public, role, token, until]     Ed25519, over a fixed prefix and the rest
+    signature 64 | msgpack [name, public, role, token, until, signing, since]    Ed25519 over a prefix and the rest
 
 Laws: `verified` returns a `Membership` or raises `CertificateFault`, whatever the bytes; past it every field is within
 its bounds. There is one spelling of each membership, so equal memberships have equal certificates. Whether one has
-expired is judged by those who learn of it, when they do; a pair that knows each other needs no clock.
+expired is judged by those who learn of it, when they do; a pair that knows each other needs no clock. Of a member of a
+release that did not sign the last two are missing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from kvbaton.control.key_files import is_public_key
+from kvbaton.control.signing import SIGNING_KEY_BYTES
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, WorkerId, is_worker_id
 from kvbaton.protocol.privileges import Role
 
@@ -44,6 +46,8 @@ class Membership(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     role: Role
     token: Annotated[str, Meta(max_length=16)]  # id of the token that it came by; "": minted, and vouched for
     until: Annotated[int, Meta(ge=0, lt=1 << 40)]  # s, wall clock
+    signing: Annotated[bytes, Meta(max_length=SIGNING_KEY_BYTES)] = b""  # the key by which it signs; b"": it cannot
+    since: Annotated[int, Meta(ge=0, lt=1 << 40)] = 0  # when this key was given the name: the first of two keeps it
 
     def is_over(self, wall: float) -> bool:
         return wall > self.until + SKEW_S
@@ -52,7 +56,7 @@ class Membership(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 @functools.lru_cache(maxsize=8192)
 def sign(membership: Membership, seed: bytes) -> bytes:
     """Remembered: a registry tells the same certificates with every list."""
-    body = _encoder.encode(membership)
+    body = _spelled(membership)
     return bytes(_private(seed).sign(_DOMAIN + body)) + body
 
 
@@ -74,9 +78,16 @@ def verified(certificate: bytes, admission: bytes) -> Membership:
         found = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise CertificateFault(f"certificate: {error}") from None
-    if not is_worker_id(found.name) or not is_public_key(found.public) or _encoder.encode(found) != body:
+    if len(found.signing) not in (0, SIGNING_KEY_BYTES):
+        raise CertificateFault(f"certificate: a signing key of {len(found.signing)} bytes")
+    if not is_worker_id(found.name) or not is_public_key(found.public) or _spelled(found) != body:
         raise CertificateFault("certificate: not in its one spelling")
     return found
+
+
+def _spelled(membership: Membership) -> bytes:
+    fields = msgspec.structs.astuple(membership)
+    return _encoder.encode(fields if membership.signing else fields[:5])
 
 
 def _check_signature(signature: bytes, said: bytes, admission: bytes) -> None:

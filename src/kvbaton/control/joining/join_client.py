@@ -142,7 +142,7 @@ class JoinedMember:
                 return
 
     def _show(self, door: str) -> None:
-        answer = self._ask(door, m.Present(self.keyring.certificate))
+        answer = self._ask(door, m.Present(self.keyring.certificate, self.keyring.signer.public))
         kind = answer.kind if isinstance(answer, m.JoinRefused) else None
         self._is_removed |= kind is m.RefusalKind.REMOVED
         if kind is m.RefusalKind.CERTIFICATE and not self._is_removed:
@@ -156,7 +156,7 @@ class JoinedMember:
     def _proof(self) -> m.Join:
         wish = self.wish
         said = proof(wish.token.key, self.keyring.public, wish.name, wish.role)
-        return m.Join(wish.token.id, wish.name, wish.role, said)
+        return m.Join(wish.token.id, wish.name, wish.role, said, self.keyring.signer.public)
 
     def _believe(self, answer: m.JoinAdmitted) -> bool:
         with self._lock:
@@ -192,7 +192,8 @@ def _keyring(
     with contextlib.suppress(CertificateFault, m.JoinFault):
         m.check_card(cluster)
         told = verified(certificate, admission)
-        if (told.name, told.public, told.role) == (before.name, before.public, role):
+        own = (before.name, before.public, role)
+        if (told.name, told.public, told.role) == own and told.signing in (b"", before.signer.public):
             cards: Sequence[m.MemberCard] = [card for card in cluster.members if card.name != before.name]
             return msgspec.structs.replace(
                 before,
@@ -202,6 +203,10 @@ def _keyring(
                 ticket_keys=cluster.ticket_keys,
                 admission=admission,
                 certificate=certificate,
+                signing={
+                    before.public: before.signer.public,
+                    **{key: signing for card in cards for key, signing in card.signing.items()},
+                },
             )
     log.warning("[join-refused] an answer of a registry is not for %s, and is not used", before.name)
     return None

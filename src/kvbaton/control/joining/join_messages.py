@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from kvbaton.control.joining.certificate import Certificate
 from kvbaton.control.key_files import TICKET_KEY_BYTES, TICKET_KEYS_MAX, is_public_key
+from kvbaton.control.signing import SIGNING_KEY_BYTES
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id
 from kvbaton.protocol.numbers import Version
 from kvbaton.protocol.privileges import Role
@@ -26,6 +27,7 @@ DETAIL_CHARS_MAX = 256
 
 _Key = Annotated[str, Meta(min_length=40, max_length=40)]
 _Name = Annotated[str, Meta(max_length=WORKER_ID_CHARS_MAX)]
+SigningKey = Annotated[bytes, Meta(min_length=SIGNING_KEY_BYTES, max_length=SIGNING_KEY_BYTES)]
 _TicketKey = Annotated[bytes, Meta(min_length=TICKET_KEY_BYTES, max_length=TICKET_KEY_BYTES)]
 
 
@@ -34,12 +36,13 @@ class JoinFault(Exception):
 
 
 class MemberCard(msgspec.Struct, frozen=True):
-    """A minted member that others dial by name: a registry or a store."""
+    """A minted member that others dial by name, a registry or a store; or whose orders they check: an operator."""
 
     name: _Name
     public: _Key
     role: Role
     also: Annotated[tuple[_Key, ...], Meta(max_length=1)] = ()
+    signing: Annotated[dict[_Key, SigningKey], Meta(max_length=2)] = {}  # by CURVE key
 
 
 class ClusterCard(msgspec.Struct, frozen=True):
@@ -69,18 +72,20 @@ class RefusalKind(enum.StrEnum):
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """Let me in: my key is this connection's."""
+    """Let me in: my key is this connection's, and so is the word of it by which key I sign."""
 
     token: Annotated[str, Meta(max_length=16)]
     name: _Name
     role: Role
     proof: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    signing: SigningKey | None = None
 
 
 class Present(msgspec.Struct, frozen=True, tag="present"):
     """I am a member already, by another registry or from before."""
 
     certificate: Certificate
+    signing: SigningKey | None = None
 
 
 class JoinAdmitted(msgspec.Struct, frozen=True, tag="admitted"):
@@ -135,7 +140,7 @@ def check_card(card: ClusterCard) -> None:
     if not card.ticket_keys:
         raise JoinFault("cluster.ticket_keys: none")
     for member in card.members:
-        if not is_worker_id(member.name) or not all(map(is_public_key, (member.public, *member.also))):
+        if not is_worker_id(member.name) or not all(map(is_public_key, (member.public, *member.also, *member.signing))):
             raise JoinFault("cluster.members: a name or key that is none")
 
 
