@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from kvbaton.control.joining.certificate import Membership
 from kvbaton.control.key_files import (
     FILE_BYTES_MAX,
     IDENTITIES_MAX,
+    REMOVED_MAX,
     TICKET_KEY_BYTES,
     TICKET_KEYS_MAX,
     is_public_key,
@@ -36,7 +37,7 @@ from kvbaton.control.key_files import (
 from kvbaton.control.rank_names import owners
 from kvbaton.control.signing import Signer
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.privileges import Role, role_by_name
+from kvbaton.protocol.privileges import Act, Role, may, role_by_name
 
 __all__ = [
     "FILE_BYTES_MAX", "IDENTITIES_MAX", "TICKET_KEYS_MAX", "TICKET_KEY_BYTES", "Keyring", "add", "is_public_key",
@@ -65,6 +66,20 @@ class Keyring(msgspec.Struct, frozen=True):
     signing: Mapping[
         str, bytes
     ] = {}  # by CURVE key, the key by which its holder signs; of older identities there is none
+    removed: frozenset[WorkerId] = frozenset()  # who was a member once and was removed, as far as is known here
+
+    def origin_of(self, name: WorkerId) -> str:
+        """A member as an origin of KV: a name that was removed may be given again, to another key."""
+        return f"{name} {self.peers.get(name, '')}"
+
+    def is_gone(self, origin: str) -> bool:
+        """Whether KV of that member is not to be used any more: it was removed, or is not one that grants. One that
+        only left is not gone, nor one whose key was rotated; where its name had been removed once, it counts so."""
+        told, _, key = origin.partition(" ")
+        name = WorkerId(told)
+        if name in self.removed and key not in (self.peers.get(name), *self.also.get(name, ())):
+            return True
+        return name in self.peers and not may(self.role_of(name), Act.GRANT)
 
     @property
     def signer(self) -> Signer:
@@ -146,7 +161,8 @@ def load(directory: str | Path, name: str) -> Keyring:
     if signing.get(public) != _signer(secret).public:
         signing |= _sign_up(base, wanted, secret)
     found = Keyring(wanted, public, secret, *_peers(cards, tickets), str(base), _roles(cards), files.admission(base))
-    return _with_files(msgspec.structs.replace(found, signing=signing), base)
+    removed = frozenset(map(WorkerId, files.removed(base)))
+    return _with_files(msgspec.structs.replace(found, signing=signing, removed=removed), base)
 
 
 def reload(keyring: Keyring) -> Keyring:
@@ -160,7 +176,8 @@ def reload(keyring: Keyring) -> Keyring:
     peers, ticket_keys, also = _peers(cards, files.tickets(base))
     fresh = msgspec.structs.replace(
         keyring, peers=peers, ticket_keys=ticket_keys, also=also, roles=_roles(cards), admission=files.admission(base),
-        joined={}, signing={**files.signing(base, cards), keyring.public: keyring.signer.public},
+        joined={}, removed=_removed(keyring, cards, base),
+        signing={**files.signing(base, cards), keyring.public: keyring.signer.public},
     )  # fmt: skip
     return _with_files(fresh, base)
 
@@ -185,7 +202,10 @@ def with_joined(keyring: Keyring, members: Mapping[WorkerId, Membership]) -> Key
 def _with_files(keyring: Keyring, base: Path) -> Keyring:
     if keyring.role_of(keyring.name) not in READS_JOINED:
         return keyring
-    return with_joined(keyring, admission_files.members(base, keyring.admission, time.time()))
+    joined = list(admission_files.joined_files(base))
+    removed = keyring.removed | {WorkerId(each.name) for each in joined if each.removed}
+    found = with_joined(keyring, admission_files.members(joined, keyring.admission, time.time()))
+    return msgspec.structs.replace(found, removed=removed)
 
 
 def _sign_up(base: Path, name: WorkerId, secret: str) -> dict[str, bytes]:
@@ -203,6 +223,15 @@ def _sign_up(base: Path, name: WorkerId, secret: str) -> dict[str, bytes]:
 @functools.lru_cache(maxsize=64)
 def _signer(secret: str) -> Signer:
     return Signer.of(secret)
+
+
+def _removed(before: Keyring, cards: Sequence[files.Public], base: Path) -> frozenset[WorkerId]:
+    """As the directory says, and whose file was taken away, or replaced by one with another key, while we looked on."""
+    now = {card.name: {card.public, *card.also} for card in cards}
+    minted = (name for name in before.peers if name not in before.joined)
+    missed = {name for name in minted if not {before.peers[name], *before.also.get(name, ())} & now.get(name, set())}
+    told = frozenset(map(WorkerId, files.removed(base))) | missed
+    return told | before.removed if len(before.removed) <= REMOVED_MAX else told
 
 
 def _lists(cards: Iterable[files.Public], name: str, public: str) -> bool:

@@ -350,6 +350,8 @@ def _identity(facts: EngineFacts, keyring: Keyring, ranks: Sequence[Rank]) -> Id
         wall_offset_s=time.time() - time.monotonic(),
         exact_epochs=facts.exact_epochs,
         role_of=keyring.role_of,
+        origin_of=keyring.origin_of,
+        is_gone=keyring.is_gone,
     )
 
 

@@ -45,7 +45,7 @@ Rank = Mapping[str, Transport]
 """One rank's data planes by name."""
 
 _AWAITED = (fx.CancelCopy, fx.CancelPut, fx.StartFence)
-_ENGINE_EFFECTS = (fx.Unpin, fx.UnpinPut, fx.MatchFound, fx.MatchFailed, fx.Report, fx.DropHold)
+_ENGINE_EFFECTS = (fx.Unpin, fx.UnpinPut, fx.MatchFound, fx.MatchFailed, fx.Report, fx.DropHold, fx.ForgetCache)
 
 
 def log_fault(what: str, count: int, error: Exception) -> None:

@@ -198,6 +198,7 @@ class CacheReplaced(_Event, frozen=True):
     """The engine dropped its cache, or its weights: leased blocks and blocks in transfer can no longer be trusted."""
 
     forgotten: bool = False  # and no request finds a block from before, nor will one under way cache what it has
+    blocks: int = 0  # that could be found until then
 
 
 class MembersGone(_Event, frozen=True):

@@ -51,6 +51,9 @@ class NoStore:
     def reset(self) -> bool:
         return True
 
+    def let_go(self) -> None:
+        pass
+
     @property
     def held_blocks(self) -> int:
         return 0

@@ -117,8 +117,8 @@ ADVICE: dict[Reason, Advice] = {
         ("kvbaton doctor on each host lists its transports", "give both the same transport and checksum"),
     ),
     Reason.ORIGIN_GONE: Advice(
-        ("a member was removed, or its key got another role, after P had taken KV from it; P resets its cache at its next "
-         "look at the keys",),
+        ("a member was removed, or its key got another role, after P had taken KV from it; P resets its cache as soon "
+         "as it learns of that",),
         ("nothing, for a few seconds; where it goes on, P's host still has public/NAME.json: remove it there too",),
         ("kvbaton keys show DIR on P's host; [cache-reset] in P's log",),
     ),

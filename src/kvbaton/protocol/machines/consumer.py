@@ -326,7 +326,8 @@ class Consumer:
         names = (identity.origin_of(link.worker), *(granted.origins if isinstance(granted, GrantedFrom) else ()))
         gone = next(filter(identity.is_gone, names), None)
         if gone is not None:
-            raise ProtocolError(Reason.ORIGIN_GONE, f"origins: {gone.partition(' ')[0]} is no longer a member that grants")
+            name = gone.partition(" ")[0]
+            raise ProtocolError(Reason.ORIGIN_GONE, f"origins: {name} is no longer a member that grants")
         me = identity.origin_of(identity.me.worker)
         self.desk.origins.note(name for name in names if name != me)
 

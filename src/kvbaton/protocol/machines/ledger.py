@@ -288,6 +288,7 @@ class Ledger:
         self.producer.void(now)
         if event.forgotten:
             self.desk.origins.forgotten()
+            self.desk.counts["cache_reset_blocks"] += event.blocks
 
     def _on_members_gone(self, event: ev.MembersGone, now: float) -> None:
         gone = self.desk.origins.gone(self.desk.identity.is_gone)
