@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from kvbaton.api.params import TransferParams
 from kvbaton.control import key_rotation
 from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker, reference_answers
 from tests.e2e.pair import Pair, generate, pair
+from tests.e2e.storehouse import House, house, key_directory, some_store
 from tests.e2e.test_turns import ANSWER_TOKENS, MORE, new_handoff, one_turn
 
 pytestmark = pytest.mark.timeout(120)
@@ -103,5 +105,58 @@ def test_a_lie_that_came_back_by_a_turn_is_forgotten_too(tmp_path):
             await until(lambda: both.p.stats()["cache_resets_total"] == 1)
             told = await generate(both.p, prompt, ANSWER_TOKENS, TransferParams(do_remote_decode=True))
             assert told[0] == reference_answers([prompt], ANSWER_TOKENS)[0]
+
+    asyncio.run(go())
+
+
+def puts(house: House, name: str, count: int) -> Callable[[], bool]:
+    return lambda: house.stat(name, "store_puts_total") >= count
+
+
+async def poison(house: House, prompt: str) -> None:
+    """p0 computes a prompt, and puts something else into the store under its name."""
+    liar = house["p0"]
+    genuine = liar.engine.connector.chunk_done
+
+    def lying(request: object, blocks: object, computed: int) -> None:
+        lies(liar)
+        genuine(request, blocks, computed)
+
+    liar.engine.connector.chunk_done = lying  # type: ignore[method-assign,assignment]
+    await house.answer("p0", prompt)
+    await house.until(puts(house, "p0", 1))
+
+
+def test_what_a_liar_put_into_the_store_counts_no_more_when_it_is_removed(tmp_path: Path) -> None:
+    async def go() -> None:
+        directory = key_directory(tmp_path)
+        [right] = reference_answers([PROMPT], 12)
+        with some_store("kvbaton", directory) as store:
+            async with house(directory, store, "p0", "d0", "e0") as all_three:
+                await poison(all_three, PROMPT)
+                assert await all_three.answer("d0", PROMPT) != right, "the lie is in the store, and in d0's cache"
+                key_rotation.remove(directory, "p0")
+                await until(lambda: all_three.stat("d0", "cache_resets_total") == 1)
+                await until(lambda: "p0" in all_three["e0"].node.keyring.removed)
+                assert await all_three.answer("e0", PROMPT) == right
+                assert await all_three.answer("d0", PROMPT) == right
+                assert all_three.stat("e0", "store_hits_blocks_total") == 0
+
+    asyncio.run(go())
+
+
+def test_what_was_computed_on_a_lie_and_put_by_another_counts_no_more_either(tmp_path: Path) -> None:
+    async def go() -> None:
+        directory = key_directory(tmp_path)
+        more = PROMPT + "And this was computed by an honest engine, on what it found in the store. " * 2
+        with some_store("kvbaton", directory) as store:
+            async with house(directory, store, "p0", "d0", "e0") as all_three:
+                await poison(all_three, PROMPT)
+                await all_three.answer("d0", more)
+                await all_three.until(puts(all_three, "d0", 1))
+                key_rotation.remove(directory, "p0")
+                await until(lambda: "p0" in all_three["e0"].node.keyring.removed)
+                assert await all_three.answer("e0", more) == reference_answers([more], 12)[0]
+                assert all_three.stat("e0", "store_hits_blocks_total") == 0
 
     asyncio.run(go())

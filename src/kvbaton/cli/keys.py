@@ -128,7 +128,9 @@ def _remove(args: argparse.Namespace) -> int:
         key_rotation.remove(args.directory, name)
     came = sorted({came_by[name] for name in args.names if name in came_by})
     who = f"removed {', '.join(args.names)} from {args.directory}"
-    rest = "on every other host remove public/NAME.json and copy removed.json; tickets need no new key unless a host was lost:"
+    rest = (
+        "on every other host remove public/NAME.json and copy removed.json; tickets need a new key if a host is lost:"
+    )
     then = [f"{rest} kvbaton keys rotate {args.directory} --tickets"]
     if came:
         again = f"kvbaton keys token revoke {args.directory} {' '.join(came)}"

@@ -37,6 +37,7 @@ from kvbaton.control.key_files import (
 from kvbaton.control.rank_names import owners
 from kvbaton.control.signing import Signer
 from kvbaton.protocol.ids import WorkerId
+from kvbaton.protocol.machines.origins import mark_of
 from kvbaton.protocol.privileges import Act, Role, may, role_by_name
 
 __all__ = [
@@ -75,6 +76,8 @@ class Keyring(msgspec.Struct, frozen=True):
     def is_gone(self, origin: str) -> bool:
         """Whether KV of that member is not to be used any more: it was removed, or is not one that grants. One that
         only left is not gone, nor one whose key was rotated; where its name had been removed once, it counts so."""
+        if origin.startswith("#"):  # named by a value of the store; a name that was removed once stays bad there
+            return mark_of(origin) in map(mark_of, self.removed)
         told, _, key = origin.partition(" ")
         name = WorkerId(told)
         if name in self.removed and key not in (self.peers.get(name), *self.also.get(name, ())):

@@ -415,7 +415,7 @@ class Node:
                 self._next_events.append(StoreEnded(effect.put, Reason.STORE_FAILED))
                 return
             try:
-                self.store.put(effect.put, effect.blocks, effect.keys)
+                self.store.put(effect.put, effect.blocks, effect.keys, effect.origins)
             except Exception:  # seed 003: a store that raises must not keep the pin
                 self._next_events.append(StoreEnded(effect.put, Reason.STORE_FAILED))
                 raise

@@ -195,6 +195,7 @@ class StorePut(_Effect, frozen=True):
     put: PutId
     blocks: Groups
     keys: tuple[bytes, ...]
+    origins: tuple[str, ...] = ()  # of this engine's cache: whose KV these blocks may be computed on
 
 
 class CancelPut(_Effect, frozen=True):

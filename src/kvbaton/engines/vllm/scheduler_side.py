@@ -154,7 +154,7 @@ class SchedulerSide:
             node.book.at,
             self._settings.named_pairs,
         )
-        node.on_keys = lambda keyring: setattr(lookup, "ticket_key", keyring.ticket_keys[0])
+        node.on_keys.append(lambda keyring: setattr(lookup, "ticket_key", keyring.ticket_keys[0]))
         room = (
             LoadAdmission(grouping, pool, self._config.scheduler_config.max_num_batched_tokens) if recomputes else None
         )
@@ -243,7 +243,7 @@ class SchedulerSide:
         if request.request_id in live.held:  # what its KV is of is still looked at, on a thread of its own
             if not request_content.is_known(request):
                 return NOT_YET
-            self._spoilt.weights.mark(request)  # nothing of it is computed yet, and they may have been replaced meanwhile
+            self._spoilt.weights.mark(request)  # nothing of it is computed yet; they may be other ones now
             self._accept(live, request, live.held.pop(request.request_id))
             if live.prefill.shortens(request.request_id):
                 return NOT_YET  # vLLM has looked up more of it than it is now

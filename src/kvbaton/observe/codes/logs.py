@@ -37,7 +37,7 @@ CODES: tuple[CodeEntry, ...] = (
         "copy public/ from where the keys were minted; it is reloaded within seconds", SHOW,
         causes=("that peer's key was rotated, and public/ was not copied here",)),
     log("cache-reset", NOBODY, "An engine reset its prefix cache: KV of a member that was removed may have been in it.",
-        "nothing: prompts are computed again as they are asked for; answers given before may be wrong, see docs/security.md"),
+        "nothing: prompts are computed again as they are asked for; answers given before may be wrong: security.md"),
     log("key-withdrawn", NOBODY, "A registered worker's key was removed, so the worker was removed too.",
         "nothing if it was removed on purpose; otherwise restore public/NAME.json on the router"),
     log("keys-unchanged", OPERATOR, "The key directory has changed and is invalid now; the old keys stay in use.",

@@ -50,6 +50,6 @@ PIN_REFUSED = _counter(
 
 # --- what members that are gone cost
 CACHE_RESETS = _counter(
-    "cache_resets", "Resets of this engine's prefix cache, because KV of a member that was removed may have been in it.",
+    "cache_resets", "Resets of this engine's prefix cache, since KV of a member that was removed may have been in it.",
 )  # fmt: skip
 CACHE_RESET_BLOCKS = _counter("cache_reset_blocks", "Cached blocks that those resets dropped, to be computed again.")

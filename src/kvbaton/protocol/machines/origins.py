@@ -8,12 +8,27 @@ taken; once one of the origins is gone, the engine forgets its cache: once, unti
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable
 
 from kvbaton.protocol.wire.messages import ORIGINS_MAX
 
+MARK_BYTES = 8
 ANYBODY = "*"
 """Stands for more members than there is room for."""
+
+
+def mark_of(origin: str) -> bytes:
+    """An origin as values of the store name it: by a hash of its name, or the very mark of one that only they named."""
+    if origin.startswith("#"):
+        return bytes.fromhex(origin[1:])
+    name = origin.partition(" ")[0]
+    return hashlib.blake2b(name.encode(), digest_size=MARK_BYTES, person=b"kvbaton-origin").digest()
+
+
+def marked(mark: bytes) -> str:
+    """An origin of which only a value's mark is known."""
+    return f"#{mark.hex()}"
 
 
 class Origins:

@@ -39,6 +39,7 @@ from kvbaton.store.interface import Backend, Get, Lookup, Order, OrderEnded, Ord
 from kvbaton.store.order_scheduler import Keeper
 from kvbaton.store.order_scripts import BackendCall, CallAnswer, Task
 from kvbaton.store.threaded_store import check
+from kvbaton.store.value_trust import StoreTrust
 
 COMPAT = "5" * 32
 SETTINGS = ShelfSettings(lookup_timeout_s=1.0, get_timeout_s=3.0, put_timeout_s=4.0, asks_max=8, puts_max=4)
@@ -79,6 +80,9 @@ class SimKept:
     @property
     def stuck(self) -> int:
         return self._keeper.stuck
+
+    def set_trust(self, trust: StoreTrust) -> None:
+        """A world's engines believe each other: its processes are one."""
 
     def submit(self, order: Order) -> bool:
         check(order, self._settings)
