@@ -2,7 +2,7 @@
 
 Laws: a worker that was removed, or whose key has another role now, is gone for the node at once. Its control messages
 are refused; its leases and data connections must not outlive them. KV that came from a member that was removed, or may
-not grant any more, does not outlive it either (rule 35).
+not grant any more, does not outlive it either (decision 0023).
 """
 
 from __future__ import annotations

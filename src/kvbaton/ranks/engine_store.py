@@ -92,6 +92,15 @@ class _Open:
             self.reason, self.detail = reason, detail
 
 
+@dataclass(slots=True)
+class StoreProvenance:
+    """Whether others would take this engine's values, and who is told from whom values came."""
+
+    may_write: bool = True
+    on_taken: Callable[[tuple[bytes, ...]], bool] = lambda writers: True
+    """On the node's thread, before the engine can cache them; False: not to be used."""
+
+
 class EngineStore:
     """Implements `ports.StorePort` for the node, and `lookup`, `get`, `take` for the engine."""
 
@@ -102,15 +111,12 @@ class EngineStore:
         self.counters: Counter[str] = Counter()
         self.wake_engine: Callable[[], None] = lambda: None
         self._ranks = ranks
-        self.on_taken: Callable[[tuple[bytes, ...]], bool] = lambda writers: True
-        """Told of whose KV has come, on the node's thread; False: not to be used."""
-        self._may_write = True
+        self.provenance = StoreProvenance()
         self._waker: Callable[[], None] = lambda: None
         self._closed = False
         self._asked: deque[_Lookup | _Get | _Forget] = deque()  # engine to node
         self._told: deque[StoreTold] = deque()  # node to engine
         self._asks = 0  # ever; the engine's
-        self._asks_taken = 0  # the engine's
         self._last = 0
         self._open: dict[OrderId, _Open] = {}
         self._orders: dict[tuple[bool, int], OrderId] = {}  # by purpose
@@ -144,11 +150,11 @@ class EngineStore:
         told = []
         while self._told:
             told.append(self._told.popleft())
-        self._asks_taken += len(told)
+        self.counters["asks_taken"] += len(told)
         return told
 
     def _ask(self, hashes: Sequence[bytes], make: Callable[[AskId], _Lookup | _Get]) -> AskId | None:
-        if not hashes or self._closed or self._asks - self._asks_taken >= self.settings.asks_max:
+        if not hashes or self._closed or self._asks - self.counters["asks_taken"] >= self.settings.asks_max:
             return None
         self._asks += 1
         ask = AskId(self._asks)
@@ -160,7 +166,7 @@ class EngineStore:
 
     def set_trust(self, trust: ShelfTrust) -> None:
         """Whose values count from now on, and what the ranks sign theirs with."""
-        self._may_write = bool(trust.private)
+        self.provenance.may_write = bool(trust.private)
         for rank in self._ranks:
             with self._guarded("trust"):
                 rank.set_trust(trust)
@@ -172,7 +178,7 @@ class EngineStore:
             opened.fail(Reason.BAD_SPAN, f"{len(keys)} keys for blocks of {[len(each) for each in blocks]}")
         elif sum(is_put for is_put, _ in self._orders) >= self.settings.puts_max:
             opened.fail(Reason.BUSY, f"{self.settings.puts_max} puts are in flight")
-        elif not self._may_write or len(origins) > ORIGINS_MAX or ANYBODY in origins:
+        elif not self.provenance.may_write or len(origins) > ORIGINS_MAX or ANYBODY in origins:
             opened.fail(Reason.FORBIDDEN, "nobody would take these values: see docs/security.md")
         most, timeout_s = self.settings.hashes_max, self.settings.put_timeout_s
         names = tuple(map(mark_of, origins)) if opened.reason is None else ()
@@ -286,7 +292,7 @@ class EngineStore:
             self.counters["puts.stored"] += not failed
             self._ended.append(StoreEnded(PutId(opened.of), Reason.STORE_FAILED if failed else None))
             return
-        if opened.writers and not self.on_taken(tuple(opened.writers)):  # before the engine can cache it
+        if opened.writers and not self.provenance.on_taken(tuple(opened.writers)):
             opened.count = 0
             opened.fail(Reason.ORIGIN_GONE, "the writer was removed meanwhile")
         self._told.append(StoreTold(AskId(opened.of), opened.count, opened.reason, opened.detail))

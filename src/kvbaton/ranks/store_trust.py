@@ -74,7 +74,7 @@ def bind_store(shelf: EngineStore, node: ClusterNode) -> None:
         node.ledger.desk.origins.note(origin for origin in origins if origin != me)
         return True
 
-    shelf.on_taken = taken
+    shelf.provenance.on_taken = taken
     shelf.set_trust(trust_of(node.keyring))
     node.on_keys.append(lambda keyring: shelf.set_trust(trust_of(keyring)))
 

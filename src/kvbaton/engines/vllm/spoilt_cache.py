@@ -1,4 +1,4 @@
-"""Forgetting what vLLM has cached, because KV of a member that is gone may be in it (rule 35).
+"""Forgetting what vLLM has cached, because KV of a member that is gone may be in it (decision 0023).
 
 Laws: afterwards no request finds a block from before, and none that is under way can put one back: vLLM caches its
 blocks under the hashes that the request carries, and these are replaced by chance, so that nobody ever asks for them;

@@ -34,6 +34,7 @@ from kvbaton.ranks.rank_store_host import MakeShelf
 from kvbaton.ranks.rank_store_link import RemoteShelf
 from kvbaton.ranks.rank_values import rank_values
 from kvbaton.ranks.store_interface import RankStoreInterface
+from kvbaton.ranks.store_trust import ShelfTrust
 from kvbaton.store.backend_threads import perform
 from kvbaton.store.interface import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
 from kvbaton.store.order_scheduler import Keeper
@@ -258,7 +259,17 @@ class WatchedShelf:
         self._kinds[order] = Get
         return self._inner.get(order, hashes, blocks, timeout_s)
 
-    def put(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
+    def set_trust(self, trust: ShelfTrust) -> None:
+        pass
+
+    def put(
+        self,
+        order: OrderId,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        timeout_s: float,
+        origins: tuple[bytes, ...] = (),
+    ) -> bool:
         self._kinds[order] = Put
         return self._inner.put(order, hashes, blocks, timeout_s)
 
