@@ -280,7 +280,8 @@ vllm-full: $(VLLM_VENV)/.nixl $(VLLM_VENV)/.planes ## real vLLM engines: shapes,
 	$(VLLM_BIN)/python -m pytest -s -rA tests/vllm/test_shapes.py tests/vllm/test_expiry.py tests/vllm/test_faults.py \
 		tests/vllm/test_real_router_formats.py tests/vllm/test_conformance.py tests/vllm/test_store_mooncake.py \
 		tests/vllm/test_data_parallel_shapes.py tests/vllm/test_routers.py tests/vllm/test_pages.py tests/vllm/test_cache_specs.py \
-		tests/vllm/test_features.py tests/vllm/test_weights.py tests/vllm/test_upstream_tests.py tests/vllm/test_before_ranks.py
+		tests/vllm/test_features.py tests/vllm/test_weights.py tests/vllm/test_upstream_tests.py tests/vllm/test_before_ranks.py \
+		tests/vllm/test_guards.py
 
 # vLLM's own tests of connectors, as they are and with ours in place of the ones that they name. Its package brings no
 # tests: VLLM_SOURCE is a checkout of its repository, which is only read (docs/lab/2026-11-18-upstream-tests.md).

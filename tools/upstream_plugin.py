@@ -47,6 +47,8 @@ OURS, OUR_MODULE = "BatonConnector", "kvbaton.integrations.vllm"
 NAMES = tuple(f"unit{number}" for number in range(16))
 SAID_CHARS = 200
 MOCKED = "a mock in the connector's place"
+NO_LOAD = "its load had failed before"
+"""The test asks for a load in another connector's words, and plays the worker that brings it."""
 
 BESIDE = {"tblib": (), "tblib.pickling_support": ("install",), "ray": ("init", "shutdown")}
 """What the tests import before they say whether they need it, and vLLM's package does not bring: module, functions."""
@@ -96,6 +98,7 @@ def pytest_load_initial_conftests() -> None:
         keys = os.environ[KEYS_ENV]
         keyring.mint(keys, NAMES)
         swap(KVTransferConfig, keys)
+        note_failed_loads()
         if os.environ.get(HANDSHAKE_ENV):
             bring_to_life(Scheduler)
 
@@ -163,6 +166,25 @@ def swap(config: Any, keys: str) -> None:
             self.kv_role = os.environ.get(ROLE_ENV) or self.kv_role
 
     config.__post_init__ = swapped
+
+
+def note_failed_loads() -> None:
+    """Note it where a request asks for KV and has no ticket of ours: such a load fails before it begins."""
+    from kvbaton.engines.vllm.before_ranks import BeforeRanks
+    from kvbaton.engines.vllm.decode import Decode
+
+    def noting(plain: Any, failed: Any) -> Any:
+        @functools.wraps(plain)
+        def noted(*args: Any) -> Any:
+            answer = plain(*args)
+            if failed(answer) and NO_LOAD not in _seen.notes:
+                _seen.notes.append(NO_LOAD)
+            return answer
+
+        return noted
+
+    Decode.refused = noting(Decode.refused, lambda _: True)  # type: ignore[method-assign]
+    BeforeRanks.match = noting(BeforeRanks.match, lambda answer: bool(answer[0]))  # type: ignore[method-assign]
 
 
 def __getattr__(name: str) -> Any:

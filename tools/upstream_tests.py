@@ -140,11 +140,15 @@ def table(lines: Sequence[Line], plan: Plan) -> str:
 
 def summary(lines: Sequence[Line]) -> str:
     counts = Counter(each.verdict for each in lines)
-    mocked = sum(plugin.MOCKED in each.notes for each in lines if each.verdict in (SAME, HEALED))
+    passed = [each for each in lines if each.verdict in (SAME, HEALED)]
+    mocked = sum(plugin.MOCKED in each.notes for each in passed)
+    unloaded = sum(plugin.NO_LOAD in each.notes and plugin.MOCKED not in each.notes for each in passed)
+    aside = [f"{count} of them {what}" for count, what in (
+        (mocked, "with a mock in its place"), (unloaded, "although ours loads nothing in them"),
+    ) if count]  # fmt: skip
     told = [
         f"{len(lines)} tests name a connector that ours can stand for",
-        f"{counts[SAME] + counts[HEALED]} pass with both"
-        + (f" ({mocked} of them with a mock in its place)" if mocked else ""),
+        f"{len(passed)} pass with both" + (f" ({', '.join(aside)})" if aside else ""),
         f"{counts[EXPECTED]} differ as expected",
         f"{counts[UNKNOWN]} differ and nobody knows why",
         f"{counts[NOT_HERE] + counts[BETTER]} do not pass here as they are"

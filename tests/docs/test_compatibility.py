@@ -48,9 +48,25 @@ def test_each_row_is_proven_by_tests_that_exist_and_are_run(tool: ModuleType) ->
     ],
 )
 def test_a_row_without_a_proof_is_seen(tool: ModuleType, proof: tuple[str, ...], said: str) -> None:
-    row = tool.Row("a feature", "run", "run", "yes", proof)
+    row = tool.Row("a feature", "no", "refused", "yes", proof)
     found = list(tool.complaints(tool.Matrix((row,), {}), makefile()))
     assert bool(found) == bool(said) and all(said in each for each in found), found
+
+
+def test_a_cell_that_says_run_needs_a_test_of_that_engine(tool: ModuleType) -> None:
+    """Once a row of checksums on vLLM named a test without checksums, and a case of the scheduler stood for servers."""
+    case, server = (
+        "conformance::ranks_differ_between_p_and_d",
+        "tests/vllm/test_cache_specs.py::test_no_kind_of_cache_is_unknown",
+    )
+
+    def said(embedded: str, vllm: str, *proof: str) -> list[str]:
+        row = tool.Row("a feature", embedded, vllm, "yes", proof)
+        return list(tool.complaints(tool.Matrix((row,), {}), makefile()))
+
+    assert any("vLLM's cell" in each for each in said("no", "run", case))
+    assert any("embedded engine's cell" in each for each in said("run", "no", case, server))
+    assert said("no", "run", case, server) == said("no", "run against vLLM's scheduler", case) == []
 
 
 def test_a_row_that_was_not_run_is_seen_and_so_is_a_file_that_nobody_runs(tool: ModuleType) -> None:

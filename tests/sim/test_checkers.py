@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.proof.sim.checks.excuses import EXCUSES, LATE_TICKETS, OTHER_NEEDS, SHORT, TIGHT, is_excused, wrongs
-from kvbaton.proof.sim.hardship.world_plan import draw
 from kvbaton.proof.sim.mutants.hunting import hunt
 from kvbaton.proof.sim.mutants.mutants_checkers import CHECKER_MUTANTS
 from kvbaton.proof.sim.promises import DEATH, HANG, LEAK, NEEDLESS, RULE, WRONG
-from kvbaton.proof.sim.world.world import World
-from kvbaton.protocol.errors import Reason
 
 SEEN = {
     "settled_for_the_oldest": (RULE, "and both speak 2"),
@@ -32,7 +28,9 @@ SEEN = {
     "short_first_term": (NEEDLESS, "expired after"),
     "disconnects_one_rank_fewer": (LEAK, "is open to"),
     "lent_over_any_plane": (DEATH, "lends nothing: see capabilities.enforces"),
-    "gives_up_early": (NEEDLESS, "_timeout after"),
+    "gives_up_early": (NEEDLESS, "ended after"),
+    "every_other_grant_fails": (NEEDLESS, "failed for no cause"),
+    "every_fifth_claim_is_busy": (NEEDLESS, "failed for no cause"),
 }
 QUICK = ("settled_for_the_oldest", "quarantine_without_bound", "put_unpinned_when_asked", "hold_begins_anew",
          "reasons_forgotten", "completed_twice", "sleeps_on", "short_first_term", "lent_over_any_plane")  # fmt: skip
@@ -50,23 +48,3 @@ def test_it_is_seen_by_the_checker_that_is_for_it(name):
     assert catch.caught
     assert catch.promise == promise
     assert words in catch.what
-
-
-def test_what_nothing_can_excuse_never_is():
-    everything = {excuse for excuses in EXCUSES.values() for excuse in excuses}
-    for reason in set(Reason) - set(EXCUSES):
-        assert not is_excused(reason, everything)
-        assert is_excused(reason, {"lies_told"})
-
-
-def test_a_reason_is_excused_by_what_brings_it_about_and_by_nothing_else():
-    assert is_excused(Reason.DISCARDED, {"discard_early"})
-    assert not is_excused(Reason.DISCARDED, {"lost", "crashed", SHORT})
-    assert not is_excused(Reason.SOURCE_PREEMPTED, set())
-
-
-def test_what_is_wrong_with_a_plan_is_said_of_it():
-    said = {wrong for seed in range(120) for wrong in wrongs(draw(World(seed).rng), ())}
-    assert said == {TIGHT, OTHER_NEEDS, LATE_TICKETS, SHORT}
-    healthy = next(plan for plan in (draw(World(seed).rng) for seed in range(60)) if plan.profile == "healthy")
-    assert wrongs(healthy, ("doubled",)) == {"doubled"}

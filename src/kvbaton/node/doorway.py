@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 import msgspec
@@ -370,6 +370,11 @@ class Doorway:
     @property
     def pinned_blocks(self) -> int:
         return sum(map(len, list(self._pins.values()))) + sum(map(len, list(self._holds.values())))
+
+    @property
+    def holders(self) -> Iterator[Sequence[int]]:
+        """The blocks of each lease, put and load."""
+        return chain(self._pins.values(), self._holds.values())
 
     @property
     def put_blocks(self) -> int:

@@ -113,6 +113,12 @@ class PinnedPool:
 
             self._pool.reset_prefix_cache = reset
 
+    def references(self) -> dict[int, int]:
+        """Of each block in use, how many hold it."""
+        found = {block.block_id: block.ref_cnt for block in self._pool.blocks if block.ref_cnt > 0}
+        found.pop(NULL_BLOCK_ID, None)
+        return found
+
     @property
     def free_blocks(self) -> int:
         return int(self._pool.get_num_free_blocks())

@@ -5,13 +5,19 @@ Law: only the scheduler's thread is here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
 from kvbaton.engines.vllm.block_pool import PinnedPool
+from kvbaton.engines.vllm.cache_resets import CacheResets
 from kvbaton.engines.vllm.decode import Decode
+from kvbaton.engines.vllm.early_claims import EarlyClaims
 from kvbaton.engines.vllm.no_store import NoStore
 from kvbaton.engines.vllm.pin_admission import PinAdmission
 from kvbaton.engines.vllm.prefill import Prefill
 from kvbaton.engines.vllm.step_metadata import LoadVerdict
-from kvbaton.engines.vllm.transfer_params import Ask, ForeignLookup
+from kvbaton.engines.vllm.transfer_params import Ask
 from kvbaton.engines.vllm.vllm_turns import VllmTurns
 from kvbaton.engines.vllm.waiting import Waiting, status_aside
 from kvbaton.node.doorway import Doorway
@@ -21,8 +27,8 @@ class ConnectorParts:
     """Of one engine."""
 
     __slots__ = (
-        "arrived", "decode", "door", "failures", "held", "lookup", "pins", "pool", "prefill", "stored", "turns",
-        "waiting",
+        "arrived", "decode", "door", "early", "failures", "held", "pins", "pool", "prefill", "resets", "stored",
+        "turns", "waiting",
     )  # fmt: skip
 
     def __init__(
@@ -31,7 +37,7 @@ class ConnectorParts:
         pool: PinnedPool,
         prefill: Prefill,
         decode: Decode,
-        lookup: ForeignLookup,
+        early: EarlyClaims,
         stored: NoStore,
         turns: VllmTurns,
     ) -> None:
@@ -39,12 +45,13 @@ class ConnectorParts:
         self.pool = pool
         self.prefill = prefill
         self.decode = decode
-        self.lookup = lookup
+        self.early = early
         self.stored = stored
         self.turns = turns
         self.held: dict[str, Ask | None] = {}  # requests that came, by what they ask, until their content is known
         self.pins = pins = PinAdmission(prefill, door.budget, on_refused=turns.refused)
         self.waiting = Waiting(lambda each: decode.blocked(each) or pins.blocked(each), status_aside())
+        self.resets = CacheResets(pool, lambda: chain(door.holders, stored.holders))
         self.arrived: list[str] = []  # loads of which vLLM is to be told
         self.failures: list[LoadVerdict] = []  # and those of which the workers are
 
@@ -61,10 +68,32 @@ class ConnectorParts:
         self.failures[:] = [LoadVerdict(verdict.request_id, failed=True) for verdict in self.failures]
         self.arrived.clear()
 
+    def before_reset(self, manager: Any, do_duties: Callable[[], None], nap: Callable[[float], None]) -> None:
+        """vLLM is about to empty its prefix cache, which it refuses while a block is held."""
+        do_duties()
+        self.turns.keeper.let_all_go()
+        door, stored = self.door, self.stored
+        left = lambda: door.turn_blocks  # noqa: E731
+        if self.resets.is_ours(manager):
+            self._preempt(manager)
+            stored.let_loads_go()
+            door.cache_replaced()
+            left = lambda: door.pinned_blocks + stored.held_blocks  # noqa: E731
+        self.resets.wait(do_duties, nap, left)
+
+    def _preempt(self, manager: Any) -> None:
+        """Whoever waits for a load waits for nothing from here on, and is computed."""
+        self.sort()
+        for request_id in self.resets.preempt(manager):
+            self.waiting.comes_again(request_id)
+        ended = [verdict for verdict in self.failures if self.resets.preempts(verdict.request_id)]
+        self.arrived += [verdict.request_id for verdict in ended]
+        self.failures[:] = [verdict for verdict in self.failures if verdict not in ended]
+
     def sort(self) -> None:
         """Verdicts that have come since: what has arrived, and what has failed."""
         for verdict in self.decode.take_verdicts() + self.stored.take_verdicts():
-            if verdict.is_good:
+            if verdict.is_good or self.resets.preempts(verdict.request_id):
                 self.arrived.append(verdict.request_id)
             else:
                 self.failures.append(verdict)

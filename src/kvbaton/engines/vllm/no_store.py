@@ -5,7 +5,7 @@ Law: `Storing` has the same methods, so no hook asks whether there is a store.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from kvbaton.engines.vllm.decode import NOTHING
@@ -53,6 +53,14 @@ class NoStore:
 
     def let_go(self) -> None:
         pass
+
+    def let_loads_go(self) -> None:
+        pass
+
+    @property
+    def holders(self) -> Iterable[Sequence[int]]:
+        """The blocks of each load."""
+        return ()
 
     @property
     def held_blocks(self) -> int:

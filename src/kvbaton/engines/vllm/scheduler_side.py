@@ -31,6 +31,7 @@ from kvbaton.engines.vllm.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.data_parallel import DataParallelPlace
 from kvbaton.engines.vllm.decode import NOT_YET, NOTHING, Decode
 from kvbaton.engines.vllm.drafting import lookahead
+from kvbaton.engines.vllm.early_claims import EarlyClaims
 from kvbaton.engines.vllm.guard import guarded, makes, note, returns
 from kvbaton.engines.vllm.load_admission import LoadAdmission
 from kvbaton.engines.vllm.no_store import NoStore
@@ -57,8 +58,6 @@ from kvbaton.ranks.rank_messages import RankInvitation
 log = logging.getLogger(__name__)
 
 STORE_END_S = 3.0
-TURNS_END_S = 1.0
-"""For turns to go, before vLLM empties its prefix cache: milliseconds, unless one is being read."""
 NO_ANSWER: tuple[bool, dict[str, Any] | None] = (False, None)
 WELL = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 
@@ -113,7 +112,6 @@ class SchedulerSide:
         ahead = lookahead(self._config)
         grouping = Grouping(engine_layout(facts), vllm_groups(facts), state_blocks(self._cache), ahead)
         compat = compat_key(self._config, facts[0].page, self._settings.model_id, versions)
-        exact = is_exact(self._block_pool)
         role: Role = "both" if self._prefills and self._decodes else "prefill" if self._prefills else "decode"
         model = self._config.model_config
         engine = EngineFacts(
@@ -123,7 +121,7 @@ class SchedulerSide:
             blocks=self._cache.num_blocks,
             layout=grouping.layout,
             compat=compat,
-            exact_epochs=exact,
+            exact_epochs=is_exact(self._block_pool),
             tp_size=self._config.parallel_config.tensor_parallel_size,
             dp_rank=self._place.http_rank if self._place is not None else 0,
             dp_size=self._place.http_size if self._place is not None else 1,
@@ -141,7 +139,7 @@ class SchedulerSide:
         door.wake_engine = news.set
         door.budget = budget_of(self._cache.num_blocks - 1, self._settings.pin_share, self._settings.pin_wait_s)
         pool = PinnedPool(self._block_pool, door.epochs)
-        pool.before_reset(self._let_turns_go)
+        pool.before_reset(self._before_reset)
         presence.observe(pool, self.reporting.prompts)
         recomputes = self._config.kv_transfer_config.kv_load_failure_policy == "recompute"
         keeps_prefix = len(self._cache.kv_cache_groups) == 1 and not grouping.stateful
@@ -169,7 +167,8 @@ class SchedulerSide:
         takes = recomputes and self._config.kv_transfer_config.is_kv_consumer
         turns = VllmTurns(door, pool, grouping, decode, self._settings.turns, blocks_total=total, takes=takes)
         self.reporting.turn_figures = turns.taker.stats
-        return ConnectorParts(door, pool, prefill, decode, lookup, stored, turns)
+        early = EarlyClaims(self._block_pool, decode, lookup, self._spoilt.weights, watches=self._decodes)
+        return ConnectorParts(door, pool, prefill, decode, early, stored, turns)
 
     def shutdown(self) -> None:
         live, self._live = self._live, None
@@ -198,16 +197,16 @@ class SchedulerSide:
         live = self._live
         if live is None:
             return
+        live.early.seen(request)
         self._do_duties(live)
         prompt_counting.came(self.reporting.prompts, request)
         self._spoilt.came(request)
         if getattr(request, "resumable", False):  # a session whose prompt grows: there is no one prompt to hand over
             live.decode.disowned(request, Reason.ABORTED)
             return
-        # What cannot be read ends here: as a failed load where it was meant for a D (the failure policy decides), as no
-        # handoff elsewhere. An exception would end the whole engine for one client's mistake.
+        # What cannot be read ends here, as a failed load or as no handoff: an exception would end the whole engine.
         try:
-            ask = ask_of(request, live.lookup)
+            ask = ask_of(request, live.early.lookup)
         except ProtocolError as error:
             if self._decodes and wants_kv(request.kv_transfer_params):
                 live.decode.refused(request, End(error.reason, error.detail))
@@ -272,6 +271,8 @@ class SchedulerSide:
             self._before.allocated(request, external_tokens)
             return
         try:
+            if external_tokens > 0:
+                live.resets.begun(request)
             tables = blocks.get_block_ids()
             of_store = live.stored.offers(request.request_id)
             if live.turns.allocated(request, tables, 0 if of_store else external_tokens):
@@ -293,6 +294,7 @@ class SchedulerSide:
         if live is None:
             return BatonStep(step, self._before.take_verdicts())
         self._try_duties(live)
+        live.resets.scheduled(scheduled.num_scheduled_tokens)
         prompt_counting.begun(self.reporting.prompts, scheduled)
         leaving = self._leaving(live, scheduled)
         ends_prompts = live.stored.ends_prompts(step, scheduled, partial(self._tables, scheduled))
@@ -302,6 +304,8 @@ class SchedulerSide:
     def _failures(self, live: ConnectorParts) -> tuple[LoadVerdict, ...]:
         live.sort()
         failures, live.failures = tuple(live.failures), []
+        for verdict in failures:
+            live.resets.reported(verdict.request_id)
         return failures
 
     @guarded(returns(None))
@@ -357,6 +361,8 @@ class SchedulerSide:
         if arrived or over:
             output.finished_recving = arrived.union(over, output.finished_recving or ())
             live.arrived.clear()
+            for request_id in arrived:
+                live.resets.reported(request_id)
             for request_id in over:
                 live.waiting.back_to_vllm(request_id)
 
@@ -376,6 +382,7 @@ class SchedulerSide:
         if isinstance(live.held.pop(request.request_id, None), Target):
             live.decode.disowned(request, Reason.ABORTED)
         live.waiting.left(request.request_id)
+        live.resets.finished(request.request_id)
         self.reporting.prompts.left(request.request_id)
         live.stored.finished(request, tables, well=well)
         try:  # each half must see the end, whatever the other did with it: both hold blocks for this request
@@ -391,8 +398,7 @@ class SchedulerSide:
 
     @guarded(returns(False))
     def busy(self) -> bool:
-        """Whether vLLM must go on stepping for us alone. What belongs to a request that it counts itself is left out:
-        a pause waits until nothing is to be done, and does not look at requests that wait."""
+        """Whether vLLM must go on stepping for us alone; not for a request that it counts itself (a pause waits for us)."""
         live = self._live
         if live is None:
             return False
@@ -406,28 +412,22 @@ class SchedulerSide:
 
     @guarded(returns(False))
     def reset(self) -> bool:
-        """Let go of all that is leased or on its way; False while there is still something, so that one asks again."""
+        """Nothing of before is handed over, taken over or stored any more; False while a block is still held."""
         live = self._live
         if live is None:
             return True
         self._do_duties(live)
         live.door.cache_replaced()
-        return live.stored.reset() and not (live.door.holding or live.door.turn_blocks)
+        live.stored.reset()
+        return not (live.door.pinned_blocks or live.stored.held_blocks)
 
     # --- helpers
 
     @guarded(returns(None))
-    def _let_turns_go(self) -> None:
-        """The prefix cache is about to be emptied, which vLLM refuses while a block is held: no turn stands against it.
-        An operator's call, so it may take a moment: a pause that clears the cache would fail for as long as turns live.
-        """
-        live, until = self._live, time.monotonic() + TURNS_END_S
-        if live is None:
-            return
-        live.turns.keeper.let_all_go()
-        while live.door.turn_blocks and time.monotonic() < until:
-            self._pace.nap(NAP_S)
-            self._do_duties(live)
+    def _before_reset(self) -> None:
+        live = self._live
+        if live is not None:
+            live.before_reset(self.manager, lambda: self._do_duties(live), self._pace.nap)
 
     def _do_duties(self, live: ConnectorParts) -> None:
         for duty in live.door.duties():  # each is told once: one that fails must not take the others with it

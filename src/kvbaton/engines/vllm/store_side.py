@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -169,6 +169,14 @@ class Storing(NoStore):
         for request_id, prompt in self._prompts.items():
             self._forget(request_id)
             prompt.phase, prompt.is_put = Phase.OVER, True
+
+    def let_loads_go(self) -> None:
+        """Their blocks are needed: what they bring is not."""
+        self.loads.void()
+
+    @property
+    def holders(self) -> Iterable[Sequence[int]]:
+        return self.loads.holders
 
     @property
     def held_blocks(self) -> int:

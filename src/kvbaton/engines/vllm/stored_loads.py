@@ -106,8 +106,12 @@ class StoredLoads:
         return tuple(verdicts)
 
     @property
+    def holders(self) -> list[tuple[int, ...]]:
+        return [load.blocks for load in list(self._loads.values())]
+
+    @property
     def held_blocks(self) -> int:
-        return sum(len(load.blocks) for load in list(self._loads.values()))
+        return sum(map(len, self.holders))
 
     @property
     def busy(self) -> bool:

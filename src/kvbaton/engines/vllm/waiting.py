@@ -37,6 +37,11 @@ class Waiting:
         self._back.discard(request_id)
         return True
 
+    def comes_again(self, request_id: str) -> None:
+        """vLLM will find this request among those that hold blocks, and it holds none any more."""
+        if self._aside is not None:
+            self._back.add(request_id)
+
     def answered(self, request_id: str) -> None:
         self._asked.discard(request_id)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvbaton.proof.conformance.case_registry import MODES, case
 from kvbaton.proof.conformance.configs import EngineShape
+from kvbaton.proof.conformance.conformance_engine import LabEngine
 from kvbaton.proof.conformance.lab import (
     Lab,
     d_params,
@@ -14,6 +15,8 @@ from kvbaton.proof.conformance.lab import (
     prompt_of,
     router_ticket,
 )
+from kvbaton.protocol.machines.ledger import Ledger
+from kvbaton.protocol.wire.versions import Versions
 
 WINDOWED = EngineShape(windows=(0, 8), blocks=81)
 
@@ -239,3 +242,19 @@ def a_request_that_must_compute_its_prompt_takes_nothing_over(lab: Lab, mode: st
     lab.ended(d, at_d)
     lab.right(d, at_d)
     demand(not d.watch.loads[at_d], "it was loaded all the same")
+
+
+@case(mode=MODES, old=("p0", "d0"))
+def releases_of_two_versions_hand_over_to_each_other(lab: Lab, mode: str, old: str) -> None:
+    """One of the two speaks version 1 alone, as its first release did: the pair settles on that."""
+    _, d = lab.duo()
+    ledger_of(lab.engines[old]).desk.identity.versions = Versions(1, 1)
+    for length in (5, 30):
+        lab.finish(lab.hand_over(mode, prompt_of(length)), loads=1)
+    spoken = {link.version for link in ledger_of(d).consumer.links.by_worker.values() if link.transport is not None}
+    demand(spoken == {1}, f"D speaks {spoken} with P")
+
+
+def ledger_of(engine: LabEngine) -> Ledger:
+    found: Ledger = engine.connector.scheduler.presence.node.node.ledger
+    return found

@@ -10,11 +10,13 @@ from kvbaton.proof.conformance import taps
 from kvbaton.proof.conformance.case_registry import MODES, case
 from kvbaton.proof.conformance.cases_ending import LOADING, SHAPES
 from kvbaton.proof.conformance.configs import EngineShape
+from kvbaton.proof.conformance.conformance_engine import LabEngine
 from kvbaton.proof.conformance.lab import (
     Lab,
     d_params,
     demand,
     p_params,
+    poll,
     prompt_of,
     reuse_all,
     router_ticket,
@@ -48,19 +50,79 @@ def a_shutdown_waits_for_leases_no_longer_than_max_hold(lab: Lab, mode: str) -> 
     demand(not p.connector.has_pending_push_work(), "P still claims to have work")
 
 
-@case(shape=tuple(SHAPES))
-def a_cache_reset_succeeds_at_the_second_attempt(lab: Lab, shape: str) -> None:
+@case(shape=tuple(SHAPES), connector=(False, True))
+def a_cache_reset_ends_leases_and_succeeds(lab: Lab, shape: str, connector: bool) -> None:
+    """As an engine alone answers it, which has no leases that could stand against it."""
     p, d = lab.duo(SHAPES[shape], lease_s=9.0)
     prompt = prompt_of(30)
     _, params = lab.prefill(prompt)
-    first = p.scheduler.reset_prefix_cache(reset_connector=True)
-    demand(first is False, "a reset with blocks leased cannot have succeeded")
-    lab.until(lambda: p.blocks_left == 0, "the leases to end after reset_cache", 4.0)
-    demand(p.scheduler.reset_prefix_cache(reset_connector=True) is True, "the second attempt failed")
+    demand(p.blocks_left > 0, "nothing was leased")
+    demand(p.scheduler.reset_prefix_cache(reset_connector=connector), "a lease kept the cache from being emptied")
+    demand(p.blocks_left == 0, f"{p.blocks_left} blocks are held")
     at_d = d.add(prompt, params)
     lab.until(lambda: d.outcomes[at_d].reason, "an end")
     lab.right(d, at_d)
     demand(d.watch.failed[at_d] or not d.watch.loads[at_d], "KV from before the reset was delivered")
+
+
+def paused(engine: LabEngine, how: str) -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    engine.scheduler.set_pause_state(PauseState[how])
+
+
+@case(mode=MODES, moment=("loading", "arrived"), policy=("recompute", "fail"), shape=tuple(SHAPES))
+def a_pause_that_empties_the_cache_preempts_loads(lab: Lab, mode: str, moment: str, policy: str, shape: str) -> None:
+    """What `/pause?mode=keep` and a reset that preempts come to: vLLM raises where a load still has blocks."""
+    small = SHAPES[shape]
+    shaped = EngineShape(windows=small.windows, blocks=small.blocks, ranks=small.ranks, policy=policy)  # type: ignore[arg-type]
+    _, d = lab.duo(shaped)
+    with taps.copies() as tap:
+        tap.hold()
+        handoff = lab.hand_over(mode, prompt_of(30))
+        lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+        paused(d, "PAUSED_ALL")
+        tap.release()
+        if moment == "arrived":
+            lab.until(lambda: not d.connector.has_pending_push_work(), "D to have it")
+        demand(d.blocks_left > 0, "nothing was being loaded")
+        emptied = d.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+    demand(emptied and d.blocks_left == 0, f"{d.blocks_left} blocks are held")
+    paused(d, "UNPAUSED")
+    lab.finish(handoff)
+
+
+@case(mode=MODES)
+def an_answer_of_p_that_comes_with_a_reset_does_not_fail_it(lab: Lab, mode: str) -> None:
+    """A pause answered 500 whenever P's word on a prompt that waits lay there just then."""
+    p, d = lab.duo()
+    paused(d, "PAUSED_NEW")
+    handoff = lab.hand_over(mode, prompt_of(30))
+
+    def lies_there() -> bool:
+        p.step()
+        return bool(d.connector.scheduler._live.door.holding)
+
+    poll(lies_there, "an answer of P")
+    demand(d.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True), "the reset failed")
+    paused(d, "UNPAUSED")
+    lab.finish(handoff)
+
+
+@case(mode=MODES)
+def a_reset_that_others_stand_against_ends_no_load(lab: Lab, mode: str) -> None:
+    """A request that runs has blocks: vLLM refuses, as for an engine alone, and nothing is lost by having asked."""
+    _, d = lab.duo()
+    with taps.copies() as tap:
+        tap.hold()
+        handoff = lab.hand_over(mode, prompt_of(30))
+        lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+        runs = d.add(prompt_of(20, 7), None, max_tokens=60)
+        lab.until(lambda: d.outcomes[runs].tokens, "another request to run")
+        demand(not d.scheduler.reset_prefix_cache(), "a cache in use was emptied")
+        tap.release()
+    lab.finish(handoff, loads=1)
+    lab.ended(d, runs)
 
 
 @case(mode=MODES)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.effects import Direction, End, Unpin
-from kvbaton.protocol.errors import Reason, reason_of
+from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import (
     Discarded,
     LeaseBegun,
@@ -153,8 +153,7 @@ class Producer:
         lease = self.leases.get(message.lease)
         seat = lease.seats.get(reader) if lease is not None else None
         if lease is None or seat is None or seat.state is not ReaderState.LIVE or lease.state is LeaseState.CLOSING:
-            reason = Reason.LEASE_EXPIRED if message.lease in self.tombstones else Reason.UNKNOWN_LEASE
-            session.send(self.desk, RenewRefused(message.lease, message.attempt, reason))
+            session.send(self.desk, RenewRefused(message.lease, message.attempt, self.why_over(message.lease, reader)))
             return
         # D says how much it knows, so a lost Ready is sent again from there: renewals are the retry of the stream, and
         # P need not remember which of its messages arrived.
@@ -187,11 +186,18 @@ class Producer:
 
     def on_abandon(self, session: Session, message: Abandon, now: float) -> None:
         reader = Reader(session.peer, message.attempt)
-        self.claims.drop(reader)
+        self.claims.leave(reader, message.reason)
         lease = self.by_handoff.get(message.handoff)
         if lease is not None and reader in lease.seats:
             self.given_up(lease, reader, message.reason)
             self.leave(lease, reader, ReaderEvent.LEFT, now)
+
+    def why_over(self, id: LeaseId, reader: Reader) -> Reason:
+        """Why a lease is no longer that reader's: the message that said so may be lost, or come later than this."""
+        lease = self.leases.get(id) or self.tombstones.get(id)
+        if lease is None or reader not in lease.seats or self.by_handoff.get(lease.handoff) is lease:
+            return Reason.UNKNOWN_LEASE
+        return lease.traffic.why_over or Reason.LEASE_EXPIRED
 
     def given_up(self, lease: Lease, reader: Reader, reason: str) -> None:
         """A reader leaves, and says why: counted for operators."""
@@ -234,7 +240,8 @@ class Producer:
         lease = self.by_handoff.get(event.handoff)
         if lease is None:
             self.ended.put(event.handoff, Reason.DISCARDED)
-            self.claims.on_discarded(event.handoff)
+            taken_back = ProtocolError(Reason.DISCARDED, "the router took the ticket of this handoff back")
+            self.claims.on_never_begun(event.handoff, taken_back)
         elif any(seat.state is ReaderState.LIVE for seat in lease.seats.values()):
             self.desk.count("late.discard")
             lease.max_readers = len(lease.seats)  # no more will come: it ends with those who read it now
@@ -270,6 +277,7 @@ class Producer:
             return
         self.by_handoff.pop(lease.handoff, None)
         self.ended.put(lease.handoff, reason)
+        lease.traffic.why_over = reason
         self.desk.timers.clear(("lease", lease.id))
         blocks = sum(map(len, lease.blocks))
         ended = Ended(_how(lease, reason), lease.traffic.moved, blocks, lease.traffic.transport)
@@ -311,6 +319,8 @@ class Producer:
         loans are not waited for: the transports end with this incarnation.
         """
         self.leaving = leaving
+        if leaving:
+            self.claims.drop_left()
         for lease in list(self.leases.values()):
             self.close(lease, Reason.UNKNOWN_LEASE, now)
         self.tombstones = Remembered(self.desk.settings.tombstones_max)
@@ -325,6 +335,10 @@ class Producer:
         self._mark(event.lease, Step.CLOSED, now, Ended(End(why)))
         self._mark(event.lease, Step.RESTED, now)
         self.desk.emit(Unpin(event.lease))
+        if why is Reason.BUSY:  # of a duplicate there is a lease, and the claim has found it
+            self.ended.put(event.handoff, why)
+            full = f"leases_max: {len(self.leases)} leases are held already"
+            self.claims.on_never_begun(event.handoff, ProtocolError(why, full))
 
     def _mark(self, lease: LeaseId, step: Step, now: float, what: Begun | Ended | None = None, who: str = "") -> None:
         self.desk.mark(Seen.PREFILL, lease, step, now, what, who)

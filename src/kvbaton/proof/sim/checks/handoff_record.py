@@ -1,25 +1,19 @@
 """The marks of one incarnation's handoffs (`protocol/marks.py`), checked against what marks promise.
 
 Laws: of one handoff on one side each step is said once (a claim as often as it greets, readers as often as they come),
-it ends once and then rests once, and nothing is said of it after that. Nobody gives up before its time.
+it ends once and then rests once, and nothing is said of it after that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvbaton.proof.sim.checks.excuses import are_lies_told
-from kvbaton.proof.sim.promises import HANG, NEEDLESS, RULE, Broken
-from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.marks import Ended, Mark, Side, Step
-from kvbaton.protocol.settings import Settings
+from kvbaton.proof.sim.promises import HANG, RULE, Broken
+from kvbaton.protocol.marks import Mark, Side, Step
 
 _MORE_THAN_ONCE = {Step.CLAIMED, Step.PARKED, Step.SEATED, Step.WRITTEN, Step.COMMITTED, Step.STALE, Step.LEFT}
 _OF_READERS = {Step.OFFERED, *_MORE_THAN_ONCE}
-_TIMEOUTS = {Reason.CLAIM_TIMEOUT, Reason.DEFER_TIMEOUT, Reason.TRANSFER_TIMEOUT}
-_EARLY = 0.9
-"""Clocks drift, and one side's may be the one that counts."""
 
 Take = Callable[[Sequence[Mark], Sequence[tuple[Any, float]], float, float], None]
 
@@ -27,13 +21,9 @@ Take = Callable[[Sequence[Mark], Sequence[tuple[Any, float]], float, float], Non
 class Record:
     """Of one life."""
 
-    def __init__(self, name: str, settings: Settings, faults: Mapping[str, int]) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self._faults = faults
         self.open: dict[tuple[Side, int], dict[Step, float]] = {}
-        self._soonest_s = _EARLY * min(
-            settings.claim_timeout, settings.defer_timeout, settings.transfer_timeout, settings.max_hold_s
-        )
 
     def watching(self, take: Take) -> Take:
         """The recorder's own, and this."""
@@ -61,16 +51,7 @@ class Record:
         if mark.step in steps and mark.step not in (_OF_READERS if mark.side is Side.PREFILL else _MORE_THAN_ONCE):
             raise Broken(RULE, f"{self.name}: {mark.step.value} is said twice of {key}")
         steps[mark.step] = mark.at
-        if mark.step is Step.ENDED:
-            self._check_end(mark, steps)
-        elif mark.step is Step.RESTED:
+        if mark.step is Step.RESTED:
             if Step.ENDED not in steps and Step.CLOSED not in steps:
                 raise Broken(RULE, f"{self.name}: {key} rests before it has ended")
             del self.open[key]
-
-    def _check_end(self, mark: Mark, steps: dict[Step, float]) -> None:
-        assert isinstance(mark.what, Ended)
-        waited_s = mark.at - steps[Step.ASKED]
-        early = mark.what.end.reason in _TIMEOUTS and waited_s < self._soonest_s
-        if early and not are_lies_told(self._faults):  # a liar may say that it waited
-            raise Broken(NEEDLESS, f"{self.name}: {mark.what.end.reason} after {waited_s:.2f} s")

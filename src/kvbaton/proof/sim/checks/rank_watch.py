@@ -87,7 +87,7 @@ class ReportingPlane:
 
     def _maybe_throw(self) -> None:
         if self._carrier.chance(self.faults.throws):
-            self._carrier.world.faults["rank_plane_threw"] += 1
+            self._carrier.world.strike("rank_plane_threw", self._carrier.name)
             raise InjectedFault("the simulated library threw in its rank")
 
     def drain(self) -> Sequence[TransportEvent]:
@@ -98,8 +98,8 @@ class ReportingPlane:
                 self.done.add(event.job)
             late = LATE_FENCE if isinstance(event, FenceEnded) and self.faults.late else self.faults.late
             if self._carrier.chance(late):
-                self._carrier.world.faults["rank_reports_late"] += 1
                 late_s = self._carrier.rng.uniform(0, LATE_REPORT_S)
+                self._carrier.world.strike("rank_reports_late", self._carrier.name, lasts_s=late_s)
                 self._held_until = self._carrier.world.now + late_s
                 self._carrier.world.after(late_s, self._ring)
         if self._carrier.world.now < self._held_until:

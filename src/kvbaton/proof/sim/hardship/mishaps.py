@@ -34,7 +34,7 @@ class Mishaps:
         if found is None or all(seat.state is not ReaderState.GONE for seat in found.seats.values()):
             return
         if self.world.chance(self.hardships.nibbles):
-            self.world.faults["nibbled"] += 1
+            self.world.strike("nibbled", found.handoff)
             rng, index = self.world.rng, NIBBLES_FROM + len(self.cluster.legs)
             ids = rng.choice(found.blocks)
             last = rng.choice((len(ids), len(ids), rng.randint(0, len(ids))))
@@ -51,6 +51,7 @@ class Mishaps:
             self._replace(life)
 
     def _replace(self, life: Life) -> None:
+        self.world.touch("cache_replaced", life.peer.worker, lasts_s=REPLACE_LOOK_S)
         done = life.alive and not life.paused and replace_cache(life.engine)
         life.wake_engine()
         if life.alive and not done:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvbaton.proof.sim.hardship.world_plan import FAULTY_S
 from kvbaton.proof.sim.world.life import Character, Life
+from kvbaton.proof.sim.world.touches import pair
 from kvbaton.protocol.events import Departed, DrainStarted
 
 if TYPE_CHECKING:
@@ -54,7 +55,9 @@ class WorkerFaults:
             self.cluster.end_leg(leg, "error", "the worker died")
         if rng.random() < 0.5:
             self._spread_word(life)
-        self.world.after(rng.uniform(0.05, 3.0), partial(self._restart, life.character))
+        dead_s = rng.uniform(0.05, 3.0)
+        self.world.touch("crashed", life.peer.worker, lasts_s=dead_s)
+        self.world.after(dead_s, partial(self._restart, life.character))
 
     def _spread_word(self, life: Life) -> None:
         """The registry tells the others, each in its own time, that this life is gone. It may be wrong."""
@@ -91,19 +94,23 @@ class WorkerFaults:
             life.wake()
             self.cluster.draining.add(life.peer.worker)
             soon_s, patience_s = rng.choice(((rng.uniform(0, 2.0), 0.0), (0.0, DRAIN_S)))
+            self.world.touch("retired", life.peer.worker, lasts_s=soon_s)
             self.world.after(soon_s, partial(self._leave, life, self.world.now + patience_s))
 
     def _leave(self, life: Life, patient_until: float) -> None:
         if not life.alive:
             return
         if life.paused or (life.engine.busy and self.world.now < patient_until):
+            self.world.touch("retired", life.peer.worker, lasts_s=0.5)
             self.world.after(0.5, partial(self._leave, life, patient_until))
             return
         self.world.tell(f"{life.peer} leaves")
         life.leave()
         for leg in [leg for leg in self.cluster.legs if leg.life is life and not leg.ends]:
             self.cluster.end_leg(leg, "error", "the worker left")
-        self.world.after(self.world.rng.uniform(0.05, 1.0), partial(self._restart, life.character))
+        gone_s = self.world.rng.uniform(0.05, 1.0)
+        self.world.touch("retired", life.peer.worker, lasts_s=gone_s)
+        self.world.after(gone_s, partial(self._restart, life.character))
 
     def _restart(self, character: Character) -> None:
         if not self.cluster.lives[character.name].alive:  # healing may have been faster
@@ -111,6 +118,7 @@ class WorkerFaults:
 
     def _departed(self, other: Life, gone: Life) -> None:
         if other.alive and other is not gone:
+            self.world.touch("said_gone", pair(other.peer.worker, gone.peer.worker))
             other.node.tell(Departed(gone.peer.worker, gone.peer.incarnation))
             other.wake()
 
@@ -120,10 +128,11 @@ class WorkerFaults:
         if not life.alive or life.paused:
             return
         what = rng.choice(("process", "process", "loop", "engine"))
-        self.world.faults[f"paused_{what}"] += 1
         self.world.tell(f"{life.peer} pauses: {what}")
         life.pause(what)
-        self.world.after(rng.choice((0.3, 1.0, 5.0, 15.0)), partial(self.resume, life))
+        lasts_s = rng.choice((0.3, 1.0, 5.0, 15.0))
+        self.world.strike(f"paused_{what}", life.peer.worker, lasts_s=lasts_s)
+        self.world.after(lasts_s, partial(self.resume, life))
 
     def resume(self, life: Life) -> None:
         if life.alive and life.paused:

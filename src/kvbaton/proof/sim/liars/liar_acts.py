@@ -17,7 +17,7 @@ import msgspec
 
 from kvbaton.proof.sim.liars.liar_fields import KINDS, shape_of
 from kvbaton.proof.sim.liars.sim_liar import Liar, role_in
-from kvbaton.proof.sim.world.life import TICKET_KEY
+from kvbaton.proof.sim.world.touches import TICKET_KEY
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.ids import HandoffId, JobId, WorkerId
 from kvbaton.protocol.privileges import Act, may

@@ -1,32 +1,29 @@
 """Hears what an honest node decides in a world with a liar, effect by effect, before it is done.
 
-Laws: a handoff of an honest pair, that the liar has no ticket of, is delivered. A copy stays inside what the two cards
+Laws: a copy stays inside what the two cards
 say there is, on both sides, whatever a peer has named. D commits, to whomever, only when it has asked for every page
 of every block that it will decode on: what it leaves out would be an earlier prompt's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from kvbaton.proof.sim.promises import NEEDLESS, WRONG, Broken
-from kvbaton.proof.sim.world.life import TICKET_KEY, Life
+from kvbaton.proof.sim.promises import WRONG, Broken
+from kvbaton.proof.sim.world.life import Life
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol.effects import Direction
-from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.geometry.layout import EngineLayout
-from kvbaton.protocol.ids import HandoffId, PeerId, WorkerId
+from kvbaton.protocol.ids import PeerId, WorkerId
 from kvbaton.protocol.machines.inbound import Intake
 from kvbaton.protocol.wire.messages import Commit
-from kvbaton.protocol.wire.ticket import Ticket, unseal
 
 
 class Listener:
     """Of one honest life."""
 
-    def __init__(self, life: Life, liars: frozenset[WorkerId], is_party: Callable[[HandoffId], bool]) -> None:
-        self.life, self.liars, self.is_party = life, liars, is_party
+    def __init__(self, life: Life) -> None:
+        self.life = life
         self._asked: dict[int, set[tuple[int, int]]] = {}  # by attempt: (rank, page) of ours that copies fill
         inner = life.node._do
 
@@ -37,19 +34,10 @@ class Listener:
         life.node._do = done  # type: ignore[method-assign]
 
     def _hear(self, effect: fx.Effect) -> None:
-        if isinstance(effect, fx.Report | fx.MatchFailed):
-            self._ended(effect)
-        elif isinstance(effect, fx.StartCopy):
+        if isinstance(effect, fx.StartCopy):
             self._started(effect)
         elif isinstance(effect, fx.Send) and isinstance(effect.message, Commit):
             self._commits(effect.message)
-
-    def _ended(self, effect: fx.Report | fx.MatchFailed) -> None:
-        request = self.life.engine.requests.get(effect.request)
-        ticket = opened(request.ticket) if request is not None and not effect.end.delivered else None
-        if ticket is not None and ticket.source not in self.liars and not self.is_party(ticket.handoff):
-            what = f"{self.life.peer.worker}: {effect.request} of {ticket.source} failed, {effect.end}"
-            raise Broken(NEEDLESS, what)
 
     def _started(self, effect: fx.StartCopy) -> None:
         copy, rank, shape = effect.copy, effect.rank, self.life.character.shape
@@ -94,11 +82,3 @@ class Listener:
         if left:
             what = f"{len(left)} of {len(needed)} pages were never asked for"
             raise Broken(WRONG, f"{self.life.peer.worker}: {intake.wanted.request} is committed, and {what}")
-
-
-def opened(ticket: str) -> Ticket | None:
-    """What a ticket says, if anybody of this cluster signed it."""
-    try:
-        return unseal(ticket, (TICKET_KEY,), 0.0)
-    except ProtocolError:
-        return None

@@ -22,12 +22,13 @@ from typing import Any
 from kvbaton.proof.sim.checks.witness import Witness
 from kvbaton.proof.sim.liars.liar_acts import Mischief
 from kvbaton.proof.sim.liars.liar_fields import Place
-from kvbaton.proof.sim.liars.liar_listener import Listener, opened
+from kvbaton.proof.sim.liars.liar_listener import Listener
 from kvbaton.proof.sim.liars.sim_liar import Liar, role_in
 from kvbaton.proof.sim.promises import HANG, LEAK, STRANGER, Broken
-from kvbaton.proof.sim.world.life import TICKET_KEY, Character, Life
+from kvbaton.proof.sim.world.life import Character, Life
 from kvbaton.proof.sim.world.sim_network import Network
 from kvbaton.proof.sim.world.sim_transport import Fabric, SimTransport, astray
+from kvbaton.proof.sim.world.touches import TICKET_KEY, opened
 from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.geometry.layout import EngineLayout
@@ -144,7 +145,7 @@ class Company:
         else:
             life.node.control = CountedControl(life, self.names)
             life.watch = self._check
-            Listener(life, self.names, self._is_party)
+            Listener(life)
         self._spare(life)
         return life
 
@@ -274,7 +275,7 @@ class Company:
             if intake.wanted.source in self.names:
                 limits.append(("intake", handoff, waits_s + settings.max_hold_s))
         limits += [("lease", lease, settings.max_hold_s) for lease in ledger.producer.leases]
-        limits += [("parked", reader, settings.defer_timeout) for reader in ledger.producer.parked]
+        limits += [("parked", reader, 2 * settings.defer_timeout) for reader in ledger.producer.parked]
         me = (life.peer.worker, life.peer.incarnation)
         there = {(*me, kind, name) for kind, name, _ in limits}
         for gone in [each for each in self._seen if each[:2] == me and each not in there]:
@@ -310,9 +311,6 @@ class Company:
             ):
                 if count > limit:
                     raise Broken(LEAK, f"{life.peer.worker}: {count} {what} of {name}, at most {limit}")
-
-    def _is_party(self, handoff: HandoffId) -> bool:
-        return any(handoff in liar.claimed for liar in self._liars)
 
     def _spare(self, life: Life) -> None:
         """Compare nothing that a liar computed, and nothing in its own memory."""

@@ -19,11 +19,12 @@ from typing import Any
 import msgspec
 
 from kvbaton.proof.sim.liars.liar_fields import KINDS, Fields, Place, Seen, all_places, kind_of
-from kvbaton.proof.sim.world.life import TICKET_KEY, Life
+from kvbaton.proof.sim.world.life import Life
 from kvbaton.proof.sim.world.sim_network import SimControl
+from kvbaton.proof.sim.world.touches import TICKET_KEY
 from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.errors import ProtocolError
-from kvbaton.protocol.ids import HandoffId, WorkerId
+from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.privileges import Role, may_say
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.ticket import seal, unseal
@@ -99,7 +100,6 @@ class Liar:
         self.temper = temper_of(random.Random(f"temper {world.seed} {life.peer.worker}"), role_in(life.peer.worker))
         self.seen = Seen()
         self.fields = Fields(self.rng, self.seen)
-        self.claimed: set[HandoffId] = set()  # it has asked for these, so it is a party to them
         self.quiet = False
         self._wire: SimControl = life.control
         self._sent: deque[tuple[WorkerId, list[Any]]] = deque(maxlen=SENT_MAX)
@@ -246,4 +246,4 @@ class Liar:
             if tree[_SESSION] not in sessions:
                 sessions.append(tree[_SESSION])
         if kind_of(tree[_BODY]) is m.Claim and tree[_WORKER] == self.life.peer.worker:
-            self.claimed.add(tree[_BODY][1])
+            self.world.touch("lie", str(tree[_BODY][1]))  # it has asked for this, so it is a party to it

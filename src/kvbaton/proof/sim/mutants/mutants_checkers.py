@@ -10,8 +10,9 @@ from kvbaton.node import node
 from kvbaton.node.doorway import Doorway
 from kvbaton.proof.sim.mutants.mutation import Mutant, both, swap
 from kvbaton.protocol.effects import UnpinPut
-from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.machines import (
+    claims,
     consumer,
     consumer_book,
     consumer_push,
@@ -157,7 +158,30 @@ def _early(original: Any) -> Any:
     return wait
 
 
+def _every_other_fails(original: Any) -> Any:
+    def on_granted(self: Any, link: Any, message: Any, now: float) -> None:
+        original(self, link, message, now)
+        intake = self.book.of(link, message.attempt)
+        if intake is not None and intake.end is None and intake.attempt % 2:
+            self.fail(intake, Reason.TRANSFER_FAILED, "for nothing", now)
+
+    return on_granted
+
+
+def _every_fifth_is_busy(original: Any) -> Any:
+    def take_share(self: Any, lease: Any, reader: Any) -> None:
+        if reader.attempt % 5 == 0:
+            raise ProtocolError(Reason.BUSY, "seats_per_peer_max: for nothing")
+        original(self, lease, reader)
+
+    return take_share
+
+
 CHECKER_MUTANTS: tuple[Mutant, ...] = (
+    Mutant("every_other_grant_fails", "17", "every other granted handoff fails for nothing",
+           swap(consumer.Consumer, "on_granted", _every_other_fails)),
+    Mutant("every_fifth_claim_is_busy", "27", "every fifth claim is refused as if there were no room",
+           swap(claims.Claims, "_take_share", _every_fifth_is_busy)),
     Mutant("settled_for_the_oldest", "24", "a pair of new nodes talks in the oldest version that both speak",
            swap(pairing_source.__dict__, "settle", _oldest_in_common)),
     Mutant("last_word_in_the_oldest", "24", "a word that all versions share is said in the oldest",

@@ -47,7 +47,7 @@ def _forgotten_before_the_lease(original: Any) -> Any:
 
 
 def _claims_left_parked(original: Any) -> Any:
-    return lambda self, handoff: None
+    return lambda self, handoff, error: None
 
 
 def _second_place_kept(original: Any) -> Any:
@@ -80,16 +80,17 @@ def _remembered_for_ever(original: Any) -> Any:
     return on_discarded
 
 
-def _of(name: str, story: str, make: Any, owner: type = producer.Producer) -> Mutant:
-    return Mutant(name, "22", story, swap(owner, "on_discarded", make))
+def _of(name: str, story: str, make: Any) -> Mutant:
+    return Mutant(name, "22", story, swap(producer.Producer, "on_discarded", make))
 
 
 DISCARD_MUTANTS: tuple[Mutant, ...] = (
     _of("discard_throws_readers_out", "the router's word beats the reader who holds the lease", _readers_thrown_out),
     _of("discard_unpins_while_read", "blocks are freed under a copy; the lease lives on", _unpinned_while_read),
     _of("discard_before_lease_forgotten", "the word overtakes the lease and is lost", _forgotten_before_the_lease),
-    _of("discard_leaves_claims_parked", "a claim waits for what never begins", _claims_left_parked, claims.Claims),
+    Mutant("discard_leaves_claims_parked", "22", "a claim waits for what never begins",
+           swap(claims.Claims, "on_never_begun", _claims_left_parked)),
     _of("discard_keeps_a_second_place", "found here: held for a reader who will not come", _second_place_kept),
     _of("discard_releases_twice", "a doubled word releases what is released", _released_twice),
     _of("discards_remembered_for_ever", "the memory of discards has no bound", _remembered_for_ever),
-)
+)  # fmt: skip

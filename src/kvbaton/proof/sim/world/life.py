@@ -28,6 +28,7 @@ from kvbaton.proof.sim.world.sim_network import Network, SimControl
 from kvbaton.proof.sim.world.sim_rank_store import RankStore
 from kvbaton.proof.sim.world.sim_store import Reading, SimStore
 from kvbaton.proof.sim.world.sim_transport import KINDS, Fabric, SimTransport
+from kvbaton.proof.sim.world.touches import TICKET_KEY
 from kvbaton.proof.sim.world.watched_timers import BoundedTimers
 from kvbaton.proof.sim.world.world import InjectedFault, World
 from kvbaton.protocol.effects import Effect, Unpin
@@ -46,9 +47,6 @@ from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import ALL_FEATURES
 from kvbaton.protocol.wire.versions import SPOKEN, Versions
-
-TICKET_KEY = b"simulated cluster key 0123456789"
-
 
 STEALS = 0.4
 LATE_S_MAX = 0.1

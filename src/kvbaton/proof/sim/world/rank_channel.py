@@ -179,7 +179,7 @@ class Channel:
         if not self.is_up:
             return
         world, faults = self.carrier.world, self.carrier.faults
-        world.faults["rank_link_cut"] += 1
+        world.strike("rank_link_cut", self.carrier.name, lasts_s=down_s)
         self.is_up = False
         self.connection += 1
         self.down_s = max(self.down_s, down_s)
@@ -204,7 +204,7 @@ class Channel:
     def _send(self, way: deque[tuple[float, int, bytes]], frame: bytes) -> None:
         carrier = self.carrier
         if carrier.chance(carrier.faults.garble):
-            carrier.world.faults["rank_frame_garbled"] += 1
+            carrier.world.strike("rank_frame_garbled", carrier.name)
             frame = frame[: carrier.rng.randrange(len(frame))]
         copies = 1
         if carrier.chance(carrier.faults.double):

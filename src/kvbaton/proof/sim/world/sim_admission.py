@@ -23,6 +23,7 @@ def is_put_off(engine: SimEngine, request: SimRequest) -> bool:
     waited = budget.waits(request.id, world.now)
     room = budget.ask(request.id, blocks, world.now)
     if room is Room.WAITING:
+        world.touch("no_room", *request.handoffs)
         request.put_off_at = world.now if request.put_off_at is None else request.put_off_at
         if world.now > request.put_off_at + budget.wait_s + LATE_LOOK_S:
             raise Broken(HANG, f"{engine.name}: {request.id} waits for room to pin past its deadline")
@@ -30,7 +31,7 @@ def is_put_off(engine: SimEngine, request: SimRequest) -> bool:
         world.faults["pins_waited"] += 1
         world.after(budget.wait_s + LATE_LOOK_S, engine.on_wake)
     if room is Room.REFUSED:
-        world.faults["pins_refused"] += 1
+        world.strike("pins_refused", *request.handoffs)
         if request.handoff:
             engine.begin_lease(request)
             assert request.lease is not None

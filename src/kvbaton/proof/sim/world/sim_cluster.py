@@ -10,6 +10,7 @@ from functools import partial
 import msgspec
 
 from kvbaton.proof.sim.checks import passed_over
+from kvbaton.proof.sim.checks.causes import Causes, can_talk, note_strangers
 from kvbaton.proof.sim.checks.hearing import Hearing
 from kvbaton.proof.sim.checks.witness import Witness
 from kvbaton.proof.sim.hardship.hardships import LOSS
@@ -19,13 +20,15 @@ from kvbaton.proof.sim.hardship.worker_faults import WorkerFaults
 from kvbaton.proof.sim.hardship.world_plan import FAULTY_S, Plan
 from kvbaton.proof.sim.liars.liar_watch import Company
 from kvbaton.proof.sim.promises import WRONG, Broken
-from kvbaton.proof.sim.world.life import TICKET_KEY, Character, Life, request_name
+from kvbaton.proof.sim.world.life import Character, Life, request_name
 from kvbaton.proof.sim.world.sim_network import Network, NetworkFaults
 from kvbaton.proof.sim.world.sim_request import SimRequest, digest_for
 from kvbaton.proof.sim.world.sim_router import Errand, Router
-from kvbaton.proof.sim.world.sim_transport import Fabric, TransportFaults, astray
+from kvbaton.proof.sim.world.sim_transport import Fabric, SimTransport, TransportFaults, astray
 from kvbaton.proof.sim.world.sim_turns import Conversations
+from kvbaton.proof.sim.world.touches import TICKET_KEY, handoff_of
 from kvbaton.proof.sim.world.world import World
+from kvbaton.protocol.effects import Copy
 from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 
@@ -63,6 +66,10 @@ class Cluster:
         self.lives: dict[WorkerId, Life] = {}
         self.liars = Company(world, plan.liars, self.network, self.fabric, self.lives)
         self.liars.attend(self.witness)
+        self.causes = Causes(world, self.lives, plan.liars)
+        self.network.on_fate = self.causes.frame_fate
+        self.fabric.on_fate = self._copy_fate
+        note_strangers(world, (*plan.prefill, *plan.decode))
         self.router = Router(world, self.network, self.lives)
         self.router.late = plan.stray
         self.talk = Conversations(self) if plan.talks else None
@@ -103,6 +110,7 @@ class Cluster:
         self.every_life.append(life)
         self.witness.watch(life)
         self.hearing.watch(life)
+        self.causes.watch(life)
         life.doorway.on_released = partial(self.mishaps.nibble, life)
         self.world.tell(f"{life.peer} starts")
 
@@ -136,7 +144,7 @@ class Cluster:
         turns = range(len(self.plan.decode))  # everybody else has a turn before one has the next
         sides = [(s, self.plan.decode[(n + k) % len(turns)]) for k in turns for n, s in enumerate(self.plan.prefill)]
         honest = [(s, t) for s, t in sides if not {s.name, t.name} & self.liars.names]
-        pairs = [(s.name, t.name) for s, t in honest if s.name != t.name and _can_talk(s, t)]
+        pairs = [(s.name, t.name) for s, t in honest if s.name != t.name and can_talk(s, t)]
         modes = [(*pair, mode) for mode in ("pull", "stream", "push") for pair in pairs]
         apart_s = min(1.0, PROBES_S / max(1, len(modes)))
         for count, (source, target, mode) in enumerate(modes, 1):
@@ -196,6 +204,8 @@ class Cluster:
                 if len(targets) > 1 and self.plan.profile != "healthy":
                     soon_s = 1.0  # one may be done before the other comes
                 delay = self.world.rng.uniform(0.2, 4.0) if late else self.world.rng.uniform(0.001, soon_s)
+                if delay > source.character.settings.lease_s / 2:
+                    self.world.touch("late_ticket", handoff_of(ticket), lasts_s=delay)
                 self.world.after(delay, partial(self._decode, index, reader, content, tokens, "pull", errand))
 
         self.add(index, source, content, tokens, "prefill", prefilled, max_readers=len(targets))
@@ -233,7 +243,7 @@ class Cluster:
         ticket, trusted = errand.ticket, True
         if self.world.chance(self.plan.bad_ticket):
             kind = self.world.rng.choice(("forged", "other_prompt", "replayed", "twice"))
-            self.world.faults[f"ticket_{kind}"] += 1
+            self.world.strike(f"ticket_{kind}", handoff_of(ticket))
             if kind == "forged":
                 flip = self.world.rng.randrange(len(ticket))
                 ticket = ticket[:flip] + ("A" if ticket[flip] != "A" else "B") + ticket[flip + 1 :]
@@ -248,7 +258,7 @@ class Cluster:
                 self.world.after(delay, again)
         current = self.lives[target.peer.worker]
         if self.plan.hardships.nobody and not self.healed and self.world.chance(self.plan.hardships.nobody):
-            self.world.faults["ticket_of_nobody"] += 1
+            self.world.strike("ticket_of_nobody", handoff_of(errand.ticket))
             opened = current.doorway.open_ticket(errand.ticket)
             ticket = seal(msgspec.structs.replace(opened, source=WorkerId("nobody")), TICKET_KEY)
 
@@ -338,16 +348,13 @@ class Cluster:
 
     # --- wires
 
+    def _copy_fate(self, driver: SimTransport, copy: Copy, what: str, lasts_s: float) -> None:
+        self.causes.copy_fate(self.witness.owner[driver.address], copy, what, lasts_s)
+
     def _deliver(self, source: WorkerId, target: WorkerId, frame: bytes) -> None:
         life = self.lives[target]
         if life.alive:
             life.receive(source, frame)
-
-
-def _can_talk(one: Character, other: Character) -> bool:
-    """Nothing is required that the other has not, and there is a version that both speak."""
-    ours, theirs = one.versions, other.versions
-    return not (one.required or other.required) and max(ours.oldest, theirs.oldest) <= min(ours.newest, theirs.newest)
 
 
 def _ignore(how: str, detail: str) -> None:

@@ -51,16 +51,14 @@ class SimEngine:
         self.fetching = Fetching(world, self.pool, self.device, self._fetched)
         self.requests: dict[RequestId, SimRequest] = {}
         self.prefixes = Prefixes(shape, self.pool.reuses)
-        self.own_refs = 0
-        self.replacing = False
-        self.depth, self.defers = 1, True  # frees wait for the steps that were in flight
+        self.own_refs = self._last_step = 0
+        self.replacing, self.depth, self.defers = False, 1, True  # frees wait for the steps that were in flight
         self.preempt = self.put = self.get = self.early = self.skips = 0.0  # shares of requests
         self.on_wake: Callable[[], None] = doorway.wake_engine
         self.put_prompts: dict[Groups, SimRequest] = {}  # by their blocks: while these are put, they are no other's
         self.values_of: Callable[[SimRequest, Groups], tuple[Groups, tuple[bytes, ...]]] = _one_value
         self._in_flight: deque[Step] = deque()
         self._deferred: deque[tuple[int, list[int]]] = deque()  # (the last step that may write there, blocks)
-        self._last_step = 0
         self.turns: EngineTurns | None = None  # where conversations go on
 
     # --- requests
@@ -79,6 +77,7 @@ class SimEngine:
         if request is None or request.aborted:
             return
         request.aborted = True
+        self.world.touch("aborted", *request.handoffs)
         if request.lease is not None:
             self.doorway.source_ended(request.lease, Reason.SOURCE_ABORTED)
             request.lease = None
@@ -207,7 +206,7 @@ class SimEngine:
                 return
             if match.state is MatchState.FOUND:
                 if self.skips and self.world.chance(self.skips):
-                    self.world.faults["not_needed"] += 1
+                    self.world.strike("not_needed", *request.handoffs)
                     self.doorway.not_needed(request.id)
                     request.remote_done = True
                 else:
@@ -242,6 +241,7 @@ class SimEngine:
         per_group, groups = -(-(request.tokens + 1) // shape.block_tokens), len(shape.group_layers)
         counts = [1 if group in shape.states else per_group for group in range(groups)]
         if len(self.pool.free) < sum(counts):
+            self.world.touch("no_room", *request.handoffs)
             return False
         found = self.prefixes.of(request) if request.role == "prefill" else [[] for _ in range(groups)]
         for ids in found:  # of all groups, before a fresh block of one is taken from what another has found
@@ -388,7 +388,7 @@ class SimEngine:
         return [self.shape.listed(group, ids[:needed], request.tokens) for group, ids in enumerate(request.blocks)]
 
     def _preempt(self, request: SimRequest) -> None:
-        self.world.faults["preempted"] += 1
+        self.world.strike("preempted", *request.handoffs)
         if request.lease is not None:
             self.doorway.source_ended(request.lease, Reason.SOURCE_PREEMPTED)
             request.lease = None

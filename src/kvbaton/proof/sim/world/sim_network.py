@@ -11,6 +11,13 @@ from dataclasses import dataclass
 from kvbaton.proof.sim.world.world import InjectedFault, World
 from kvbaton.protocol.ids import WorkerId
 
+LATE_S = 0.1
+"""What comes sooner must cost nobody anything, as in a healthy world."""
+
+
+def _unseen(what: str, late_s: float) -> None:
+    """Nobody looks."""
+
 
 @dataclass(slots=True)
 class NetworkFaults:
@@ -24,6 +31,10 @@ class NetworkFaults:
     throws: float = 0.0  # share of looks for mail that raise
 
 
+Fate = Callable[[WorkerId, WorkerId, bytes, str, float], None]
+"""Between whom, the frame, what befell it, and how late it comes."""
+
+
 class Network:
     """All links between workers."""
 
@@ -34,34 +45,44 @@ class Network:
         self.names: set[WorkerId] = set()
         self.deliver: Callable[[WorkerId, WorkerId, bytes], None] = lambda source, target, frame: None
         self.on_said: Callable[[WorkerId, bytes], None] = lambda who, frame: None
+        self.on_fate: Fate = lambda source, target, frame, what, late_s: None
 
     def send(self, source: WorkerId, target: WorkerId, frame: bytes) -> None:
         world, faults, rng = self.world, self.faults, self.world.rng
         if (source, target) in self.cut:
             world.faults["partitioned"] += 1
+            self.on_fate(source, target, frame, "partitioned", 0.0)
             return
         if world.chance(faults.garble):
             world.faults["garbled"] += 1
             garbled = self._garbled(frame)
             world.after(rng.uniform(0.0001, 0.002), lambda: self.deliver(source, target, garbled))
-        self.carry(lambda: self.deliver(source, target, frame))
+        self.carry(
+            lambda: self.deliver(source, target, frame),
+            lambda what, late_s: self.on_fate(source, target, frame, what, late_s),
+        )
 
-    def carry(self, arrive: Callable[[], None]) -> None:
-        """Let something arrive: once, twice or never, soon or late."""
+    def carry(self, arrive: Callable[[], None], befalls: Callable[[str, float], None] = _unseen) -> None:
+        """Let something arrive: once, twice or never, soon or late; what befalls all of it is said."""
         world, faults, rng = self.world, self.faults, self.world.rng
         if world.chance(faults.loss):
             world.faults["lost"] += 1
+            befalls("lost", 0.0)
             return
         copies = 1
         if world.chance(faults.double):
             world.faults["doubled"] += 1
             copies = 2
+        soonest = float("inf")
         for _ in range(copies):
             delay = rng.uniform(0.0001, 0.002)
             if world.chance(faults.slow):
                 world.faults["delayed"] += 1
                 delay = rng.uniform(0.002, faults.slow_s * rng.choice((0.1, 1.0)))
+            soonest = min(soonest, delay)
             world.after(delay, arrive)
+        if soonest > LATE_S:
+            befalls("delayed", soonest)
 
     def _garbled(self, frame: bytes) -> bytes:
         rng = self.world.rng

@@ -6,6 +6,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvbaton.proof.sim.world.touches import handoff_of
 from kvbaton.protocol.content import Content, digest
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId, WorkerId
@@ -52,6 +53,12 @@ class SimRequest:
     offer: tuple[str, int] | None = None  # what a D keeps of it: the ticket, and the turn's tokens
     prefers: tuple[int, ...] = ()  # blocks that it gets, where they are free
     put_off_at: float | None = None  # when it was first told to wait for room to be pinned
+
+    @property
+    def handoffs(self) -> tuple[HandoffId, ...]:
+        """That it is for, or waits for."""
+        tickets = (self.ticket, self.offer[0] if self.offer is not None else "")
+        return (self.handoff, *map(handoff_of, filter(None, tickets)))
 
 
 def digest_of(request: SimRequest) -> bytes:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from kvbaton.proof.sim.world.life import Life
 from kvbaton.proof.sim.world.sim_network import Network
+from kvbaton.proof.sim.world.touches import opened
 from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId
@@ -86,7 +87,10 @@ class Router:
 
     def _arrive(self, target: WorkerId, ticket: str) -> None:
         life = self.lives[target]
+        found = opened(ticket)
         if life.alive:
+            if found is not None and found.source == target:
+                self.world.touch("discarded", found.handoff)
             life.take_back(ticket)
 
     # --- as no router does it

@@ -15,12 +15,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvbaton.proof.sim.promises import RULE, Broken
+from kvbaton.proof.sim.world.touches import pair
 from kvbaton.proof.sim.world.world import InjectedFault, World
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested
-from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.protocol.ids import JobId, PeerId, WorkerId
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.transports.core.jobs import AGAIN_S_MAX, LENT_WAIT_S
 from kvbaton.transports.core.loans import GRACE_S, BytesUnderWay, Loans
@@ -91,6 +92,7 @@ class Fabric:
         self.on_leaving: Callable[[SimTransport, int], None] | None = None
         self.on_lending: Callable[[SimTransport, Loan], None] | None = None
         self.on_astray: Callable[[SimTransport, SimTransport], None] | None = None
+        self.on_fate: Callable[[SimTransport, Copy, str, float], None] = lambda driver, copy, what, lasts_s: None
 
     def add(self, transport: SimTransport) -> int:
         self.by_address[len(self.by_address) + 1] = transport
@@ -126,6 +128,10 @@ class SimTransport:
         self._loans = Loans(choose_mover(), self._loan_ended, lambda cut: self.fabric.world.after(GRACE_S, cut))
 
     @property
+    def worker(self) -> WorkerId:
+        return worker_of(self.me)
+
+    @property
     def capabilities(self) -> Capabilities:
         return self.kind
 
@@ -152,7 +158,7 @@ class SimTransport:
     def endpoint(self, peer: PeerId) -> bytes:
         self._maybe_throw()
         if self.fabric.faults.throws and self.fabric.world.chance(self.fabric.faults.throws):
-            self.fabric.world.faults["port_threw_slow"] += 1
+            self.fabric.world.strike("port_threw_slow", self.worker)
             raise SlowRank("the simulated rank does not answer")
         if peer not in self._invited:
             self._generations += 1
@@ -183,18 +189,19 @@ class SimTransport:
 
     def _maybe_throw(self) -> None:
         if self.fabric.world.chance(self.fabric.faults.broken):
-            self.fabric.world.faults["port_threw"] += 1
+            self.fabric.world.strike("port_threw", self.worker)
             raise InjectedFault("the simulated library threw")
 
     def _maybe_throw_late(self) -> None:
         share = self.fabric.faults.throws
         if share and self.fabric.world.chance(share):
-            self.fabric.world.faults["port_threw_late"] += 1
+            self.fabric.world.strike("port_threw_late", self.worker)
             raise InjectedFault("the simulated library threw when it should have stopped")
 
     def submit(self, copy: Copy) -> bool:
         faults, world = self.fabric.faults, self.fabric.world
         if len(self._jobs) >= faults.queue_max or world.chance(faults.refuse):
+            self.fabric.on_fate(self, copy, "queued_copy", 0.0)
             return False
         self._maybe_throw()
         link = self._links.get(copy.peer)
@@ -203,7 +210,7 @@ class SimTransport:
             self._note(CopyEnded(copy.job, Reason.PEER_UNKNOWN))
             return True
         if self.kind.name in faults.shut and faults.shut_rank in (-1, self.rank, remote.rank):
-            world.faults["plane_shut"] += 1
+            world.strike("plane_shut", pair(self.worker, worker_of(copy.peer)))
             world.after(world.rng.uniform(0, 0.01), lambda: self._note(CopyEnded(copy.job, Reason.UNREACHABLE)))
             return True
         numbers = copy.spans if copy.weave is None else copy.spans + copy.weave.flat()
@@ -273,12 +280,15 @@ class SimTransport:
         if world.chance(faults.slow):
             world.faults["slow_copy"] += 1
             duration = rng.uniform(0.01, faults.slow_s)
+            self.fabric.on_fate(self, job.copy, "slow_copy", duration)
         fate = "arrive"
         if world.chance(faults.fail):
             world.faults["failed_copy"] += 1
+            self.fabric.on_fate(self, job.copy, "failed_copy", duration)
             fate = "fail"
         elif world.chance(faults.stall):
             world.faults["stalled_copy"] += 1
+            self.fabric.on_fate(self, job.copy, "stalled_copy", duration)
             fate = "stall"
         self._move(job, batches, duration / (batches + 1), fate)
 
@@ -390,6 +400,10 @@ class SimTransport:
     def _note(self, event: TransportEvent) -> None:
         self._events.append(event)
         self._waker()
+
+
+def worker_of(rank: PeerId) -> WorkerId:
+    return WorkerId(rank.worker.partition("#")[0])
 
 
 def made_endpoint(transport: SimTransport, generation: int) -> bytes:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from kvbaton.node.turn_keeping import TurnKeeper, TurnSettings, TurnTaker
 from kvbaton.proof.sim.promises import HANG, LEAK, Broken
-from kvbaton.proof.sim.world.life import TICKET_KEY
 from kvbaton.proof.sim.world.sim_request import Phase, SimRequest, digest_for, digest_of
 from kvbaton.proof.sim.world.sim_router import Errand
+from kvbaton.proof.sim.world.touches import TICKET_KEY, handoff_of
 from kvbaton.protocol.ids import HandoffId, RequestId, TransferId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 
@@ -29,6 +29,10 @@ OTHER_WORDS = 0.1
 TURN_S = (0.3, 1.0, 4.0)
 SHORT_S = 2.0
 """Longer than what was let go of is on its way back, and than an engine is stopped."""
+STEP_S = 0.1
+"""How often an engine steps whose requests can only wait: it does not sleep, whether or not there is news."""
+EARLY = 0.8
+"""The share of the time that a turn is kept within which the next one surely comes."""
 PERCENTS = (10.0, 25.0, 60.0, 100.0)
 
 
@@ -39,7 +43,15 @@ class EngineTurns:
         self.keeper = TurnKeeper(engine.doorway, settings, engine.shape.blocks)
         self.taker = TurnTaker(engine.doorway)
         self._engine = engine
+        let_go = engine.doorway.let_go
+
+        def going(handoff: HandoffId) -> None:
+            engine.world.touch("turn_let_go", handoff)
+            let_go(handoff)
+
+        engine.doorway.let_go = going  # type: ignore[method-assign]
         self._most = engine.shape.blocks * settings.turn_percent / 100
+        self._steps_on = False
         self._short: dict[RequestId, float] = {}  # requests that found too few blocks while turns were kept, since when
 
     def added(self, request: SimRequest) -> None:
@@ -63,6 +75,13 @@ class EngineTurns:
             self._short.pop(request.id, None)
         elif now - self._short.setdefault(request.id, now) > SHORT_S:
             raise Broken(HANG, f"{engine.name}: {request.id} waits for blocks while {len(idle)} turns keep theirs")
+        elif not self._steps_on:
+            self._steps_on = True
+            engine.world.after(STEP_S, self._step_on)
+
+    def _step_on(self) -> None:
+        self._steps_on = False
+        self._engine.on_wake()
 
     def check_rest(self) -> None:
         """No request is left, so nothing is asked for."""
@@ -77,13 +96,17 @@ class EngineTurns:
         self.check_waiting(request, needed)
         if not self.taker.awaits(request.id):
             return False
+        late = self.taker.loads["late"]
         found = self.taker.match(request.id, 0, 1)
+        if self.taker.loads["late"] > late:
+            engine.world.touch("not_needed", *request.handoffs)
         if not found:
             return found is None
         if not engine._allocate(request):
             return True
         position, local = found, request.computed
         if self.taker.match(request.id, local, 1) == 0:  # as much is here
+            engine.world.touch("not_needed", *request.handoffs)
             engine._start_prefill(request)
             return True
         first, upto = self.taker.first_token(request.id, position - local)
@@ -123,7 +146,10 @@ class EngineTurns:
         self._is_there(request, request.tokens, "as kept for the next turn")
         blocks = tuple(map(tuple, engine._listed(request)))
         engine.pool.before_pin([block for ids in blocks for block in ids])
-        engine.pool.touch(self.keeper.keep(request.keep, digest_of(request), request.tokens, blocks, request.id))
+        kept = self.keeper.keep(request.keep, digest_of(request), request.tokens, blocks, request.id)
+        engine.pool.touch(kept)
+        if not kept:
+            engine.world.touch("turn_unkept", handoff_of(request.keep))
 
     def _is_there(self, request: SimRequest, tokens: int, when: str) -> None:
         """What was loaded is as good as computed, once it has been looked at."""
@@ -155,7 +181,10 @@ class Conversations:
         more = tokens + rng.randint(1, 6)
         if cluster.healed or more > TOKENS_MAX or rng.random() > GOES_ON:
             return
-        cluster.world.after(rng.uniform(0.01, 1.5), partial(self._go_on, index, life, content, tokens, more, handoff))
+        thinks_s = rng.uniform(0.01, 1.5)
+        if thinks_s > EARLY * self._settings.turn_s:
+            cluster.world.touch("late_turn", handoff)
+        cluster.world.after(thinks_s, partial(self._go_on, index, life, content, tokens, more, handoff))
 
     def _go_on(self, index: int, kept_by: Life, content: int, had: int, tokens: int, handoff: HandoffId) -> None:
         cluster, world = self._cluster, self._cluster.world
@@ -164,6 +193,7 @@ class Conversations:
         target = cluster._chosen(others)
         if world.chance(OTHER_WORDS):
             content += 200_000
+            world.touch("ticket_other_prompt", handoff)
         ticket = self._sealed(handoff, kept_by, source.peer.worker)
 
         def prefilled(how: str, given: str) -> None:

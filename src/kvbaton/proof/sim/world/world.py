@@ -11,6 +11,8 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable
 
+from kvbaton.proof.sim.world.touches import Touches
+
 STORY_LINES_MAX = 400
 
 
@@ -26,6 +28,7 @@ class World:
         self.now = 0.0
         self.rng = random.Random(f"kvbaton-sim-{seed}")
         self.faults: Counter[str] = Counter()
+        self.touches = Touches()
         self.story: deque[str] = deque(maxlen=STORY_LINES_MAX)
         self.events = 0
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -55,6 +58,15 @@ class World:
         text = f"{self.now:9.4f} {line}"
         self.story.append(text)
         self._hash.update(text.encode())
+
+    def strike(self, kind: str, *whom: str, lasts_s: float = 0.0) -> None:
+        """Count a fault, and note whom it strikes: handoffs, pairs or workers."""
+        self.faults[kind] += 1
+        self.touch(kind, *whom, lasts_s=lasts_s)
+
+    def touch(self, kind: str, *whom: str, lasts_s: float = 0.0) -> None:
+        """Note what need not be anybody's fault."""
+        self.touches.add(kind, self.now, self.now + lasts_s, whom)
 
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability

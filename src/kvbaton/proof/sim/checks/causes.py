@@ -1,0 +1,249 @@
+"""Why a handoff failed: every end is judged, when it is told, by what touched that very handoff.
+
+Law: a handoff that fails was touched by something that brings such an end about: it struck the handoff itself, the pair
+of its workers, or one of the two, while it was under way. What befell others excuses nothing, nor does a reason without
+an entry. A member that lies excuses what it is a party to. And no time-out comes before its time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from kvbaton.proof.sim.checks.vigil import quarantined, restless
+from kvbaton.proof.sim.promises import NEEDLESS, Broken
+from kvbaton.proof.sim.world.life import Character, Life
+from kvbaton.proof.sim.world.sim_transport import worker_of
+from kvbaton.proof.sim.world.touches import ALWAYS, pair
+from kvbaton.proof.sim.world.world import World
+from kvbaton.protocol.effects import Copy, End
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import HandoffId, WorkerId
+from kvbaton.protocol.machines.context import MARKS_MAX, Parts
+from kvbaton.protocol.machines.inbound import Intake, IntakeState
+from kvbaton.protocol.machines.push_write import Outlet
+from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
+from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.wire import messages as m
+
+LIE, OTHER_NEEDS, FULL, BOUNDED = "lie", "other_needs", "full", "rank_bounded"
+FENCED = "fenced"
+
+_R = Reason
+_RANKS = ("rank_stalls", "rank_lost", "rank_link_cut", "rank_plane_threw", "rank_reports_late", "rank_frame_garbled")
+_THREW = ("port_threw", "port_threw_late", "port_threw_slow")
+_PAUSED = ("paused_process", "paused_loop", "paused_engine")
+_CUT = ("lost", "partitioned", "delayed", *_PAUSED, "crashed", "retired", *_THREW, *_RANKS)
+_LEFT = ("aborted", "discarded", "retired", "cache_replaced")
+_APART = ("crashed", "retired", "said_gone", "plane_shut", *_THREW, *_RANKS)
+_STUCK = ("slow_copy", "stalled_copy", "failed_copy", "queued_copy", *_CUT)
+_TURN = ("late_turn", "turn_let_go", "turn_unkept")
+_TICKET = ("ticket_other_prompt", "ticket_replayed", "ticket_twice")
+
+CAUSES: dict[Reason, tuple[str, ...]] = {
+    _R.ABORTED: ("not_needed", "pins_refused", *_LEFT),
+    _R.BAD_SPAN: (BOUNDED, *_RANKS),  # parts of what a rank was told were lost
+    _R.BUSY: (FULL, BOUNDED, *_RANKS),
+    _R.CLAIM_TIMEOUT: _CUT,
+    _R.CONTENT_MISMATCH: ("ticket_other_prompt",),
+    _R.DEFER_TIMEOUT: ("no_room", "preempted", *_LEFT, *_STUCK, *_APART),
+    _R.DISCARDED: ("discarded", "turn_let_go", "retired"),
+    _R.DRAINING: ("retired",),
+    _R.DUPLICATE: ("ticket_twice", "ticket_replayed"),
+    _R.HANDSHAKE_TIMEOUT: (FULL, *_CUT),
+    _R.LEASE_EXPIRED: (BOUNDED, *_TURN, *_TICKET, "no_room", "late_ticket", "preempted", *_LEFT, *_STUCK, *_APART),
+    _R.PEER_GONE: (FENCED, *_APART, *_STUCK),
+    _R.PEER_UNKNOWN: ("ticket_of_nobody", *_APART, *_STUCK),
+    _R.PINS_FULL: ("pins_refused",),
+    _R.QUARANTINE_FULL: (FULL, *_STUCK),  # a push that was delivered is not at rest before its loans are back
+    _R.SOURCE_ABORTED: (*_LEFT, *_STUCK, *_APART),  # also a Quiesced of which only the repetition came
+    _R.SOURCE_PREEMPTED: ("preempted",),
+    _R.STALE: ("nibbled", "cache_replaced", *_STUCK, *_APART),
+    _R.TICKET_EXPIRED: ("late_ticket", "ticket_replayed", *_CUT),
+    _R.TICKET_SPENT: ("discarded", FULL, *_TICKET, *_STUCK, *_APART),
+    _R.TRANSFER_FAILED: ("failed_copy", *_APART, *_STUCK),
+    _R.TRANSFER_TIMEOUT: _STUCK,
+    _R.UNKNOWN_LEASE: (*_TURN, "no_room", FULL, "late_ticket", *_TICKET, "preempted", *_LEFT, *_STUCK, *_APART),
+    _R.UNREACHABLE: (BOUNDED, "plane_shut", *_THREW, *_RANKS),
+    _R.WRONG_INCARNATION: (*_APART, *_STUCK, FULL),
+    _R.WRONG_VERSION: (OTHER_NEEDS,),
+}
+_TIMEOUTS = {_R.CLAIM_TIMEOUT, _R.DEFER_TIMEOUT, _R.TRANSFER_TIMEOUT}
+_EARLY = 0.9
+"""Clocks drift, and one side's may be the one that counts."""
+
+LEASE_BYTES = 4096
+"""More than any prompt of these worlds takes."""
+_ENVELOPE = msgspec.msgpack.Decoder(tuple[int, str, int, int, int, list[Any]])
+_FIELDS: dict[int, tuple[str, ...]] = {
+    kind.__struct_config__.tag: kind.__struct_fields__ for kind in m.Message.__args__
+}
+
+
+class HeardMarks(deque[Mark]):
+    """A ledger's marks, heard as they are made."""
+
+    def __init__(self, on_mark: Callable[[Mark], None]) -> None:
+        super().__init__(maxlen=MARKS_MAX)
+        self._on_mark = on_mark
+
+    def append(self, mark: Mark) -> None:
+        super().append(mark)
+        self._on_mark(mark)
+
+
+class Causes:
+    """Judges the ends of all handoffs of a cluster."""
+
+    def __init__(self, world: World, lives: Mapping[WorkerId, Life], liars: Collection[WorkerId]) -> None:
+        self._world = world
+        self._lives = lives
+        self._liars = liars
+        self._born: dict[HandoffId, float] = {}
+
+    def watch(self, life: Life) -> None:
+        if life.character.name in self._liars:
+            return
+        desk, begun = life.node.ledger.desk, dict[int, tuple[Begun, float]]()
+
+        def on_mark(mark: Mark) -> None:
+            if isinstance(mark.what, Begun):
+                self._born.setdefault(mark.what.handoff, self._world.now)
+                if mark.side is Side.DECODE:
+                    begun[mark.key] = mark.what, mark.at
+            elif mark.side is Side.DECODE and mark.step is Step.ENDED:
+                assert isinstance(mark.what, Ended)
+                what, asked_at = begun.pop(mark.key)
+                if what.peer:  # else the door turned it away
+                    self._judge(life, what, mark.what.end, mark.at - asked_at)
+
+        desk.marks = HeardMarks(on_mark)
+        if not self._liars:  # whose share is bounded, so that others find room
+            life.on_step = self._noting_bounds(life, life.on_step)
+
+    def _noting_bounds(self, life: Life, listens: Callable[[], None]) -> Callable[[], None]:
+        """A table that is full refuses the next one."""
+
+        def after_step() -> None:
+            listens()
+            if is_full(life):
+                self._world.touch(FULL, life.character.name)
+
+        return after_step
+
+    def _judge(self, life: Life, what: Begun, end: End, waited_s: float) -> None:
+        reason = end.reason
+        if reason is None or what.peer in self._liars:
+            return
+        touched = self._touched(what, life)
+        if LIE in touched:
+            return
+        who = f"{life.character.name}: {what.request} of {what.peer}"
+        if reason in _TIMEOUTS and waited_s < _EARLY * _soonest_s(life.character.settings):
+            raise Broken(NEEDLESS, f"{who} ended after {waited_s:.2f} s, {end}")
+        if touched.isdisjoint(CAUSES.get(reason, ())):
+            raise Broken(NEEDLESS, f"{who} failed for no cause, {end}; touched by {sorted(touched)}")
+
+    def _touched(self, what: Begun, life: Life) -> set[str]:
+        """All that befell this handoff: by itself, with its pair, and with each of the two."""
+        touches, now, target = self._world.touches, self._world.now, life.character.name
+        since = self._born[what.handoff] - life.character.settings.claim_timeout  # its greeting may be as old
+        found = touches.between(what.handoff, 0.0, now)
+        for whom in (pair(what.peer, target), what.peer, target):
+            found |= touches.between(whom, since, now)
+        for each in (life, self._lives.get(what.peer)):
+            if each is not None and not self._liars and is_full(each):
+                found.add(FULL)
+            if each is not None and each.character.ranks is not None and each.character.ranks.bounded:
+                found.add(BOUNDED)
+        return found | self._before_fence(what, life)
+
+    def _before_fence(self, what: Begun, life: Life) -> set[str]:
+        """Who does not confirm that it has stopped is fenced, and all that is under way with it ends."""
+        consumer, now = life.node.ledger.consumer, self._world.now
+        ended = (each for each in consumer.by_handoff.values() if each.state is IntakeState.REVOKING)
+        stopped = (each.wanted.handoff for each in ended if each.wanted.source == what.peer)
+        return {FENCED} if any(self._world.touches.between(each, 0.0, now) & set(_STUCK) for each in stopped) else set()
+
+    # --- fates of frames and copies
+
+    def frame_fate(self, source: WorkerId, target: WorkerId, frame: bytes, what: str, late_s: float) -> None:
+        handoff = self._of_frame(source, target, frame)
+        self._world.touch(what, handoff or pair(source, target), lasts_s=late_s)
+
+    def _of_frame(self, source: WorkerId, target: WorkerId, frame: bytes) -> str:
+        """The handoff that a message is about; none if it is about the pair."""
+        try:
+            _, _, speaker, listener, _, body = _ENVELOPE.decode(frame)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            return ""  # a liar's
+        said = dict(zip(_FIELDS[body[0]], body[1:], strict=False))
+        if "handoff" in said:
+            return str(said["handoff"])
+        for name, incarnation in ((source, speaker), (target, listener)):
+            life = self._lives.get(name)
+            if life is None or life.peer.incarnation != incarnation:
+                continue
+            consumer = life.node.ledger.consumer
+            intake = consumer.by_attempt.get(said.get("attempt", 0)) or consumer.by_reservation.get(
+                said.get("reservation", 0)
+            )
+            if intake is not None and intake.wanted.source in (source, target):
+                return intake.wanted.handoff
+        return ""
+
+    def copy_fate(self, owner: Life, copy: Copy, what: str, lasts_s: float) -> None:
+        owners = owner.node.ledger.desk.owners
+        if what == "queued_copy":  # and all behind it
+            for parts in {id(each): each for each in owners.values()}.values():
+                self._touch_owner(owner, copy, parts, what, lasts_s)
+        elif copy.job in owners:
+            self._touch_owner(owner, copy, owners[copy.job], what, lasts_s)
+
+    def _touch_owner(self, owner: Life, copy: Copy, parts: Parts, what: str, lasts_s: float) -> None:
+        by = parts.owner
+        if isinstance(by, Intake):
+            self._world.touch(what, by.wanted.handoff, lasts_s=lasts_s)
+        elif isinstance(by, Outlet):
+            lease = owner.node.ledger.producer.leases.get(by.lease)
+            self._world.touch(what, lease.handoff if lease is not None else "", lasts_s=lasts_s)
+        else:  # it tries whether the data plane is open
+            self._world.touch(what, pair(owner.character.name, worker_of(copy.peer)), lasts_s=lasts_s)
+
+
+def note_strangers(world: World, characters: Collection[Character]) -> None:
+    """Pairs that can never hand over, since one needs what the other has not."""
+    for one in characters:
+        for other in characters:
+            if not can_talk(one, other):
+                world.touch(OTHER_NEEDS, pair(one.name, other.name), lasts_s=ALWAYS)
+
+
+def can_talk(one: Character, other: Character) -> bool:
+    """Nothing is required that the other has not, and there is a version that both speak."""
+    ours, theirs = one.versions, other.versions
+    return not (one.required or other.required) and max(ours.oldest, theirs.oldest) <= min(ours.newest, theirs.newest)
+
+
+def is_full(life: Life) -> bool:
+    """Whether one of its tables has no room for one more."""
+    ledger, settings = life.node.ledger, life.character.settings
+    producer, consumer = ledger.producer, ledger.consumer
+    counts = (
+        (len(producer.parked), settings.parked_max), (len(producer.leases), settings.leases_max),
+        (len(producer.tombstones), settings.tombstones_max), (len(producer.ended), settings.tombstones_max),
+        (len(ledger.sessions.by_number), settings.sessions_max), (len(consumer.by_handoff), settings.intakes_max),
+        (quarantined(consumer), settings.quarantine_blocks_max), (restless(producer), settings.quarantine_blocks_max),
+    )  # fmt: skip
+    shares = producer.held._seats.values(), producer.held._bytes.values(), producer.parked._counts.values()
+    limits = settings.seats_per_peer_max, settings.bytes_per_peer_max - LEASE_BYTES, settings.parked_per_peer_max
+    return any(count >= limit for count, limit in counts) or any(
+        max(share, default=-1) >= limit for share, limit in zip(shares, limits, strict=True)
+    )
+
+
+def _soonest_s(settings: Settings) -> float:
+    return min(settings.claim_timeout, settings.defer_timeout, settings.transfer_timeout, settings.max_hold_s)

@@ -1,0 +1,93 @@
+"""A failed handoff is judged by what touched it, and by nothing that befell others."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvbaton.proof.sim.checks.causes import CAUSES, LIE, Causes
+from kvbaton.proof.sim.hardship.world_plan import draw
+from kvbaton.proof.sim.looking import look
+from kvbaton.proof.sim.mutants.hunting import find
+from kvbaton.proof.sim.promises import NEEDLESS, Broken
+from kvbaton.proof.sim.world.life import Life
+from kvbaton.proof.sim.world.sim_cluster import Cluster
+from kvbaton.proof.sim.world.touches import pair
+from kvbaton.proof.sim.world.world import World
+from kvbaton.protocol.effects import End
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import HandoffId, RequestId, WorkerId
+from kvbaton.protocol.marks import Begun
+
+HANDOFF = HandoffId("00" * 16 + ".0")
+WAITED_S = 100.0
+
+
+@pytest.fixture
+def cluster() -> Cluster:
+    """One that is roomy, with a P, a D and no liar, at its beginning."""
+    for seed in range(100):
+        world = World(seed)
+        plan = draw(world.rng)
+        if plan.profile == "healthy" and plan.prefill != plan.decode:
+            return Cluster(world, plan)
+    raise AssertionError("no healthy world")
+
+
+def judge(cluster: Cluster, reason: Reason, source: str = "p0") -> None:
+    life: Life = cluster.lives[WorkerId("d0")]
+    causes: Causes = cluster.causes
+    causes._born.setdefault(HANDOFF, cluster.world.now)
+    begun = Begun(HANDOFF, RequestId("r"), WorkerId(source), 4)
+    causes._judge(life, begun, End(reason), WAITED_S)
+
+
+def test_what_touched_nobody_is_needless_for_every_reason(cluster):
+    for reason in Reason:
+        with pytest.raises(Broken, match="no cause"):
+            judge(cluster, reason)
+
+
+@pytest.mark.parametrize("whom", [HANDOFF, "p0", "d0", pair(WorkerId("p0"), WorkerId("d0"))])
+def test_what_touched_it_its_pair_or_one_of_the_two_is_its_cause(cluster, whom):
+    cluster.world.touch("lost", whom)
+    judge(cluster, Reason.CLAIM_TIMEOUT)
+
+
+@pytest.mark.parametrize("whom", ["p1", "11" * 16 + ".0", pair(WorkerId("p1"), WorkerId("d0"))])
+def test_what_touched_others_excuses_nothing(cluster, whom):
+    cluster.world.touch("lost", whom)
+    with pytest.raises(Broken, match="no cause"):
+        judge(cluster, Reason.CLAIM_TIMEOUT)
+
+
+def test_what_was_over_before_it_began_excuses_nothing(cluster):
+    cluster.world.touch("paused_process", "p0", lasts_s=1.0)
+    cluster.world.now = 50.0
+    with pytest.raises(Broken, match="no cause"):
+        judge(cluster, Reason.CLAIM_TIMEOUT)
+
+
+def test_a_cause_brings_about_its_own_reasons_alone(cluster):
+    cluster.world.touch("lost", HANDOFF)
+    with pytest.raises(Broken, match="no cause"):
+        judge(cluster, Reason.DISCARDED)
+
+
+def test_a_lie_excuses_what_the_liar_is_a_party_to(cluster):
+    cluster.world.touch(LIE, HANDOFF)
+    for reason in Reason:
+        judge(cluster, reason)
+
+
+def test_gets_and_lookups_of_ranks_are_no_faults():
+    kinds = {kind for causes in CAUSES.values() for kind in causes}
+    assert not kinds & {"rank_gets", "rank_lookups", "gets", "puts"}
+
+
+@pytest.mark.usefixtures("worlds_alone")
+def test_most_worlds_object_when_every_other_granted_handoff_fails_for_nothing():
+    """None of the worlds that were neither healthy nor of liars did, while a world excused all of its handoffs."""
+    seeds = [seed for seed in range(60) if draw(World(seed).rng).profile not in ("healthy", "liars")][:12]
+    with find("every_other_grant_fails").switch():
+        seen = [look(seed) for seed in seeds]
+    assert sum(each is not None and each.promise == NEEDLESS for each in seen) >= 10
