@@ -398,7 +398,7 @@ class SchedulerSide:
 
     @guarded(returns(False))
     def busy(self) -> bool:
-        """Whether vLLM must go on stepping for us alone; not for a request that it counts itself (a pause waits for us)."""
+        """Whether vLLM must go on stepping for us alone; not for what it counts itself (a pause waits for us)."""
         live = self._live
         if live is None:
             return False
