@@ -137,7 +137,7 @@ def test_what_a_liar_put_into_the_store_counts_no_more_when_it_is_removed(tmp_pa
                 assert await all_three.answer("d0", PROMPT) != right, "the lie is in the store, and in d0's cache"
                 key_rotation.remove(directory, "p0")
                 await until(lambda: all_three.stat("d0", "cache_resets_total") == 1)
-                await until(lambda: "p0" in all_three["e0"].node.keyring.removed)
+                await until(lambda: "p0" in all_three["e0"].node.keyring.removed_names)
                 assert await all_three.answer("e0", PROMPT) == right
                 assert await all_three.answer("d0", PROMPT) == right
                 assert all_three.stat("e0", "store_hits_blocks_total") == 0
@@ -155,7 +155,7 @@ def test_what_was_computed_on_a_lie_and_put_by_another_counts_no_more_either(tmp
                 await all_three.answer("d0", more)
                 await all_three.until(puts(all_three, "d0", 1))
                 key_rotation.remove(directory, "p0")
-                await until(lambda: "p0" in all_three["e0"].node.keyring.removed)
+                await until(lambda: "p0" in all_three["e0"].node.keyring.removed_names)
                 assert await all_three.answer("e0", more) == reference_answers([more], 12)[0]
                 assert all_three.stat("e0", "store_hits_blocks_total") == 0
 

@@ -64,10 +64,9 @@ class Keyring(msgspec.Struct, frozen=True):
     admission: bytes = b""  # checks certificates of members that join; b"": none are let in
     joined: Mapping[WorkerId, Membership] = {}  # who of `peers` is there by a certificate
     certificate: bytes = b""  # its own, of an identity that joined
-    signing: Mapping[
-        str, bytes
-    ] = {}  # by CURVE key, the key by which its holder signs; of older identities there is none
-    removed: frozenset[WorkerId] = frozenset()  # who was a member once and was removed, as far as is known here
+    signing: Mapping[str, bytes] = {}  # by CURVE key, the key by which its holder signs, of who has one
+    removed: frozenset[str] = frozenset()  # keys of members that joined and were removed
+    removed_names: frozenset[WorkerId] = frozenset()  # who was removed, minted or joined, as far as is known here
 
     def origin_of(self, name: WorkerId) -> str:
         """A member as an origin of KV: a name that was removed may be given again, to another key."""
@@ -77,10 +76,10 @@ class Keyring(msgspec.Struct, frozen=True):
         """Whether KV of that member is not to be used any more: it was removed, or is not one that grants. One that
         only left is not gone, nor one whose key was rotated; where its name had been removed once, it counts so."""
         if origin.startswith("#"):  # named by a value of the store; a name that was removed once stays bad there
-            return mark_of(origin) in map(mark_of, self.removed)
+            return mark_of(origin) in map(mark_of, self.removed_names)
         told, _, key = origin.partition(" ")
         name = WorkerId(told)
-        if name in self.removed and key not in (self.peers.get(name), *self.also.get(name, ())):
+        if name in self.removed_names and key not in (self.peers.get(name), *self.also.get(name, ())):
             return True
         return name in self.peers and not may(self.role_of(name), Act.GRANT)
 
@@ -165,7 +164,7 @@ def load(directory: str | Path, name: str) -> Keyring:
         signing |= _sign_up(base, wanted, secret)
     found = Keyring(wanted, public, secret, *_peers(cards, tickets), str(base), _roles(cards), files.admission(base))
     removed = frozenset(map(WorkerId, files.removed(base)))
-    return _with_files(msgspec.structs.replace(found, signing=signing, removed=removed), base)
+    return _with_files(msgspec.structs.replace(found, signing=signing, removed_names=removed), base)
 
 
 def reload(keyring: Keyring) -> Keyring:
@@ -179,7 +178,7 @@ def reload(keyring: Keyring) -> Keyring:
     peers, ticket_keys, also = _peers(cards, files.tickets(base))
     fresh = msgspec.structs.replace(
         keyring, peers=peers, ticket_keys=ticket_keys, also=also, roles=_roles(cards), admission=files.admission(base),
-        joined={}, removed=_removed(keyring, cards, base),
+        joined={}, removed_names=_removed(keyring, cards, base),
         signing={**files.signing(base, cards), keyring.public: keyring.signer.public},
     )  # fmt: skip
     return _with_files(fresh, base)
@@ -203,12 +202,14 @@ def with_joined(keyring: Keyring, members: Mapping[WorkerId, Membership]) -> Key
 
 
 def _with_files(keyring: Keyring, base: Path) -> Keyring:
+    joined = list(admission_files.joined_files(base))
+    names = keyring.removed_names | {WorkerId(each.name) for each in joined if each.removed}
+    keyring = msgspec.structs.replace(keyring, removed_names=names)  # engines too, where a registry's files are theirs
     if keyring.role_of(keyring.name) not in READS_JOINED:
         return keyring
-    joined = list(admission_files.joined_files(base))
-    removed = keyring.removed | {WorkerId(each.name) for each in joined if each.removed}
-    found = with_joined(keyring, admission_files.members(joined, keyring.admission, time.time()))
-    return msgspec.structs.replace(found, removed=removed)
+    removed = frozenset(each.public for each in joined if each.removed)
+    keyring = msgspec.structs.replace(keyring, removed=removed)
+    return with_joined(keyring, admission_files.members(joined, keyring.admission, time.time()))
 
 
 def _sign_up(base: Path, name: WorkerId, secret: str) -> dict[str, bytes]:
@@ -234,7 +235,7 @@ def _removed(before: Keyring, cards: Sequence[files.Public], base: Path) -> froz
     minted = (name for name in before.peers if name not in before.joined)
     missed = {name for name in minted if not {before.peers[name], *before.also.get(name, ())} & now.get(name, set())}
     told = frozenset(map(WorkerId, files.removed(base))) | missed
-    return told | before.removed if len(before.removed) <= REMOVED_MAX else told
+    return told | before.removed_names if len(before.removed_names) <= REMOVED_MAX else told
 
 
 def _lists(cards: Iterable[files.Public], name: str, public: str) -> bool:

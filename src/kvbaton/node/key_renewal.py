@@ -23,7 +23,7 @@ def renewed_keys(node: Node, before: Keyring, after: Keyring) -> list[Departed |
     identity.origin_of, identity.is_gone = after.origin_of, after.is_gone
     node.doorway.config = msgspec.structs.replace(node.doorway.config, ticket_keys=after.ticket_keys)
     changed = [worker for worker in sorted(before.peers) if not _same(before, after, worker)]
-    removed = after.removed.intersection(changed) | after.removed - before.removed
+    removed = after.removed_names.intersection(changed) | after.removed_names - before.removed_names
     lost = [worker for worker in changed if _grants(before, worker) and not _grants(after, worker)]
     events: list[Departed | MembersGone] = [Departed(worker) for worker in changed]
     # A member that only left is no reason: it may come back, and what it computed is as good as before.

@@ -58,7 +58,7 @@ def trust_of(keyring: Keyring) -> ShelfTrust:
             for key in (keyring.peers[name], *keyring.also.get(name, ())):
                 writers[writer_id(f"{name} {key}")] = keyring.signing_keys(name)
     private = keyring.signer.private if may(keyring.role_of(keyring.name), Act.GRANT) else b""
-    gone = tuple(sorted(map(mark_of, keyring.removed)))
+    gone = tuple(sorted(map(mark_of, keyring.removed_names)))
     return ShelfTrust(writer_id(f"{keyring.name} {keyring.public}"), private, writers, gone[:WRITERS_MAX])
 
 
