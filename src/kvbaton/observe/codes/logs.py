@@ -207,6 +207,8 @@ CODES: tuple[CodeEntry, ...] = (
     log("store-fault", MAKERS, "A store thread raised an exception and continues; its operation is a miss.", REPORT),
     log("store-order-failed", OPERATOR, "A put or get failed in the store's backend; it counts as a miss.",
         "read the error in the traceback: disk, memory or connection of the store"),
+    log("store-swept", NOBODY, "The store dropped values of members that were removed, or computed on such values.",
+        "nothing: they are computed and put again"),
     log("store-stuck", OPERATOR, "A call to the store has not returned; its backend is left open.",
         "check whether the store's host responds"),
 )  # fmt: skip
