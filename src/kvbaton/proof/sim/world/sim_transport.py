@@ -31,9 +31,13 @@ from kvbaton.transports.local.region_listener import ShmEndpoint
 from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpEndpoint
 
 SHM = Capabilities("shm", one_sided=True, can_write=False, can_fence=False, cancels=True, same_host=True)
-TCP = Capabilities("tcp", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False)
+TCP = Capabilities(
+    "tcp", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False, knows_writes=True
+)
 LENT_TCP = msgspec.structs.replace(TCP, enforces=True)
-RDMA = Capabilities("rdma", one_sided=True, can_write=True, can_fence=True, cancels=False, same_host=False)
+RDMA = Capabilities(
+    "rdma", one_sided=True, can_write=True, can_fence=True, cancels=False, same_host=False, knows_writes=True
+)
 CMA = Capabilities("cma", one_sided=True, can_write=True, can_fence=False, cancels=False, same_host=True)
 CUDA = Capabilities(
     "cuda", one_sided=True, can_write=False, can_fence=False, cancels=False, same_host=True, weaves=True
@@ -143,8 +147,8 @@ class SimTransport:
         self._loans.lay_out(tables)
 
     def lend(self, loan: Loan) -> None:
-        if not self.kind.enforces:
-            raise TypeError(f"{self.kind.name} lends nothing: see capabilities.enforces")
+        if not (self.kind.enforces or (self.kind.knows_writes and loan.direction is Direction.WRITE)):
+            raise TypeError(f"{self.kind.name} lends nothing: see capabilities.lends")
         self._maybe_throw()
         if self.fabric.on_lending is not None:
             self.fabric.on_lending(self, loan)
@@ -335,7 +339,8 @@ class SimTransport:
 
     def _lent(self, job: _Job) -> bool:
         """Whether the remote serves this, asked when it begins; from then on it is under way until it ends."""
-        if not job.remote.kind.enforces or job.flight is not None or not job.spans:
+        kind, writes = job.remote.kind, job.copy.direction is Direction.WRITE
+        if not (kind.enforces or (writes and kind.knows_writes)) or job.flight is not None or not job.spans:
             return True
         pairs = array("q", [number for _, remote, size in job.spans for number in (remote, size)])
         copy = job.copy
@@ -393,7 +398,7 @@ class SimTransport:
             return
         job.over = True
         if job.flight is not None:
-            job.remote._loans.end(job.flight)
+            job.remote._loans.end(job.flight, landed=job.moved == len(job.spans))
         self._jobs.pop(job.copy.job, None)
         self._note(CopyRested(job.copy.job) if job.given_up else CopyEnded(job.copy.job, reason))
 
