@@ -307,7 +307,7 @@ class ClusterNode:
         return HeldReport(
             leases=len(ledger.producer.leases),
             intakes=len(ledger.consumer.by_handoff),
-            claims=len(ledger.producer.parked),
+            claims=ledger.producer.claims.waiting,
         )
 
     def _on_directory(self, entries: Sequence[DirectoryEntry]) -> None:
