@@ -98,7 +98,8 @@ class FarTransport:
         self._process.call(Disconnect(self._me, peer))
 
     def lend(self, loan: Loan) -> None:
-        self._process.call(Lend(self._me, loan.job, loan.peer, loan.direction, loan.blocks))
+        due = [(area.region, area.rows.tolist(), area.shifts.tolist()) for area in loan.due]
+        self._process.call(Lend(self._me, loan.job, loan.peer, loan.direction, loan.blocks, due))
 
     def submit(self, copy: Copy) -> bool:
         place = copy.direction, copy.local_region, copy.remote_region
