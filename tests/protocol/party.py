@@ -419,7 +419,7 @@ class Party:
     def lends(self, rank: int, peer: PeerId, direction: fx.Direction, blocks: set[int]) -> bool:
         """Whether a data plane that enforces it would let `peer` at these blocks."""
         plane = self.ledger.desk.identity.transports[0]
-        if not (plane.enforces if direction is fx.Direction.READ else plane.lends):
+        if not (plane.enforces if direction is fx.Direction.READ else plane.lends_writes):
             return True
         lent = {
             block

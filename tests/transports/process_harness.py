@@ -149,7 +149,7 @@ class ProcessHarness:
         transport.register(0, here.view)
         near = Side(near_id, transport, here.view)
         far = Side(far_id, FarTransport(self._process, far_id, self._kind, there), there.view)
-        if self.capabilities.lends:
+        if self.capabilities.lends_reads:
             lend_everything(near.transport, far_id)
             lend_everything(far.transport, near_id)
         near.transport.connect(far_id, far.transport.endpoint(near_id))

@@ -131,7 +131,7 @@ class LedgerContext:
         `due`: by rank, what the peer must write.
         """
         reads = direction is Direction.READ
-        if plane is None or not (plane.enforces if reads else plane.lends) or not any(blocks):
+        if plane is None or not (plane.lends_reads if reads else plane.lends_writes) or not any(blocks):
             return
         if not may(self.identity.role_of(peer.worker), Act.READ if reads else Act.WRITE):
             return

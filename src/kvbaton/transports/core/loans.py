@@ -19,6 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
+from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.effects import Direction, Loan
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded
@@ -218,8 +219,8 @@ class _Lends(Protocol):
     def lend(self, loan: Loan) -> None: ...
 
 
-def lend_everything(transport: _Lends, *peers: PeerId, reads: bool = True) -> None:
+def lend_everything(transport: _Lends, *peers: PeerId, able: Capabilities | None = None) -> None:
     """Where regions were not laid out, lend all of them, both ways: for benchmarks and tests of copies alone."""
     for number, (peer, way) in enumerate(product(peers, Direction)):
-        if reads or way is Direction.WRITE:
+        if able is None or (able.lends_reads if way is Direction.READ else able.lends_writes):
             transport.lend(Loan(JobId(EVERYTHING + number), engine_of(peer), way, ((0,),)))

@@ -194,7 +194,8 @@ class Mischief:
 
     def _copy(self) -> None:
         """Read, or write, some page of somebody whose data plane it is connected to, whether it is lent or not."""
-        plane = self.rng.choice(self.life.transports).get(PLANE)
+        planes = self.rng.choice(self.life.transports)
+        plane = planes.get(PLANE) if "shm" not in planes or self.rng.random() < 0.5 else planes["shm"]
         peers = sorted(plane._links) if plane is not None else []
         if plane is None or not peers:
             return
@@ -203,7 +204,7 @@ class Mischief:
         block = self._block() if self.rng.random() < 0.5 else self.rng.randrange(there.blocks)
         size = min(there.page_bytes, self.life.character.shape.page_bytes)
         remote = there.page(self.rng.randrange(there.layers), min(block, there.blocks - 1))
-        way = self.rng.choice((Direction.READ, Direction.WRITE))
+        way = self.rng.choice((Direction.READ, Direction.WRITE)) if plane.kind.can_write else Direction.READ
         self._jobs += 1
         self.world.faults["lies_copied"] += 1
         plane.submit(Copy(JobId(self._jobs), peer, way, 0, 0, array("q", (0, remote, size))))

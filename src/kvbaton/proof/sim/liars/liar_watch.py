@@ -35,7 +35,7 @@ from kvbaton.proof.sim.world.touches import TICKET_KEY, opened
 from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.geometry.layout import EngineLayout
-from kvbaton.protocol.ids import HandoffId, WorkerId
+from kvbaton.protocol.ids import HandoffId, PeerId, WorkerId
 from kvbaton.protocol.machines.lease import ReaderState
 from kvbaton.protocol.machines.push_write import Outlet
 from kvbaton.protocol.numbers import DURATION_S_MIN
@@ -137,6 +137,7 @@ class Company:
         self._liars: list[Liar] = []
         self._targets: dict[HandoffId, WorkerId] = {}  # of tickets that the liar was shown, whom they are for
         self._seen: dict[tuple[WorkerId, int, str, object], float] = {}
+        self._opened: set[tuple[PeerId, WorkerId]] = set()  # honest members, and to whom they have lent anything
         self._witness: Witness | None = None
 
     # --- the world's side
@@ -207,6 +208,8 @@ class Company:
         owner = self._witness.owner[transport.address]
         if not self._lies(owner):
             self._witness.lending(transport, loan)
+            if loan.direction is Direction.READ:
+                self._opened.add((owner.peer, loan.peer.worker))
             if loan.direction is Direction.WRITE and WorkerId(loan.peer.worker) in self.names:
                 _mark(owner, self._witness.rank[transport.address], loan)
 
@@ -227,7 +230,9 @@ class Company:
             spans = copy.spans
             remote = next(spans[n + 1] for n in range(0, len(spans), 3) if spans[n] == offset)
             if there.character.transports[0] == "shm" and liar.character.transports[0] == "shm":
-                return  # mapped as a whole: what is lent there is not enforced by anybody
+                if (there.peer, liar.peer.worker) not in self._opened:
+                    raise Broken(STRANGER, f"{liar.peer.worker} reads {there.peer.worker}, which has lent it nothing")
+                return  # mapped as a whole from the first loan on: what is lent there is not enforced by anybody
             allowed = _granted(there, liar)
             self._demand(there, liar, remote, size, allowed, "reads")
         elif not self._lies(owner):
