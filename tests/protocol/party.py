@@ -44,7 +44,7 @@ from kvbaton.protocol.wire.codec import decode, encode
 from kvbaton.protocol.wire.messages import ALL_FEATURES, Joined, Welcome
 from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
 from kvbaton.protocol.wire.versions import SPOKEN, Versions
-from kvbaton.transports.core.written import Written
+from kvbaton.transports.core.written import WriteRecord
 
 if TYPE_CHECKING:
     from pair import Pair
@@ -168,7 +168,7 @@ class Party:
         self.restless: dict[JobId, Moving] = {}
         self.loans: dict[JobId, tuple[int, fx.Loan]] = {}  # with the rank
         self.taken_back: list[JobId] = []
-        self.written: dict[JobId, Written] = {}  # what came under each loan, until its end is told
+        self.written: dict[JobId, WriteRecord] = {}  # what came under each loan, until its end is told
         self.fences: list[fx.StartFence] = []
         self.connected: dict[PeerId, fx.Connect] = {}
         self.holders: dict[PeerId, set[fx.Holder]] = {}
@@ -496,7 +496,7 @@ class Party:
                 self.copies[copy.job] = Moving(rank, transport, copy, generation, due)
             case fx.Lend(rank, _, loan):
                 self.loans[loan.job] = rank, loan
-                self.written[loan.job] = Written(loan.due)
+                self.written[loan.job] = WriteRecord(loan.due)
             case fx.CancelCopy(_, _, job) if job in self.loans or job not in self.copies:
                 if self.loans.pop(job, None) is not None:  # a loan that is being taken back may be asked for once more
                     self.taken_back.append(job)

@@ -27,7 +27,7 @@ from kvbaton.protocol.geometry.pages import Band, PageTable
 from kvbaton.protocol.ids import JobId, PeerId, WorkerId
 from kvbaton.transports.core.mover import Bands, Counts, Mover
 from kvbaton.transports.core.transport import Spans
-from kvbaton.transports.core.written import WriteRecords, Written
+from kvbaton.transports.core.written import WriteRecord, WriteRecords
 
 GRACE_S = 5.0
 """How long what is under way may still take once its loan was taken back: an honest reader of a slow network is done,
@@ -51,7 +51,7 @@ class BytesUnderWay:
     pairs: Spans
     cut: Callable[[], None]  # ends it, and its connection; from any thread
     awaited: list[JobId] = field(default_factory=list)  # loans that wait for its end
-    records: tuple[Written, ...] = ()  # of a write: where it counts once it has landed
+    records: tuple[WriteRecord, ...] = ()  # of a write: where it counts once it has landed
 
 
 class Loans:

@@ -29,7 +29,7 @@ Runs = tuple[Numbers, Numbers]
 """Where they begin and end: in order, and apart."""
 
 
-class Written:
+class WriteRecord:
     """The record of one loan. Not thread-safe: the caller has a lock."""
 
     def __init__(self, due: Sequence[Area]) -> None:
@@ -69,13 +69,13 @@ class WriteRecords:
     """Of all loans for writing of one rank under which something is due. The caller has a lock."""
 
     def __init__(self) -> None:
-        self._by_job: dict[JobId, Written] = {}
+        self._by_job: dict[JobId, WriteRecord] = {}
         self._lenders: dict[PeerId, dict[int, array[int]]] = {}  # by engine and group: the loan of each block, or 0
 
     def lend(self, loan: Loan, sizes: Mapping[int, int]) -> None:
         """`sizes`: how many blocks each group has."""
         if loan.due:
-            self._by_job[loan.job] = Written(loan.due)
+            self._by_job[loan.job] = WriteRecord(loan.due)
             for group, ids in enumerate(loan.blocks):
                 size = sizes.get(group, 0)
                 lenders = self._lenders.setdefault(loan.peer, {}).setdefault(group, array("q", bytes(8 * size)))
@@ -91,7 +91,7 @@ class WriteRecords:
                 if 0 <= block < len(lenders) and lenders[block] == loan.job:
                     lenders[block] = 0
 
-    def of(self, engine: PeerId, pairs: Spans, tables: Iterable[tuple[int, Bands]]) -> tuple[Written, ...]:
+    def of(self, engine: PeerId, pairs: Spans, tables: Iterable[tuple[int, Bands]]) -> tuple[WriteRecord, ...]:
         """Where a request counts: in the loan that it begins in; an honest one is of one handoff, and ends there."""
         # Not row by row: what else it names is recorded where it is not due, and so counts nowhere.
         lenders = self._lenders.get(engine, {})
@@ -104,7 +104,7 @@ class WriteRecords:
                 found.add(lenders[group][block])
         return tuple(self._by_job[JobId(job)] for job in sorted(found) if job in self._by_job)
 
-    def end(self, job: JobId) -> Written | None:
+    def end(self, job: JobId) -> WriteRecord | None:
         return self._by_job.pop(job, None)
 
     def forget(self, engine: PeerId) -> None:

@@ -9,9 +9,10 @@ nothing to be shown (docs/security.md).
 
 from __future__ import annotations
 
+import contextlib
 import random
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -21,10 +22,12 @@ from kvbaton.proof.sim.liars.sim_liar import Liar, role_in
 from kvbaton.proof.sim.world.sim_transport import SimTransport
 from kvbaton.proof.sim.world.touches import TICKET_KEY
 from kvbaton.protocol.effects import Copy, Direction
+from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.ids import HandoffId, JobId, WorkerId
 from kvbaton.protocol.privileges import Act, may
 from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.codec import read
 from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
 
 FIRST_JOB = 1 << 40
@@ -53,7 +56,8 @@ class Mischief:
         if may(role_in(self.life.peer.worker), Act.CLAIM):
             liar.on_overheard = self._hurry
         if may(role_in(self.life.peer.worker), Act.WRITE):
-            liar.on_offer = self._say_written
+            self._receive = liar.receive
+            liar.receive = self._look_for_offers  # type: ignore[method-assign]
             for planes in self.life.node.ranks:
                 for name, plane in planes.items():
                     planes[name] = HollowPlane(plane, liar)  # type: ignore[index,arg-type]
@@ -180,6 +184,14 @@ class Mischief:
         """Some of them at once: who claims first may be the one who is believed."""
         if not self.liar.quiet and self.liar.temper.pause_s and self.rng.random() < 0.5:
             self.world.after(0.001, self._use_overheard)
+
+    def _look_for_offers(self) -> Sequence[tuple[WorkerId, bytes]]:
+        frames = self._receive()
+        for worker, frame in frames:
+            with contextlib.suppress(ProtocolError, msgspec.MsgspecError, UnicodeDecodeError):
+                if isinstance(read(frame)[1], m.Offer):
+                    self._say_written(worker, msgspec.msgpack.decode(frame))
+        return frames
 
     def _say_written(self, worker: WorkerId, tree: list[Any]) -> None:
         """At once: before anything is written, and whether it ever is."""

@@ -106,7 +106,6 @@ class Liar:
         self._sessions: dict[WorkerId, deque[int]] = {}
         self.overheard: deque[tuple[str, bytes]] = deque(maxlen=OVERHEARD_MAX)
         self.on_overheard: Callable[[], None] = lambda: None
-        self.on_offer: Callable[[WorkerId, list[Any]], None] = lambda worker, tree: None
         life.node.control = self
 
     # --- the control port of its node
@@ -124,10 +123,7 @@ class Liar:
         frames = self._wire.receive()
         for worker, frame in frames:
             try:
-                tree = _unpack(frame)
-                self._note(worker, tree)
-                if kind_of(tree[_BODY]) is m.Offer:
-                    self.on_offer(worker, tree)
+                self._note(worker, _unpack(frame))
             except (msgspec.DecodeError, UnicodeDecodeError, KeyError, IndexError, TypeError):
                 continue  # garbled on the way
         return frames
