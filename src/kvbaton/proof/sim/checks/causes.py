@@ -53,7 +53,7 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.DISCARDED: ("discarded", "turn_let_go", "retired"),
     _R.DRAINING: ("retired",),
     _R.DUPLICATE: ("ticket_twice", "ticket_replayed"),
-    _R.HANDSHAKE_TIMEOUT: (FULL, *_CUT),
+    _R.HANDSHAKE_TIMEOUT: (FULL, "rank_slow", *_CUT),  # each endpoint that came late costs a repeated Hello or Joined
     _R.LEASE_EXPIRED: (BOUNDED, *_TURN, *_TICKET, "no_room", "late_ticket", "preempted", *_LEFT, *_STUCK, *_APART),
     _R.PEER_GONE: (FENCED, *_APART, *_STUCK),
     _R.PEER_UNKNOWN: ("ticket_of_nobody", *_APART, *_STUCK),
