@@ -186,6 +186,13 @@ def _(make: Make) -> Load:
     return load
 
 
+@story(Reason.ORIGIN_GONE)
+def _(make: Make) -> Load:
+    pair = make()
+    pair.d.ledger.desk.identity.is_gone = lambda origin: origin == "p"
+    return asked(pair)
+
+
 @story(Reason.PEER_GONE)
 def _(make: Make) -> Load:
     load = reading(pair := make())

@@ -45,7 +45,7 @@ Rank = Mapping[str, Transport]
 """One rank's data planes by name."""
 
 _AWAITED = (fx.CancelCopy, fx.CancelPut, fx.StartFence)
-_ENGINE_EFFECTS = (fx.Unpin, fx.UnpinPut, fx.MatchFound, fx.MatchFailed, fx.Report, fx.DropHold)
+_ENGINE_EFFECTS = (fx.Unpin, fx.UnpinPut, fx.MatchFound, fx.MatchFailed, fx.Report, fx.DropHold, fx.ForgetCache)
 
 
 def log_fault(what: str, count: int, error: Exception) -> None:
@@ -418,7 +418,7 @@ class Node:
                 self._next_events.append(StoreEnded(effect.put, Reason.STORE_FAILED))
                 return
             try:
-                self.store.put(effect.put, effect.blocks, effect.keys)
+                self.store.put(effect.put, effect.blocks, effect.keys, effect.origins)
             except Exception:  # seed 003: a store that raises must not keep the pin
                 self._next_events.append(StoreEnded(effect.put, Reason.STORE_FAILED))
                 raise

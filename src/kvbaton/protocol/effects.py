@@ -185,10 +185,17 @@ class DropHold(_Effect, frozen=True):
     handoff: HandoffId
 
 
+class ForgetCache(_Effect, frozen=True):
+    """The engine's prefix cache may hold KV of these members, who are gone: let no request find it any more."""
+
+    origins: tuple[str, ...]
+
+
 class StorePut(_Effect, frozen=True):
     put: PutId
     blocks: Groups
     keys: tuple[bytes, ...]
+    origins: tuple[str, ...] = ()  # of this engine's cache: whose KV these blocks may be computed on
 
 
 class CancelPut(_Effect, frozen=True):
@@ -210,6 +217,7 @@ Effect = (
     | MatchFailed
     | Report
     | DropHold
+    | ForgetCache
     | StorePut
     | CancelPut
 )

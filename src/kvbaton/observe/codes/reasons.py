@@ -116,6 +116,12 @@ ADVICE: dict[Reason, Advice] = {
          "a library is missing on one host"),
         ("kvbaton doctor on each host lists its transports", "give both the same transport and checksum"),
     ),
+    Reason.ORIGIN_GONE: Advice(
+        ("a member was removed, or its key got another role, after P had taken KV from it; P resets its cache as soon "
+         "as it learns of that",),
+        ("nothing, for a few seconds; where it goes on, P's host still has public/NAME.json: remove it there too",),
+        ("kvbaton keys show DIR on P's host; [cache-reset] in P's log",),
+    ),
     Reason.OTHER: Advice(
         ("the peer is a newer release",),
         ("read the detail, and the peer's log", "run the same release on both"),

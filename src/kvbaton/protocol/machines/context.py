@@ -18,6 +18,7 @@ from kvbaton.protocol.events import Groups
 from kvbaton.protocol.geometry.layout import EngineLayout
 from kvbaton.protocol.geometry.spans import Move
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId, rank_peer
+from kvbaton.protocol.machines.origins import Origins
 from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
 from kvbaton.protocol.privileges import Act, Role, may
 from kvbaton.protocol.settings import Settings
@@ -48,6 +49,8 @@ class Identity:
     optional: int = int(ALL_FEATURES)
     versions: Versions = SPOKEN
     role_of: Callable[[WorkerId], Role] = lambda worker: Role.BOTH  # the role of a member's key
+    origin_of: Callable[[WorkerId], str] = str  # a member as an origin of KV: its name and its key
+    is_gone: Callable[[str], bool] = lambda origin: False  # whether that member's KV is not to be used any more
 
     @property
     def offered(self) -> int:
@@ -79,6 +82,7 @@ class LedgerContext:
     counts: Counter[str] = field(default_factory=Counter)
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=MARKS_MAX))
     owners: dict[JobId, Parts] = field(default_factory=dict)
+    origins: Origins = field(default_factory=Origins)
     last_job: int = 0
     confirmed: int = 0  # sessions that targets have confirmed, so far
 
