@@ -276,7 +276,7 @@ class Node:
         """Tell transports that lend blocks, rather than memory, where the blocks are."""
         for index, rank in enumerate(self.ranks):
             for name, transport in rank.items():
-                if transport.capabilities.enforces:
+                if transport.capabilities.lends_writes:
                     with self._guarded(f"lay_out.{name}"):
                         lending = cast(LendingTransport, transport)
                         lending.lay_out(())  # if the rest fails, nothing can be lent

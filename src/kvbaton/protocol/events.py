@@ -136,6 +136,7 @@ class CopyEnded(_Event, frozen=True):
     reason: Reason | None = None
     at_rest: bool = True
     detail: str = ""
+    unwritten: int | None = None  # of a loan for writing: bytes that were due and did not come; None: not known
 
 
 class CopyRested(_Event, frozen=True):

@@ -137,6 +137,8 @@ class Consumer:
                 intake.repeats.greetings += 1
                 self.book.step(intake, _E.UNLINKED)
                 intake.link = self.links.need(link.worker, now)
+            elif intake.state is _S.JUDGING:
+                pass  # its source has had its say; only our own ranks are waited for
             elif intake.end is None:
                 self.fail(intake, reason, detail, now)
             elif intake.state is _S.REVOKING:
@@ -216,7 +218,9 @@ class Consumer:
     # --- copies
 
     def on_copy_ended(self, intake: Intake, event: CopyEnded, now: float) -> None:
-        if intake.end is None and event.reason is not None:
+        if intake.state is _S.JUDGING:
+            self.pushes.on_loan_ended(intake, event, now)
+        elif intake.end is None and event.reason is not None:
             self.fail(intake, event.reason, event.detail, now)
         elif intake.end is None:
             if not intake.has_bytes:

@@ -232,7 +232,7 @@ class Ledger:
         if parts is None or event.job not in parts.moving:
             self.desk.count("late.copy")
             return
-        moved = parts.ended(event.job, event.at_rest)
+        moved = parts.ended(event)
         if event.reason is None:
             self.desk.counts["copies"] += 1
             self.desk.counts["bytes_moved"] += moved.bytes

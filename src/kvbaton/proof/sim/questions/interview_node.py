@@ -33,7 +33,7 @@ class Port:
         self.name, self.calls, self.room = name, calls, 99
         self.news: list[Any] = []
         self.throws: dict[str, Exception] = {}
-        self.capabilities = SimpleNamespace(enforces=enforces)
+        self.capabilities = SimpleNamespace(enforces=enforces, lends_writes=enforces)
 
     def _called(self, what: str, *arguments: Any) -> None:
         self.calls.append((self.name, what, *arguments))
