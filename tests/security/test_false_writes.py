@@ -1,7 +1,7 @@
 """Push: a P that says Written and has written nothing, less, elsewhere or later. D decodes on nothing of it.
 
-Before D counted what was written into its blocks: 239 of 240 answers over tcp were wrong with status 200 (of those with
-one byte missing 23 of 48)."""
+Before D asked its ranks what was written: over tcp 48 of 48 answers of each lie were wrong with status 200, of the one
+with a byte missing 23."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def test_a_handoff_is_delivered_only_if_its_blocks_were_written(cluster: Betraye
         tenants = [cluster.ask(ASKED // 2, "push", salt=f"{lie} {number}") for number in range(2)]
         assert [fresh.right, *(each.right for each in tenants)] == [ASKED, ASKED // 2, ASKED // 2], cluster.last.wrongs
     finally:
-        cluster.end("liar")
+        cluster.end("liar", 15)
         until(lambda: set(cluster.states()) == {"d0"})
