@@ -176,7 +176,7 @@ def test_a_question_goes_through_the_registry_that_has_reports(
         (0, m.ShowFor(WorkerId("p0"), Incarnation(1), ("x",))),
         (1, m.DiscardFor(WorkerId("p0"), Incarnation(1), ("t",))),
     ]
-    for take, _ in (reader._tell for reader in readers.readers):
+    for take, *_ in (reader._tell for reader in readers.readers):
         take(RegistryView((), complete=True))
     assert not readers.show(WorkerId("p0"), Incarnation(1), ("x",))
     readers.close()
