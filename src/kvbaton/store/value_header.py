@@ -94,11 +94,9 @@ def held(frame: memoryview, key: str, trust: StoreTrust) -> tuple[bytes, ...] | 
     if count > ORIGINS_MAX or depth > DEPTH_MAX or not trust.believes(names):
         return None
     index = int.from_bytes(frame[_PLACE:_SIGNATURE], "little")
-    if (
-        index >> depth
-        or any(frame[_WAY + depth * _HASH_BYTES : _ORIGINS])
-        or any(frame[_ORIGINS + count * WRITER_BYTES : FRAME_BYTES])
-    ):
+    way_end, names_end = _WAY + depth * _HASH_BYTES, _ORIGINS + count * WRITER_BYTES
+    unused = bytes(frame[way_end:_ORIGINS]) + bytes(frame[names_end:FRAME_BYTES])
+    if index >> depth or unused.strip(b"\0"):
         return None
     digest = DIGESTS.get(kind)
     if digest is None or digest(value) != frame[_DIGEST:_PLACE]:
