@@ -71,7 +71,7 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.PEER_UNKNOWN: ("ticket_of_nobody", *_APART, *_STUCK),
     _R.PINS_FULL: ("pins_refused",),
     _R.QUARANTINE_FULL: (FULL, *_STUCK),  # a push that was delivered is not at rest before its loans are back
-    _R.SOURCE_ABORTED: (*_LEFT, *_STUCK, *_APART),  # also a Quiesced of which only the repetition came
+    _R.SOURCE_ABORTED: ("pins_refused", *_LEFT, *_STUCK, *_APART),  # also a Quiesced of which only the repetition came
     _R.SOURCE_PREEMPTED: ("preempted",),
     _R.STALE: ("nibbled", "cache_replaced", *_STUCK, *_APART),
     _R.TICKET_EXPIRED: ("late_ticket", "ticket_replayed", *_CUT),
