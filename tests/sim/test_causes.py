@@ -7,8 +7,8 @@ import pytest
 from kvbaton.proof.sim.checks.causes import CAUSES, LIE, Causes
 from kvbaton.proof.sim.hardship.world_plan import draw
 from kvbaton.proof.sim.looking import look
-from kvbaton.proof.sim.mutants.hunting import find
-from kvbaton.proof.sim.promises import NEEDLESS, Broken
+from kvbaton.proof.sim.mutants.hunting import find, hunt
+from kvbaton.proof.sim.promises import NEEDLESS, RULE, Broken
 from kvbaton.proof.sim.world.life import Life
 from kvbaton.proof.sim.world.sim_cluster import Cluster
 from kvbaton.proof.sim.world.touches import pair
@@ -82,6 +82,14 @@ def test_a_lie_excuses_what_the_liar_is_a_party_to(cluster):
 def test_gets_and_lookups_of_ranks_are_no_faults():
     kinds = {kind for causes in CAUSES.values() for kind in causes}
     assert not kinds & {"rank_gets", "rank_lookups", "gets", "puts"}
+
+
+@pytest.mark.usefixtures("worlds_alone")
+@pytest.mark.parametrize("name", ["no_turn_is_taken", "no_turn_is_kept", "nothing_is_pushed", "nothing_is_streamed"])
+def test_a_capability_that_never_happens_is_an_alarm(name):
+    """Of 40 worlds of turns none objected while no turn was ever taken, or none ever kept."""
+    catch = hunt(name, 80)
+    assert catch.caught and catch.promise in (NEEDLESS, RULE)
 
 
 @pytest.mark.usefixtures("worlds_alone")

@@ -37,15 +37,16 @@ class Result(msgspec.Struct):
 
 
 @quietly()
-def run_seed(seed: int) -> Result:
-    """One world, from its first event to rest."""
+def run_seed(seed: int, asks: bool = True) -> Result:
+    """One world, from its first event to rest; with the questions and models beside it, unless `asks` is False."""
     world = World(seed)
     plan = draw(world.rng)
     result = Result(seed, plan.profile, holds=True)
     cluster: Cluster | None = None
     try:
-        run_benches(seed)
-        asked(BANK, seed)
+        if asks:
+            run_benches(seed)
+            asked(BANK, seed)
         cluster = Cluster(world, plan)
         world.run(FAULTY_S)
         cluster.heal()
