@@ -69,7 +69,7 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.TRANSFER_TIMEOUT: _STUCK,
     _R.UNKNOWN_LEASE: (*_TURN, "no_room", FULL, "late_ticket", *_TICKET, "preempted", *_LEFT, *_STUCK, *_APART),
     _R.UNREACHABLE: (BOUNDED, "plane_shut", *_THREW, *_RANKS),
-    _R.WRONG_INCARNATION: (*_APART, *_STUCK, FULL),
+    _R.WRONG_INCARNATION: (FULL, *_CUT, *_APART),  # P began anew, or has forgotten the session
     _R.WRONG_VERSION: (OTHER_NEEDS,),
 }
 _TIMEOUTS = {_R.CLAIM_TIMEOUT, _R.DEFER_TIMEOUT, _R.TRANSFER_TIMEOUT}
@@ -141,7 +141,7 @@ class Causes:
         reason = end.reason
         if reason is None or what.peer in self._liars:
             return
-        touched = self._touched(what, life)
+        touched = self._touched(what, life, reason)
         if LIE in touched:
             return
         who = f"{life.character.name}: {what.request} of {what.peer}"
@@ -150,10 +150,12 @@ class Causes:
         if touched.isdisjoint(CAUSES.get(reason, ())):
             raise Broken(NEEDLESS, f"{who} failed for no cause, {end}; touched by {sorted(touched)}")
 
-    def _touched(self, what: Begun, life: Life) -> set[str]:
+    def _touched(self, what: Begun, life: Life, reason: str) -> set[str]:
         """All that befell this handoff: by itself, with its pair, and with each of the two."""
         touches, now, target = self._world.touches, self._world.now, life.character.name
-        since = self._born[what.handoff] - life.character.settings.claim_timeout  # its greeting may be as old
+        since = self._born[what.handoff]
+        if reason is _R.HANDSHAKE_TIMEOUT:  # the greeting may be older
+            since -= life.character.settings.claim_timeout
         found = touches.between(what.handoff, 0.0, now)
         for whom in (pair(what.peer, target), what.peer, target):
             found |= touches.between(whom, since, now)

@@ -114,7 +114,19 @@ def _only_when_all_is_there(original: Any) -> Any:
     return read_on
 
 
+def _sessions_kept(original: Any) -> Any:
+    def forget_if_over(self: Any, session: int) -> None:
+        kept = self.sessions.get(session)
+        original(self, session)
+        if kept is not None:
+            self.sessions[session] = kept
+
+    return forget_if_over
+
+
 PUSH_MUTANTS: tuple[Mutant, ...] = (
+    Mutant("writer_remembers_sessions", "18", "P remembers every session that it has ever written in",
+           swap(push_writer.Writer, "_forget_if_over", _sessions_kept)),
     Mutant("nothing_is_streamed", "30", "D reads when P has computed all, and not before",
            swap(consumer_pull.Pulls, "read_on", _only_when_all_is_there)),
     Mutant("nothing_is_pushed", "16", "D copies what P could write",
