@@ -10,6 +10,7 @@ import zmq
 
 from kvbaton.control.addressing import ControlLimits
 from kvbaton.control.keyring import Keyring
+from kvbaton.control.signing import Signer
 from kvbaton.control.zmq import LOOPBACK, ZmqControl
 from kvbaton.processes.free_ports import free_ports
 from kvbaton.protocol.ids import WorkerId
@@ -24,11 +25,15 @@ def steady_bind() -> str:
     return f"tcp://127.0.0.1:{free_ports(1)[0]}"
 
 
-def cluster(*names: str) -> dict[str, Keyring]:
-    """Keyrings of one cluster, without files."""
+def cluster(*names: str, signs: bool = False) -> dict[str, Keyring]:
+    """Keyrings of one cluster, without files. Those of a release that `signs` know each other's signing keys."""
     pairs = {WorkerId(name): tuple(key.decode() for key in zmq.curve_keypair()) for name in names}
     peers = {name: public for name, (public, _) in pairs.items()}
-    return {name: Keyring(name, public, secret, peers, (b"t" * 32,)) for name, (public, secret) in pairs.items()}
+    signing = {public: Signer.of(secret).public for public, secret in pairs.values()} if signs else {}
+    return {
+        name: Keyring(name, public, secret, peers, (b"t" * 32,), signing=signing)
+        for name, (public, secret) in pairs.items()
+    }
 
 
 def until(condition: Callable[[], object], *posts: Post, timeout_s: float = DEADLINE_S) -> None:

@@ -16,7 +16,7 @@ from kvbaton.protocol.events import Departed, PlaneFailed
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.machines.backoff import Shunned
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.wire.messages import Commit, Goodbye, Hello, Joined, Linked, Welcome
+from kvbaton.protocol.wire.messages import Claim, Commit, Goodbye, Hello, Joined, Linked, Welcome
 
 Make = Callable[..., Pair]
 BOTH = (SHM, TCP)
@@ -108,6 +108,19 @@ def test_endpoints_that_cannot_be_used_are_a_plane_that_cannot_be_opened(two_pla
     two_planes.settle()
     assert delivered(load) and of(two_planes, Connect) == ["shm", "tcp"]
     assert two_planes.done(GivenUp)[0].detail == "of no use"
+
+
+def test_a_source_that_answers_before_it_was_told_links_nothing(two_planes: Pair) -> None:
+    """Linked is the answer to Joined, which waits for the probe: the link was up, and its timer ran on."""
+    two_planes.d.habits.copies = False
+    load = two_planes.d.want("r", two_planes.p.grant())
+    two_planes.settle()  # as far as the probe
+    two_planes.inject("p", "d", Linked(), session=next(iter(two_planes.p.ledger.sessions.by_number)))
+    assert not two_planes.said(Claim) and two_planes.d.counts["illegal.linked"] == 1
+    two_planes.d.finish()
+    two_planes.d.habits.copies = True
+    two_planes.settle()
+    assert delivered(load)
 
 
 def test_a_plane_that_does_not_answer_is_given_up_in_time(two_planes: Pair) -> None:

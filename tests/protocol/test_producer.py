@@ -400,7 +400,7 @@ class TestParking:
         load = pair.d.want("r", pair.router_ticket())
         pair.run(3.1)
         assert why(load) is Reason.DEFER_TIMEOUT
-        assert not pair.p.ledger.producer.parked
+        assert pair.p.ledger.is_idle()
 
     def test_a_parked_claim_goes_with_its_link(self, pair: Pair) -> None:
         pair.d.want("r", pair.router_ticket())
@@ -430,14 +430,89 @@ class TestParking:
         pair.run(1)
         assert delivered(first)
 
-    def test_a_claim_that_was_given_up_is_not_answered(self, pair: Pair) -> None:
-        pair.d.want("r", pair.router_ticket())
+    @pytest.mark.parametrize("push", [False, True])
+    def test_nothing_is_held_for_a_claim_that_was_given_up(self, pair: Pair, push: bool) -> None:
+        """The Abandon came while the claim was parked: P held its blocks for the whole first term."""
+        pair.d.want("r", pair.router_ticket(), push=push)
         pair.settle()
         pair.d.give_up("r")
         pair.settle()
-        assert not pair.p.ledger.producer.parked and len(pair.p.ledger.desk.timers) == 0
+        assert pair.p.ledger.is_idle() and pair.p.ledger.producer.claims.waiting == 0
+        pair.p.stream()
+        assert not pair.said(Granted) and not pair.p.ledger.producer.leases and len(pair.done(Unpin)) == 1
+        assert len(pair.p.ledger.desk.timers) == 0 and pair.p.counts["abandoned.aborted"] == 1
+
+    def test_a_reader_that_left_takes_one_seat_and_no_other(self, make_pair: Make) -> None:
+        pair = make_pair("p", "d", "e")
+        pair.d.want("r", pair.router_ticket())
+        other = pair.e.want("q", pair.router_ticket())
+        pair.settle()
+        pair.d.give_up("r")
+        pair.settle()
+        pair.p.stream(max_readers=2)
+        pair.run(1)
+        assert delivered(other) and len(pair.done(Unpin)) == 1, "and P waits for nobody else"
+
+    def test_what_was_given_up_is_remembered_after_its_session(self, pair: Pair) -> None:
+        """As when D's cache is reset, or D leaves: it abandons everything and says goodbye."""
+        pair.d.want("r", pair.router_ticket())
+        pair.settle()
+        pair.d.leave()
+        pair.settle()
+        assert not pair.p.ledger.sessions.by_number
         pair.p.begin()
-        assert not pair.said(Granted)
+        assert not pair.p.ledger.producer.leases
+
+    def test_a_prompt_that_p_begins_after_its_reader_was_refused_is_held_for_nobody(self, make_pair: Make) -> None:
+        pair = make_pair("p", settings=Settings(defer_timeout=3.0))
+        pair.add("d", settings=Settings(defer_timeout=60.0))
+        load = pair.d.want("r", pair.router_ticket())
+        pair.run(5)
+        assert why(load) is Reason.DEFER_TIMEOUT
+        pair.p.begin()
+        assert not pair.p.ledger.producer.leases and pair.p.counts["abandoned.defer_timeout"] == 1
+
+    def test_a_reader_that_left_is_remembered_as_long_as_its_claim_would_have_waited(self, pair: Pair) -> None:
+        pair.d.want("r", pair.router_ticket())
+        pair.settle()
+        pair.d.give_up("r")
+        pair.run(60.1)
+        assert not pair.p.ledger.producer.parked and len(pair.p.ledger.desk.timers) == 0
+
+    def test_a_claim_of_a_reader_that_left_is_refused(self, pair: Pair) -> None:
+        pair.hold(Claim)
+        pair.d.want("r", pair.router_ticket())
+        pair.run(0.6)  # said twice, heard once
+        pair.d.give_up("r")
+        pair.settle()
+        pair.release()
+        pair.settle()
+        assert [message.reason for message in pair.said(ClaimRefused)] == [Reason.ABORTED]
+        assert pair.p.ledger.producer.claims.waiting == 0
+
+    def test_a_claim_of_a_reader_that_left_with_another_prompt_spends_the_lease(self, pair: Pair) -> None:
+        pair.d.want("r", pair.router_ticket(), content=99)
+        pair.settle()
+        pair.d.give_up("r")
+        pair.settle()
+        pair.p.begin()
+        assert not pair.p.ledger.producer.leases
+
+    def test_one_that_waits_comes_before_one_that_has_left(self, make_pair: Make) -> None:
+        pair = make_pair("p", "d", "e", settings=Settings(parked_max=3, parked_per_peer_max=2))
+        for n in (1, 2):
+            pair.d.want(f"r{n}", pair.router_ticket(n), n)
+            pair.settle()
+            pair.d.give_up(f"r{n}")
+        pair.settle()
+        loads = [pair.d.want("r3", pair.router_ticket(3), 3), pair.e.want("q4", pair.router_ticket(4), 4)]
+        pair.settle()
+        loads.append(pair.e.want("q5", pair.router_ticket(5), 5))
+        pair.settle()
+        assert [load.failed for load in loads] == [None] * 3 and pair.p.counts["parked_forgotten"] == 2
+        refused = pair.d.want("r6", pair.router_ticket(6), 6)
+        pair.settle()
+        assert why(refused) is Reason.BUSY
 
     def test_a_parked_claim_for_another_prompt_is_refused_when_p_begins(self, pair: Pair) -> None:
         load = pair.d.want("r", pair.router_ticket(), content=99)
@@ -466,7 +541,8 @@ class TestParking:
         pair.settle()
         pair.d.leave()
         pair.settle()
-        assert [reader.peer.worker for reader in pair.p.ledger.producer.parked] == ["e"]
+        waiting = [r.peer.worker for r, each in pair.p.ledger.producer.parked.items() if each.left is None]
+        assert waiting == ["e"]
 
     def test_a_pull_for_what_p_does_not_know_is_not_parked(self, pair: Pair) -> None:
         """Only where D may be earlier than P is there anything to wait for."""
@@ -625,6 +701,29 @@ class TestStreaming:
         pair.settle()
         assert why(load) is reason and len(pair.done(Unpin)) == 1
         assert [message.reason for message in pair.said(SourceLost)] == [reason]
+
+    def test_a_source_that_ended_early_says_so_to_a_renewal(self, pair: Pair) -> None:
+        """Its SourceLost was lost, or overtaken: the reader heard that the lease had expired."""
+        load = pair.d.want("r", pair.router_ticket())
+        source = pair.p.begin()
+        pair.p.chunk(source, 1)
+        pair.settle()
+        pair.lose(SourceLost)
+        pair.p.tell(ev.SourceEnded(source.lease, Reason.PINS_FULL))
+        pair.p.tell(ev.Discarded(source.handoff))
+        pair.run(5.1)
+        assert why(load) is Reason.PINS_FULL
+
+    def test_a_source_that_ended_early_says_so_to_an_offer(self, pair: Pair) -> None:
+        pair.d.habits.allocates = False
+        load = pair.d.want("r", pair.router_ticket(), push=True)
+        source = pair.p.begin()
+        pair.settle()
+        pair.lose(SourceLost)
+        pair.p.tell(ev.SourceEnded(source.lease, Reason.PINS_FULL))
+        pair.d.allocate("r")
+        pair.settle()
+        assert why(load) is Reason.PINS_FULL
 
     def test_a_source_that_ends_tells_nobody_who_has_left(self, make_pair: Make) -> None:
         pair = make_pair("p", "d", "e")

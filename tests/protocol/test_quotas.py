@@ -120,7 +120,7 @@ def test_the_claims_of_one_d_that_wait_are_bounded_and_others_find_room(make_pai
     pair.settle()
     assert load.end is not None and load.end.delivered
     pair.run(100)
-    assert pair.p.ledger.producer.parked.of(D) == 0, "they were answered in time"
+    assert pair.p.ledger.producer.claims.waiting == 0, "they were answered in time"
 
 
 def refused(pair: Pair) -> str:

@@ -11,8 +11,11 @@ from __future__ import annotations
 import base64
 import io
 import json
+import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +215,40 @@ def encoded(tensor: Any) -> str:
     buffer = io.BytesIO()
     torch.save(tensor, buffer)
     return base64.b64encode(buffer.getvalue()).decode()
+
+
+PAUSES = (
+    "/pause?mode=wait",
+    "/pause?mode=keep",
+    "/pause?mode=abort",
+    "/reset_prefix_cache?reset_running_requests=true&reset_external=true",
+)
+
+
+def test_x_pauses_of_d_under_load_are_answered_as_by_an_engine_alone(pair: Duo) -> None:
+    """500 once, 7 of 30 with mode=wait: a load or an answer of P was under way. And P lets go of what D gave up."""
+    stop = threading.Event()
+
+    def client(number: int) -> int:
+        turn = 0
+        while not stop.is_set():
+            pair.ask(prompt_of(200 + 50 * number, f"pauses {number} {turn}"), MODES[turn % 3])
+            turn += 1
+        return turn
+
+    with ThreadPoolExecutor(6) as pool:
+        clients = [pool.submit(client, number) for number in range(6)]
+        try:
+            for path in PAUSES * 3:
+                time.sleep(0.5)
+                command(pair.d, path)  # an error unless it is 200
+                if path.startswith("/pause"):
+                    command(pair.d, "/resume")
+        finally:
+            stop.set()
+        assert all(each.result(120) for each in clients)
+    pair.come_to_rest(30)
+    all_by_handoff(pair, "after the pauses")
 
 
 def test_y_after_sleep_and_waking_up_handoffs_go_on(pair: Duo) -> None:

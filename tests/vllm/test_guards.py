@@ -6,11 +6,14 @@ One pair for all three: P has its cache in shared memory, where a test can write
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +23,19 @@ from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from tests.vllm.cache_memory import NOISE, overwrite_cache
 from tests.vllm.duo import MODES, TOKENS, Duo, ends, prompt_of, running_duo, same
-from tests.vllm.engines import IN_THE_CORE, post, until
+from tests.vllm.engines import IN_THE_CORE, Engine, post, until
 
 pytestmark = pytest.mark.timeout(900)
 
 WHILE_ENV = "KVBATON_TEST_CORRUPT_WHILE"  # as tests/vllm/corrupting_connector.py reads it
+LEASE_S = 6.0
 MARK = NOISE[:64]
 """Of a cache that was written over: no other bytes on this machine are these."""
 
 
 @pytest.fixture(scope="module")
 def damaging(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """While this file is there, a byte of each copy of D's goes wrong."""
+    """While this file is there, a byte of each copy goes wrong, whichever side makes it."""
     return tmp_path_factory.mktemp("damaging") / "now"
 
 
@@ -42,15 +46,17 @@ def duo(
     """P takes turns, which vLLM lets only an engine of both roles do; routers use it as a P."""
 
     def around(name: str, config: dict[str, Any]) -> dict[str, Any]:
-        if name == "p0":
-            return {**config, "kv_role": "kv_both"}
-        return {**config, "kv_connector_module_path": "tests.vllm.corrupting_connector"}
+        config = {**config, "kv_connector_module_path": "tests.vllm.corrupting_connector"}
+        if name == "d0":
+            return config
+        own = {**config["kv_connector_extra_config"], "role": "prefill"}
+        return {**config, "kv_role": "kv_both", "kv_connector_extra_config": own}
 
-    p = {"transport": "shm,tcp", "checksum": "full", "role": "prefill"}
+    p = {"transport": "shm,tcp", "checksum": "full", "lease_s": LEASE_S}
     d = {"transport": "tcp", "checksum": "full", "encrypt": "on", "turn_s": 60.0}
     with running_duo(
         vllm_python, tiny("llama"), tmp_path_factory.mktemp("guards"),
-        p_extra=p, d_extra=d, p_args=IN_THE_CORE, d_args=IN_THE_CORE, around=around,
+        p_extra=p, d_extra=d, p_args=IN_THE_CORE, around=around,
         env={WHILE_ENV: str(damaging)},
     ) as duo:  # fmt: skip
         yield duo
@@ -90,7 +96,7 @@ def test_the_next_turn_s_p_takes_from_d_what_it_need_not_compute(duo: Duo) -> No
     told = post(f"{duo.d.url}/v1/completions", {**body, "return_token_ids": True, "kv_transfer_params": params})
     said = [*first, *told["choices"][0]["token_ids"]]
     assert len(said) == 500
-    goes_on, before = [*said, *prompt_of(100, "second turn")], duo.p.metrics()
+    goes_on, before = [*said, *prompt_of(100, "second turn")], turns_taken(duo.p)
     asked = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -99,9 +105,35 @@ def test_the_next_turn_s_p_takes_from_d_what_it_need_not_compute(duo: Duo) -> No
     params = duo.p.ask(goes_on, 1, kv_transfer_params=asked).kv_transfer_params
     assert params is not None
     assert same(duo.decode(goes_on, params), alone(duo, goes_on))
-    now = duo.p.metrics()
-    taken = [name for name in now if name.startswith("kvbaton_turn_loads_total{") and 'end="taken"' in name]
-    assert taken and sum(now[name] - before.get(name, 0.0) for name in taken) == 1, taken
+    until(lambda: turns_taken(duo.p) - before == 1, 10, f"P took the turn: {turns_taken(duo.p)}")
+
+
+def turns_taken(engine: Engine) -> float:
+    """How many turns this P has loaded; it tells with one of its steps."""
+    name = "kvbaton_turn_loads_total{"
+    return sum(value for each, value in engine.metrics().items() if each.startswith(name) and '"taken"' in each)
+
+
+def test_a_step_that_takes_longer_than_a_lease_costs_no_handoff(duo: Duo) -> None:
+    """Forty answers on a busy machine: D's first step took 15 s, and 7 leases ended while their requests lay in vLLM's
+    queue. Here D's worker is stopped in a step; D claims what comes meanwhile, and P keeps it."""
+    prompts = [prompt_of(200 + number, "long step") for number in range(5)]
+    before = ends(duo.d)
+    held = duo.prefill(prompts[0])
+    worker = max(pid for pid in duo.d.pids() if b"resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_bytes())
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            answers = [pool.submit(duo.decode, prompts[0], held)]
+            time.sleep(1.0)  # its step has begun
+            answers += [pool.submit(duo.decode, prompt, duo.prefill(prompt)) for prompt in prompts[1:]]
+            time.sleep(LEASE_S + 4.0)
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        found = [answer.result(60) for answer in answers]
+    assert all(same(answer, alone(duo, prompt)) for answer, prompt in zip(found, prompts, strict=True))
+    now = {name: count - before.get(name, 0) for name, count in ends(duo.d).items() if count != before.get(name, 0)}
+    assert now == {"delivered": len(prompts)}, now
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=None,
         metavar="CIDRS",
         help="allowed worker addresses, such as 10.1.0.0/16,fd12::/16, or any "
-        "(default: the address that each connects from, or another of the same kind of network)",
+        "(default: the address that each connects from)",
     )
     add(
         "--join-port",

@@ -96,7 +96,7 @@ def _add_sources(group: argparse._ArgumentGroup) -> None:
         default=None,
         metavar="CIDRS",
         help="allowed worker addresses, such as 10.1.0.0/16,fd12::/16, or any "
-        "(default: the address that each connects from, or another of the same kind of network)",
+        "(default: the address that each connects from)",
     )
     group.add_argument(
         "--plain-discovery",

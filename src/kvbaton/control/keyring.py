@@ -62,9 +62,8 @@ class Keyring(msgspec.Struct, frozen=True):
     admission: bytes = b""  # checks certificates of members that join; b"": none are let in
     joined: Mapping[WorkerId, Membership] = {}  # who of `peers` is there by a certificate
     certificate: bytes = b""  # its own, of an identity that joined
-    signing: Mapping[
-        str, bytes
-    ] = {}  # by CURVE key, the key by which its holder signs; of older identities there is none
+    signing: Mapping[str, bytes] = {}  # by CURVE key, the key by which its holder signs, of who has one
+    removed: frozenset[str] = frozenset()  # keys of members that joined and were removed
 
     @property
     def signer(self) -> Signer:
@@ -185,6 +184,8 @@ def with_joined(keyring: Keyring, members: Mapping[WorkerId, Membership]) -> Key
 def _with_files(keyring: Keyring, base: Path) -> Keyring:
     if keyring.role_of(keyring.name) not in READS_JOINED:
         return keyring
+    removed = frozenset(each.public for each in admission_files.joined_files(base) if each.removed)
+    keyring = msgspec.structs.replace(keyring, removed=removed)
     return with_joined(keyring, admission_files.members(base, keyring.admission, time.time()))
 
 

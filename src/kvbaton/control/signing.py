@@ -11,14 +11,24 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+from msgspec import Meta
 from zmq.utils import z85
 
 SIGNING_KEY_BYTES = 32
 SIGNATURE_BYTES = 64
+SAID_BYTES_MAX = 8 << 10
 _INFO = b"kvbaton signing key 1"
 _DOMAIN = b"kvbaton signed\n"
+
+
+class Signed(msgspec.Struct, frozen=True, array_like=True):
+    """Something signed, as it travels: whoever passes it on need not understand it."""
+
+    said: Annotated[bytes, Meta(max_length=SAID_BYTES_MAX)]
+    signature: Annotated[bytes, Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
 
 
 class Signer:

@@ -109,9 +109,10 @@ async def fronted(
         if keyring is not None and sources.registries:
             here = [] if registry is None else [(keyring.name, dialled(registry.endpoint))]
             places = [*sources.registries, *here]
-            readers = RegistryReaders(keyring, places, on_change=listed, on_report=reported)
+            readers = RegistryReaders(keyring, places, on_change=listed, on_report=reported, networks=sources.networks)
             stack.push_async_callback(asyncio.to_thread, readers.close)
             if registry is not None:
+                registry.refuse([f"{_bracketed(host)}:{port}"] if port else [])
                 registry.start()  # it is read like the others, and needed by those that start beside it
             if door is not None:
                 door.start()
@@ -145,6 +146,9 @@ async def fronted(
         else:
             app = site = await stack.enter_async_context(router_app(*given, **more))
             url = await stack.enter_async_context(serving(site, host, port, secrets.tls_files()))
+        for each_list in (registry, readers):
+            if each_list is not None:
+                each_list.refuse([_authority(url)])
         if source is not None:
             source.on_keys = lambda fresh: app.set_ticket_key(fresh.ticket_keys[0])
         if readers is not None:  # they follow the key directory since before there was anyone to tell
@@ -169,6 +173,14 @@ def _drain_command(sources: Sources, registry: RegistryServer | None) -> str:
     places = ",".join(f"{name}@{endpoint}" for name, endpoint in sources.registries) or here
     keys = "DIR" if sources.keyring is None or not sources.keyring.directory else sources.keyring.directory
     return f"kvbaton drain --keys {shlex.quote(keys)} --registry {places}"
+
+
+def _authority(url: str) -> str:
+    return url.partition("://")[2].rstrip("/")
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def dialled(endpoint: str) -> str:

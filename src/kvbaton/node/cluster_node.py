@@ -36,10 +36,11 @@ from kvbaton.control.joining.acquaintances import Acquaintances
 from kvbaton.control.joining.certificate import Membership
 from kvbaton.control.joining.join_client import JoinedMember
 from kvbaton.control.keyring import Keyring
+from kvbaton.control.registry.held_report import HeldReport
 from kvbaton.control.registry.member import MemberState
 from kvbaton.control.registry.registry_client import OnDrain
 from kvbaton.control.registry.registry_group import RegistryGroup
-from kvbaton.control.registry.registry_messages import DirectoryEntry, HeldReport, Registration, Role, addresses
+from kvbaton.control.registry.registry_messages import DirectoryEntry, Registration, Role, addresses
 from kvbaton.control.registry.registry_places import registry_places
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.node.doorway import Doorway, DoorwayConfig
@@ -307,7 +308,7 @@ class ClusterNode:
         return HeldReport(
             leases=len(ledger.producer.leases),
             intakes=len(ledger.consumer.by_handoff),
-            claims=len(ledger.producer.parked),
+            claims=ledger.producer.claims.waiting,
         )
 
     def _on_directory(self, entries: Sequence[DirectoryEntry]) -> None:

@@ -157,9 +157,12 @@ class Node:
 
     def next_deadline(self) -> float | None:
         """The time of the next deadline, no later than the last step's if something is pending."""
+        soonest = self.ledger.next_deadline()
         look = self.recorder.next_look(self._stepped_at) if self.recorder is not None else None
-        times = [at for at in (self.ledger.next_deadline(), look, self._faults.due) if at is not None]
-        return min(times, default=None)
+        for at in (look, self._faults.due):
+            if at is not None and (soonest is None or at < soonest):
+                soonest = at
+        return soonest
 
     def tell(self, event: Event) -> None:
         """Record an event from outside for the next step (loop thread only)."""

@@ -17,7 +17,7 @@ from kvbaton.control.addressing import ControlError
 from kvbaton.control.joining import admission_files as book
 from kvbaton.control.joining import join_door
 from kvbaton.control.joining import join_messages as m
-from kvbaton.control.joining.admission import Admission
+from kvbaton.control.joining.admission import HERE_S, Admission
 from kvbaton.control.joining.certificate import LIFE_S, Membership, sign, verified
 from kvbaton.control.joining.join_token import JoinToken, proof
 from kvbaton.control.sockets import SocketPlane
@@ -162,8 +162,32 @@ def test_a_name_that_is_alive_under_another_key_is_not_given(
     monkeypatch.setattr(house.door, "_is_living", lambda name, key: alive[0] and key == knocker.public)
     with Knocker(house) as other:
         assert kind(other.join(token, "w-taken")) is Kind.TAKEN
-        alive[0] = False  # a restart, whose life before is gone from the list
+        alive[0] = False
+        assert kind(other.join(token, "w-taken")) is Kind.TAKEN, "it was at the door a moment ago, and never listed"
+        house.registry._roster.served.put(knocker.public, None)  # a restart, whose life before is gone from the list
         assert isinstance(other.join(token, "w-taken"), m.JoinAdmitted)
+
+
+def test_two_keys_do_not_have_a_name_by_turns(house: Gatehouse, knocker: Knocker, wall: Wall) -> None:
+    """Of members that no registry lists, such as ranks that use a store, each showing of a certificate took it back."""
+    token = house.token()
+    first = knocker.join(token, "w-turns")
+    assert isinstance(first, m.JoinAdmitted)
+    with Knocker(house) as other:
+        assert kind(other.join(token, "w-turns")) is Kind.TAKEN
+        wall.ahead_s = HERE_S + 1  # the first is silent for so long
+        try:
+            second = other.join(token, "w-turns")
+            assert isinstance(second, m.JoinAdmitted)
+            for _ in range(2):
+                assert kind(knocker.ask(m.Present(first.certificate))) is Kind.TAKEN
+                assert isinstance(other.ask(m.Present(second.certificate)), m.JoinAdmitted)
+            assert kind(knocker.join(token, "w-turns")) is Kind.TAKEN
+        finally:
+            wall.ahead_s = 0.0
+    assert house.uses(token) == 2
+    kept = book.joined_file(house.directory, "w-turns")
+    assert kept is not None and kept.public == other.public
 
 
 def test_a_young_registry_gives_nobodys_name_to_another(tmp_path: Path) -> None:

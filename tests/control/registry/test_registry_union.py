@@ -45,21 +45,35 @@ def view(text: str) -> RegistryView[Seen]:
     )
 
 
+# Of two registries one may lie, so that its word alone takes no one away.
 CASES: dict[str, tuple[list[tuple[int, str]], str, str]] = {
     "each lists another": ([(0, "p1"), (1, "d1")], "d1 p1", ""),
     "listed by one of two": ([(0, "p1 d1"), (1, "d1")], "d1 p1", ""),
     "one lost it, the other hears it": ([(0, "p1"), (1, "p1"), (0, "")], "p1", ""),
     "both lack it": ([(0, "p1"), (1, "p1"), (0, ""), (1, "")], "", "p1"),
-    "one silent, the other lacks it": ([(0, "p1 d1"), (1, "d1"), (0, "p1 d1 | silent")], "d1", "p1"),
+    "one silent, the other lacks it": ([(0, "p1 d1"), (1, "d1"), (0, "p1 d1 | silent")], "d1 p1", ""),
+    "one silent, the other empty": ([(0, "p1 d1"), (1, "p1 d1"), (0, "p1 d1 | silent"), (1, "")], "d1 p1", ""),
+    "one silent, and back without it": ([(0, "p1"), (1, "p1"), (0, "p1 | silent"), (1, ""), (0, "")], "", "p1"),
+    "one young, the other empty": ([(0, "p1"), (1, "p1"), (0, "| young"), (1, "")], "p1", ""),
     "one silent, the other lists it": ([(0, "p1"), (1, "p1"), (0, "p1 | silent")], "p1", ""),
     "all silent": ([(0, "p1 d1"), (1, "d1"), (1, "d1 | silent"), (0, "p1 d1 | silent")], "d1 p1", ""),
     "back empty": ([(0, "p1"), (0, "p1 | silent"), (0, "| young")], "p1", ""),
     "both back empty": ([(0, "p1"), (1, "p1"), (0, "| young"), (1, "| young")], "p1", ""),
-    "back empty, and old by now": ([(0, "p1"), (0, "| young"), (0, "")], "", "p1"),
+    "back empty, and old by now": ([(0, "p1"), (0, "| young"), (0, "")], "p1", ""),
+    "both back empty, and old by now": (
+        [(0, "p1"), (1, "p1"), (0, "| young"), (1, "| young"), (0, ""), (1, "")],
+        "",
+        "p1",
+    ),
     "back empty beside one that lists it": ([(0, "p1"), (1, "p1"), (0, "| young"), (0, "")], "p1", ""),
     "young one lists it, complete one lacks it": ([(0, "p1"), (1, "p1 | young"), (0, "")], "p1", ""),
     "new at a young one beside one that lacks it": ([(0, "d1"), (1, "p1 | young")], "d1 p1", ""),
-    "a young one names it as gone": ([(0, "p1 | young"), (0, "| young | gone p1")], "", "p1"),
+    "a young one names it as gone": ([(0, "p1 | young"), (0, "| young | gone p1")], "p1", ""),
+    "a young one names it as gone, and the other lacks it": (
+        [(0, "p1 | young"), (1, ""), (0, "| young | gone p1")],
+        "",
+        "p1",
+    ),
     "one names it as gone, the other hears it": ([(0, "p1"), (1, "p1"), (0, "| young | gone p1")], "p1", ""),
     "left by its own word": ([(0, "p1"), (1, "p1"), (0, "| left p1")], "", "p1"),
     "left here, the other is silent": ([(0, "p1"), (1, "p1"), (1, "p1 | silent"), (0, "| left p1")], "", "p1"),

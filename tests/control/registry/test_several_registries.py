@@ -21,12 +21,13 @@ from kvbaton.control.registry import (
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry import registry_watchers as watching
 from kvbaton.control.registry.registry_union import RegistryView
+from kvbaton.control.registry.statements import OwnStatements
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 
 from ..rig import Post, cluster, posted, steady_bind, until
 from .town import reg
 
-RINGS = cluster("registry-a", "registry-b", "router-1", "router-2", "operator", "p0", "d0", "d1")
+RINGS = cluster("registry-a", "registry-b", "router-1", "router-2", "operator", "p0", "d0", "d1", signs=True)
 QUICK = RegistrySettings(ping_s=0.03, suspect_s=1.0, evict_s=1.5, settle_s=0.3)
 NAMES = (WorkerId("registry-a"), WorkerId("registry-b"))
 
@@ -163,7 +164,8 @@ def test_a_question_goes_through_the_registry_that_has_reports(
     asked: list[tuple[int, m.FromRouter]] = []
     for number, reader in enumerate(readers.readers):
         monkeypatch.setattr(reader, "order", lambda order, number=number: asked.append((number, order)) or True)
-    entry = m.RosterEntry(reg("p0", 1), RINGS["p0"].public, m.WorkerState.READY)
+    told, signed = OwnStatements(RINGS["p0"]).of(reg("p0", 1))
+    entry = m.RosterEntry(told, RINGS["p0"].public, m.WorkerState.READY, signed=signed)
     listing = RegistryView((entry,), complete=True)
     (_, on_report), (on_view, _) = (reader._tell for reader in readers.readers)
     on_view(listing)
@@ -174,7 +176,8 @@ def test_a_question_goes_through_the_registry_that_has_reports(
         (0, m.ShowFor(WorkerId("p0"), Incarnation(1), ("x",))),
         (1, m.DiscardFor(WorkerId("p0"), Incarnation(1), ("t",))),
     ]
-    on_view(RegistryView((), complete=True))
+    for take, _ in (reader._tell for reader in readers.readers):
+        take(RegistryView((), complete=True))
     assert not readers.show(WorkerId("p0"), Incarnation(1), ("x",))
     readers.close()
 

@@ -90,7 +90,7 @@ class Side:
         settings = SimpleNamespace(max_hold_s=180.0, quarantine_blocks_max=4096)
         self.counts = Counts({"leases": 2, "ends.delivered": 1, "links.shm": 1, "frames": 9})
         desk = SimpleNamespace(counts=self.counts, settings=settings)
-        producer = SimpleNamespace(leases={}, parked={})
+        producer = SimpleNamespace(leases={}, claims=SimpleNamespace(waiting=0))
         consumer = SimpleNamespace(by_handoff={}, quarantined_blocks=0)
         self.turned_away = {"tcp:left": 0, "tcp:bad_proof": 2}
         node = SimpleNamespace(

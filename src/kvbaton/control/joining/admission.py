@@ -4,7 +4,9 @@ Laws: a use is on disk before its certificate is told, so a crash can waste a us
 asking again under the same name and token, while its certificate lives, is the same use: its answer was lost. Who
 cannot prove a token learns nothing about it: unknown and unproven get one answer, after the same work. A name that is
 minted, or of a rank of one that is, tombstoned, or alive under another key is not given. Renewal needs no token: who
-was let in stays until it is removed, or its certificate expires because no registry heard of it.
+was let in stays until it is removed, or its certificate expires because no registry heard of it. A name goes from one
+key to another only by a token, and only when the first is gone: a certificate never takes a name back, so that two keys
+do not have it by turns.
 """
 
 from __future__ import annotations
@@ -24,16 +26,27 @@ from kvbaton.control import key_files as files
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.joining import admission_files as book
 from kvbaton.control.joining import join_messages as m
-from kvbaton.control.joining.certificate import LIFE_S, CertificateFault, Membership, admission_public, sign, verified
+from kvbaton.control.joining.certificate import (
+    LIFE_S,
+    SKEW_S,
+    CertificateFault,
+    Membership,
+    admission_public,
+    sign,
+    verified,
+)
 from kvbaton.control.joining.join_token import proof
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.rank_names import are_related
+from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.privileges import Role, role_by_name
 
 IsLiving = Callable[[str, str], bool]
 """Whether a member of this name is listed under this key."""
 ISSUED_MAX = 8192
+HERE_S = 60.0
+"""After which a member that has not shown its certificate, which it does every 20 s, is gone."""
 _CARRIED = frozenset({Role.ROUTER, Role.REGISTRY, Role.STORE, Role.OPERATOR})
 """Whom a member without a key directory dials, or whose signature it checks."""
 _WORKERS = frozenset({Role.PREFILL, Role.DECODE, Role.BOTH})
@@ -68,6 +81,8 @@ class Admission:
         self._lock = threading.Lock()
         self._issued: dict[WorkerId, Membership] = {}  # the latest of each name
         self._unsaved: set[WorkerId] = set()
+        self._heard: Remembered[str, float] = Remembered(ISSUED_MAX)  # by key: when it was last at this door
+        self.has_served: Callable[[str], bool] = lambda _: False  # whether the registry has listed a worker by that key
 
     # --- the door's thread
 
@@ -80,6 +95,7 @@ class Admission:
         except JoinDenied as refused:
             self.counters[f"refused.{refused.answer.kind.value}"] += 1
             return refused.answer
+        self._heard.put(key, self._wall())
         self.counters["joined" if isinstance(question, m.Join) else "presented"] += 1
         return m.JoinAdmitted(sign(member, self._seed), self.public, self.card())
 
@@ -134,7 +150,7 @@ class Admission:
                 raise JoinDenied(m.RefusalKind.REVOKED, f"token {token.id} was revoked; ask for another")
             if said.role is not token.role and not (token.role is Role.BOTH and said.role in _WORKERS):
                 raise JoinDenied(m.RefusalKind.ROLE, f"token {token.id} is for {token.role}, not for {said.role}")
-            known = self._may_have(said.name, key, said.role, is_living)
+            known = self._may_have(said.name, key, said.role, is_living, by_token=True)
             again = known is not None and (known.public, known.token, known.role) == (key, token.id, said.role)
             if not again or known is None or self._wall() > known.until:
                 self._use(token)
@@ -156,7 +172,7 @@ class Admission:
             token = book.token_file(self._base, member.token)
             if token is not None and token.members_out:
                 raise JoinDenied(m.RefusalKind.REMOVED, f"token {token.id} was revoked with its members")
-            known = self._may_have(member.name, key, member.role, is_living)
+            known = self._may_have(member.name, key, member.role, is_living, by_token=False)
             with self._lock:
                 fresh = self._fresh(_signing_by(said.signing, member, int(self._wall())))
             if known is None or _held(known, self.public) != fresh:
@@ -174,7 +190,9 @@ class Admission:
             raise JoinDenied(m.RefusalKind.TOKEN, "the token is not one of this cluster's, or its proof is wrong")
         return token
 
-    def _may_have(self, name: str, key: str, role: Role, is_living: IsLiving) -> book.JoinedFile | None:
+    def _may_have(
+        self, name: str, key: str, role: Role, is_living: IsLiving, *, by_token: bool
+    ) -> book.JoinedFile | None:
         """Who is known by that name, if this key may have it."""
         kept = role_by_name(name)
         if (self._base / "public" / f"{name}.json").exists() or (kept is not Role.BOTH and kept is not role):
@@ -191,9 +209,18 @@ class Admission:
             return None
         if known.removed:
             raise JoinDenied(m.RefusalKind.REMOVED, f"name: {name} was removed; its name is free again later")
-        if known.public != key and is_living(name, known.public):
+        if known.public == key:
+            return known
+        if is_living(name, known.public) or self._was_here(known.public):
             raise JoinDenied(m.RefusalKind.TAKEN, f"name: {name} is alive under another key; choose another, or auto")
+        if not by_token and self._wall() <= known.until + SKEW_S:
+            raise JoinDenied(m.RefusalKind.TAKEN, f"name: {name} was given to another key since; restart this member")
         return known
+
+    def _was_here(self, key: str) -> bool:
+        """Whether a member that no registry lists, as a rank that only uses a store, lives: it comes every so often."""
+        heard_at = self._heard.get(key)
+        return heard_at is not None and not self.has_served(key) and 0 <= self._wall() - heard_at < HERE_S
 
     def _use(self, token: book.TokenFile) -> None:
         if self._wall() > token.expires:

@@ -12,7 +12,7 @@ import msgspec
 
 from kvbaton.control.joining.admission import Admission
 from kvbaton.control.joining.join_messages import ClusterCard
-from kvbaton.control.registry.registry_messages import Directory, RosterEntry
+from kvbaton.control.registry.registry_messages import Directory, DirectoryEntry, Roster, RosterEntry
 from kvbaton.protocol.ids import WorkerId
 
 
@@ -20,14 +20,24 @@ def certified(admission: Admission | None, directory: Directory) -> Directory:
     """The directory, with certificates."""
     if admission is None:
         return directory
-    role_of = admission.keyring.role_of
-    entries = tuple(
-        msgspec.structs.replace(
-            entry, certificate=admission.vouch(entry.worker, entry.public_key, role_of(entry.worker))
-        )
-        for entry in directory.entries
-    )
+    entries = tuple(msgspec.structs.replace(each, certificate=_of(admission, each)) for each in directory.entries)
     return msgspec.structs.replace(directory, entries=entries)
+
+
+def vouched(admission: Admission | None, roster: Roster) -> Roster:
+    """The roster, with the certificates of those who joined: a router on another host may not know them."""
+    if admission is None:
+        return roster
+    entries = tuple(
+        msgspec.structs.replace(each, certificate=_of(admission, each))
+        if each.worker in admission.keyring.joined else each
+        for each in roster.entries
+    )  # fmt: skip
+    return msgspec.structs.replace(roster, entries=entries)
+
+
+def _of(admission: Admission, entry: DirectoryEntry | RosterEntry) -> bytes:
+    return admission.vouch(entry.worker, entry.public_key, admission.keyring.role_of(entry.worker))
 
 
 def membership(admission: Admission | None, worker: WorkerId, key: str) -> tuple[bytes, ClusterCard | None]:

@@ -2,7 +2,7 @@
 
 Laws: what is known of the peers survives the registry; who has departed, by this registry alone, is `registry_union`'s.
 Until the registry says otherwise, registering is repeated; a worker that drains is listed once the registry says that
-of it.
+of it. Who is listed registers again from time to time: what it signed grows old (`statements`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import enum
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.registry_roster import RegistrySettings
 from kvbaton.control.registry.registry_union import News, RegistryUnion, RegistryView
+from kvbaton.control.registry.statements import RESIGN_S, OwnStatements
 
 
 class MemberState(enum.StrEnum):
@@ -24,8 +25,16 @@ class MemberState(enum.StrEnum):
 class Member:
     """One worker's side of discovery."""
 
-    def __init__(self, registration: m.Registration, settings: RegistrySettings, now: float) -> None:
+    def __init__(
+        self,
+        registration: m.Registration,
+        settings: RegistrySettings,
+        now: float,
+        own_statements: OwnStatements | None = None,
+    ) -> None:
         self.registration = m.validate(registration)
+        self._own_statements = own_statements
+        self._sign_at = now
         self.state = MemberState.JOINING
         self.detail = ""  # why, when refused
         self.has_spoken = False  # the registry may list it, even if no answer has come
@@ -45,9 +54,21 @@ class Member:
         self._speak_at = now + self._ping_s
         self.has_spoken = True
         self._is_answered = False
-        if self.state in (MemberState.JOINING, MemberState.REFUSED):
-            return m.Register(self.registration)
+        unlisted = self.state in (MemberState.JOINING, MemberState.REFUSED)
+        if unlisted or (self._own_statements and now >= self._sign_at and self.state is MemberState.LISTED):
+            self._sign_at = now + RESIGN_S
+            return self._register()
         return m.Ping(self.registration.incarnation, self._seen, self.held)
+
+    def _register(self) -> m.Register:
+        return m.Register(self.registration) if self._own_statements is None else m.Register(
+            *self._own_statements.of(self.registration)
+        )  # fmt: skip
+
+    def goodbye(self) -> m.Deregister:
+        """That this life is over."""
+        signed = self._own_statements.of(self.registration, left=True)[1] if self._own_statements is not None else None
+        return m.Deregister(self.registration.incarnation, signed)
 
     def next_deadline(self) -> float:
         return self._speak_at
@@ -79,7 +100,9 @@ class Member:
                 self._on_registered(message)
             elif isinstance(message, m.Superseded):
                 self.state = MemberState.SUPERSEDED
-            elif isinstance(message, m.Unknown):
+            elif isinstance(message, m.Unknown) or (
+                isinstance(message, m.Outdated) and self._own_statements and self._own_statements.above(message.signed)
+            ):
                 self.state = MemberState.JOINING
                 self._speak_at = now
         return None
@@ -95,5 +118,6 @@ class Member:
             return None
         self._seen = message.seen
         others = tuple(entry for entry in message.entries if entry.worker != self.registration.worker)
-        self.view = RegistryView(others, message.complete, frozenset(message.gone), frozenset(message.left))
+        gone, left = frozenset(message.gone), frozenset(message.left)
+        self.view = RegistryView(others, message.complete, gone, left, ended=message.ended)
         return self._union.take(0, self.view)

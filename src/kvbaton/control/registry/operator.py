@@ -2,7 +2,8 @@
 
 Laws: an answer is believed only from a registry's key, and only about the worker that was asked for. A worker is gone
 when no registry that answers lists it, and idle when none of them has it at work. One that does not answer is waited
-for once; from then on the others suffice until it does.
+for once; from then on the others suffice until it does. A registry is asked which life is listed, and the order is
+signed for that life: no registry can keep it for the next one.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from kvbaton.control.addressing import ControlError, ControlLimits, check_endpoi
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.registry_places import RegistryPlace
+from kvbaton.control.registry.statements import drain_order
 from kvbaton.control.zmq import ZmqControl
-from kvbaton.protocol.ids import WorkerId
+from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.protocol.privileges import Act, may
 
 REPEAT_S = 1.0  # a question may be lost, and asking twice is asking once
@@ -60,6 +62,13 @@ class OperatorLine:
 
         `incarnation` is 0 at first, then the answer's, so that a worker which was started again is left alone.
         """
+        until = self._clock() + timeout_s
+        said = self._ask(worker, incarnation, timeout_s)
+        if incarnation or said is None or said.state != "draining" or not said.incarnation:
+            return said
+        return self._ask(worker, said.incarnation, max(until - self._clock(), SILENT_S)) or said
+
+    def _ask(self, worker: WorkerId, incarnation: int, timeout_s: float) -> m.DrainState | None:
         begun = self._clock()
         for line in self._lines:
             line.begin(worker, incarnation)
@@ -95,13 +104,15 @@ class _RegistryLine:
         self.said: m.DrainState | None = None
         self.silent = False  # it did not answer the last question
         self._registry = place[0]
+        self._keyring = keyring
         self._question = m.DrainWorker(place[0])
         self._ask_at = 0.0
         self.control = ZmqControl(keyring, None, LIMITS, clock)
         self.control.set_directory({self._registry: (address, "")})  # under whichever key it has
 
     def begin(self, worker: WorkerId, incarnation: int) -> None:
-        self.said, self._question, self._ask_at = None, m.DrainWorker(worker, incarnation), -REPEAT_S
+        order = drain_order(self._keyring, worker, Incarnation(incarnation)) if incarnation else None
+        self.said, self._question, self._ask_at = None, m.DrainWorker(worker, incarnation, order), -REPEAT_S
 
     def turn(self, now: float) -> None:
         """Ask, and hear what has come."""

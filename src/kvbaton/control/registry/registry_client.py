@@ -24,6 +24,7 @@ from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.member import Member, MemberState
 from kvbaton.control.registry.registry_roster import RegistrySettings
 from kvbaton.control.registry.registry_union import Hearing, News, RegistryView
+from kvbaton.control.registry.statements import OwnStatements, must_obey
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import Incarnation, WorkerId
@@ -48,6 +49,7 @@ OnShow = Callable[[Sequence[str]], None]
 OnMembership = Callable[[bytes, ClusterCard], None]
 MakeReport = Callable[[], bytes | None]
 OnView = Callable[[RegistryView[m.DirectoryEntry]], None]
+OnKeys = Callable[[Keyring], None]
 
 
 def _ignore(*_: object) -> None:
@@ -65,6 +67,7 @@ class _Callbacks:
     on_show: OnShow
     on_membership: OnMembership
     on_view: OnView
+    on_keys: OnKeys
 
 
 class _ReportTimes:
@@ -102,6 +105,8 @@ class RegistryClient:
         on_show: OnShow = _ignore,
         on_membership: OnMembership = _ignore,
         on_view: OnView = _ignore,
+        on_keys: OnKeys = _ignore,
+        own_statements: OwnStatements | None = None,
         settings: RegistrySettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -112,12 +117,15 @@ class RegistryClient:
         called every half a second at most while the registry takes reports, and soon after `on_show`, which is called
         with what somebody wants to be told of. `on_membership`: the certificate of a member that joined, and its
         cluster's keys, as of now; told with every answer. `on_view` is called when the registry's list changes, and
-        when the registry begins or ceases to answer: of several registries, one list is made elsewhere.
+        when the registry begins or ceases to answer: of several registries, one list is made elsewhere. What this
+        worker says of itself is one of its `own_statements`, for all registries. `on_keys`: the key directory changed.
         """
         self.counters: Counter[str] = Counter()
         _check_known(keyring, registry[0])
-        self._registry, self._address = registry[0], _dialable(registry[1])
-        self._callbacks = _Callbacks(on_directory, on_departed, on_drain, on_discard, on_show, on_membership, on_view)
+        self._place = registry[0], _dialable(registry[1])
+        self._callbacks = _Callbacks(
+            on_directory, on_departed, on_drain, on_discard, on_show, on_membership, on_view, on_keys
+        )
         self._report = report
         self._report_times = _ReportTimes(clock())
         self._is_draining = False
@@ -125,10 +133,12 @@ class RegistryClient:
         self._heard_at: float | None = clock()  # None: it is said that the registry is silent
         settings = settings or RegistrySettings()
         self._hearing: Hearing[m.DirectoryEntry] = Hearing(settings.evict_s, settings.ping_s)
-        self._member = _member(keyring, registration, settings, clock())
+        self._keyring = keyring
+        self._member = _member(keyring, registration, settings, clock(), own_statements or OwnStatements(keyring))
         self._control = ZmqControl(keyring, None, LIMITS, clock)
+        self._control.on_keys = self._take_keys
         self._updates: deque[m.Registration] = deque(maxlen=1)
-        self._control.set_directory({self._registry: (self._address, "")})  # under whichever key it has by then
+        self._control.set_directory({self._place[0]: (self._place[1], "")})  # under whichever key it has by then
         self._thread = LoopThread("kvbaton-discovery", self._control, self._turn, self._finish, clock)
 
     @property
@@ -166,6 +176,10 @@ class RegistryClient:
         """Of a member that joined: its renewed keyring. From any thread."""
         self._control.set_keyring(keyring)
 
+    def _take_keys(self, keyring: Keyring) -> None:
+        self._keyring = keyring
+        self._guard(partial(self._callbacks.on_keys, keyring))
+
     def close(self) -> bool:
         """Deregister and stop; False when the thread did not end in time."""
         return self._thread.stop(CLOSE_S)
@@ -183,7 +197,7 @@ class RegistryClient:
         if self._heard_at is not None and now - self._heard_at >= SILENCE_S:
             self._heard_at = None
             said = "[registry-silent] %s: registry %s at %s has not answered for %g s; still trying"
-            log.warning(said, self._member.registration.peer, self._registry, self._address, SILENCE_S)
+            log.warning(said, self._member.registration.peer, *self._place, SILENCE_S)
         due = self._member.on_time(now)
         if due is not None:
             self._say(due)
@@ -225,15 +239,21 @@ class RegistryClient:
         if self._member.state is not before:
             quiet = self._member.state in (MemberState.LISTED, MemberState.JOINING)
             said = "[registry-state] registry %s: %s is %s %s"
-            args = (self._registry, self._member.registration.peer, self._member.state, self._member.detail)
+            args = (self._place[0], self._member.registration.peer, self._member.state, self._member.detail)
             log.log(logging.INFO if quiet else logging.ERROR, said, *args)
         if news is not None:
             self._pass_on(news)
 
     def _obey(self, message: m.DrainWorker | m.DiscardTickets | m.Show, now: float) -> None:
-        """The registry's key was proven with the connection; an order for another life is nobody's."""
+        """The registry's key was proven with the connection; an order for another life is nobody's. That this worker is
+        to drain counts if an operator has signed it, whichever registry brings it."""
         if message.incarnation != self._member.registration.incarnation:
             self.counters["orders_late"] += 1
+        elif isinstance(message, m.DrainWorker) and not must_obey(self._keyring, message):
+            self.counters["orders_unsigned"] += 1
+            if worth_saying(self.counters["orders_unsigned"]):
+                said = "[order-refused] registry %s brings an order to drain that no operator has signed; ignored"
+                log.warning(said, self._place[0])
         elif isinstance(message, m.DiscardTickets):
             self._guard(partial(self._callbacks.on_discard, message.tickets))
         elif isinstance(message, m.Show):
@@ -257,12 +277,12 @@ class RegistryClient:
             log.exception("[callback-failed] a discovery callback failed; continuing")
 
     def _say(self, message: m.FromWorker) -> None:
-        self._control.send(self._registry, m.encode(message))
+        self._control.send(self._place[0], m.encode(message))
 
     def _finish(self) -> None:
         try:
             if self._member.has_spoken and self._member.state is not MemberState.SUPERSEDED:
-                self._say(m.Deregister(self._member.registration.incarnation))
+                self._say(self._member.goodbye())
                 self._await_goodbye(self._clock() + GOODBYE_S)
         finally:
             self._control.close()
@@ -274,11 +294,17 @@ class RegistryClient:
             self._control.wait(left_s)
 
 
-def _member(keyring: Keyring, registration: m.Registration, settings: RegistrySettings, now: float) -> Member:
+def _member(
+    keyring: Keyring,
+    registration: m.Registration,
+    settings: RegistrySettings,
+    now: float,
+    own_statements: OwnStatements,
+) -> Member:
     if registration.worker != keyring.name:
         raise ControlError(f"worker: these are {keyring.name}'s keys; load those of {registration.worker}")
     try:
-        return Member(registration, settings, now)
+        return Member(registration, settings, now, own_statements)
     except m.RegistryFault as fault:
         raise ControlError(f"registration: {fault}") from None
 

@@ -29,7 +29,9 @@ from kvbaton.control.registry.registry_client import (
 )
 from kvbaton.control.registry.registry_places import RegistryPlace
 from kvbaton.control.registry.registry_roster import RegistrySettings
-from kvbaton.control.registry.registry_union import RegistryUnion, RegistryView
+from kvbaton.control.registry.registry_union import News, RegistryUnion, RegistryView
+from kvbaton.control.registry.statement_reader import StatementReader
+from kvbaton.control.registry.statements import OwnStatements
 
 REPORTS_KEPT_MAX = 8
 """That one registry has not taken yet while others have."""
@@ -67,13 +69,15 @@ class RegistryGroup:
         """As of `RegistryClient`, for each of `places`."""
         self._on_directory = on_directory
         self._on_departed = on_departed
-        self._union: RegistryUnion[m.DirectoryEntry] = RegistryUnion(len(places), _vouched)
+        self.statements: StatementReader[m.DirectoryEntry] = StatementReader(keyring, clock=clock)
+        self._union: RegistryUnion[m.DirectoryEntry] = RegistryUnion(len(places), _vouched, judge=self.statements)
         self._lock = threading.Lock()  # of the list, and of the callbacks that tell of it
         self._on_drain = on_drain
         self._is_draining = False
         self._drain_lock = threading.Lock()
         self._reports = _SharedReports(report, on_show, len(places), clock) if report is not None else None
         self.clients: list[RegistryClient] = []
+        own_statements = OwnStatements(keyring)
         for number, place in enumerate(places):
             client = RegistryClient(
                 keyring,
@@ -87,6 +91,8 @@ class RegistryGroup:
                 on_show=on_show if self._reports is None else self._reports.ask,
                 on_membership=on_membership,
                 on_view=partial(self._take, number),
+                on_keys=_ignore if number else self._take_keys,
+                own_statements=own_statements,
                 settings=settings,
                 clock=clock,
             )
@@ -142,14 +148,21 @@ class RegistryGroup:
 
     def _take(self, registry: int, view: RegistryView[m.DirectoryEntry]) -> None:
         with self._lock:
-            news = self._union.take(registry, view)
-            if news is None:
-                return
-            try:
-                self._on_directory(news.entries)
-            finally:
-                for peer in news.departed:
-                    self._on_departed(peer.worker, peer.incarnation)
+            self._pass_on(self._union.take(registry, view))
+
+    def _take_keys(self, keyring: Keyring) -> None:
+        with self._lock:
+            self.statements.take_keys(keyring)
+            self._pass_on(self._union.refresh())
+
+    def _pass_on(self, news: News[m.DirectoryEntry] | None) -> None:
+        if news is None:
+            return
+        try:
+            self._on_directory(news.entries)
+        finally:
+            for peer in news.departed:
+                self._on_departed(peer.worker, peer.incarnation)
 
 
 class _SharedReports:

@@ -18,6 +18,7 @@ from kvbaton.control.addressing import check_authority, check_endpoint
 from kvbaton.control.joining.certificate import Certificate
 from kvbaton.control.joining.join_messages import ClusterCard
 from kvbaton.control.keyring import is_public_key
+from kvbaton.control.signing import Signed
 from kvbaton.protocol import ids
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, PeerId, WorkerId, is_worker_id
 from kvbaton.protocol.numbers import ID, UnixSeconds, Version
@@ -47,6 +48,8 @@ Worker = Annotated[WorkerId, Meta(max_length=WORKER_ID_CHARS_MAX)]
 Ids = Annotated[tuple[Annotated[str, Meta(max_length=FIELD_CHARS_MAX)], ...], Meta(max_length=SHOWN_MAX)]
 Tickets = Annotated[tuple[Annotated[str, Meta(max_length=TICKET_CHARS_MAX)], ...], Meta(max_length=TICKETS_MAX)]
 Lives = Annotated[tuple[PeerId, ...], Meta(max_length=WORKERS_MAX)]
+Ended = Annotated[tuple[Signed, ...], Meta(max_length=WORKERS_MAX)]
+"""Statements of workers that their lives are over."""
 
 
 class RegistryFault(Exception):
@@ -88,10 +91,26 @@ class DirectoryEntry(msgspec.Struct, frozen=True):
     public_key: Name
     certificate: Certificate = b""  # of a cluster whose members may join: proves name, key and role
     born: UnixSeconds = 0.0
+    signed: Signed | None = None  # the worker's own statement; what is said beside it counts for nothing
 
     @property
     def peer(self) -> PeerId:
         return PeerId(self.worker, self.incarnation)
+
+    @property
+    def order(self) -> Signed | None:
+        """Its peers need not know whether it drains."""
+        return None
+
+    @property
+    def told(self) -> Registration | None:
+        """Nor where routers ask it."""
+        return None
+
+    def stated(self, told: Registration, key: str, signed: Signed, draining: bool) -> DirectoryEntry:
+        """This entry with the worker's own words."""
+        at = told.worker, told.incarnation, told.role, told.control_endpoint
+        return DirectoryEntry(*at, key, self.certificate, told.born, signed)
 
 
 class WorkerState(enum.StrEnum):
@@ -106,6 +125,21 @@ class RosterEntry(msgspec.Struct, frozen=True):
     public_key: Name
     state: WorkerState
     draining: bool = False  # by its own word or an operator's
+    certificate: Certificate = b""
+    signed: Signed | None = None  # the worker's own statement
+    order: Signed | None = None  # an operator's, that it drain
+
+    @property
+    def role(self) -> Role:
+        return self.registration.role
+
+    @property
+    def told(self) -> Registration | None:
+        return self.registration
+
+    def stated(self, told: Registration, key: str, signed: Signed, draining: bool) -> RosterEntry:
+        """This entry with the worker's own words, and an operator's."""
+        return RosterEntry(told, key, self.state, draining, self.certificate, signed, self.order if draining else None)
 
     @property
     def worker(self) -> WorkerId:
@@ -120,23 +154,6 @@ class RosterEntry(msgspec.Struct, frozen=True):
         return self.registration.born
 
 
-class HeldReport(msgspec.Struct, frozen=True):
-    """What a worker still does or keeps for others."""
-
-    requests: int = 0
-    leases: int = 0
-    intakes: int = 0
-    claims: int = 0  # that wait for a prompt to begin
-
-    @property
-    def nothing(self) -> bool:
-        return not any(msgspec.structs.astuple(self))
-
-    def __str__(self) -> str:
-        counts = msgspec.structs.asdict(self).items()
-        return ", ".join(f"{n} {name if n > 1 else name[:-1]}" for name, n in counts if n) or NOTHING
-
-
 class SeenWorkers(msgspec.Struct, frozen=True):
     """Which directory a worker has: of which life of the registry, and how new."""
 
@@ -149,6 +166,7 @@ class SeenWorkers(msgspec.Struct, frozen=True):
 
 class Register(msgspec.Struct, frozen=True, tag="register"):
     registration: Registration
+    signed: Signed | None = None  # the same, as a `statements.Statement`; repeated from time to time
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
@@ -159,6 +177,7 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
 
 class Deregister(msgspec.Struct, frozen=True, tag="deregister"):
     incarnation: Incarnation
+    signed: Signed | None = None  # that this life is over
 
 
 class WorkerReport(msgspec.Struct, frozen=True, tag="report"):
@@ -198,10 +217,11 @@ class ShowFor(msgspec.Struct, frozen=True, tag="show_for"):
 
 
 class DrainWorker(msgspec.Struct, frozen=True, tag="drain"):
-    """Finish and go. From an operator 0 means: whichever life is listed; asked again, it is the life of the answer."""
+    """Finish and go. From an operator 0 asks which life is listed; that life's number comes with a signed order."""
 
     worker: Worker
     incarnation: Count = 0
+    order: Signed | None = None  # a `statements.DrainOrder`
 
 
 # --- registry to operator
@@ -239,6 +259,13 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
     incarnation: Incarnation
 
 
+class Outdated(msgspec.Struct, frozen=True, tag="outdated"):
+    """Your statement is older than this one of yours: your clock was set back. Number yourself above it."""
+
+    incarnation: Incarnation
+    signed: Signed
+
+
 class Superseded(msgspec.Struct, frozen=True, tag="superseded"):
     """Another process registered later under your name, and is alive."""
 
@@ -261,6 +288,7 @@ class Directory(msgspec.Struct, frozen=True, tag="directory"):
     entries: Annotated[tuple[DirectoryEntry, ...], Meta(max_length=WORKERS_MAX)]
     gone: Lives = ()
     left: Lives = ()  # lives that ended by their own word: they deregistered, or a later one registered
+    ended: Ended = ()
 
 
 class Roster(msgspec.Struct, frozen=True, tag="roster"):
@@ -271,6 +299,7 @@ class Roster(msgspec.Struct, frozen=True, tag="roster"):
     entries: Annotated[tuple[RosterEntry, ...], Meta(max_length=WORKERS_MAX)]
     gone: Lives = ()
     left: Lives = ()
+    ended: Ended = ()
 
 
 class Watching(msgspec.Struct, frozen=True, tag="watching"):
@@ -309,6 +338,7 @@ ToRegistry = FromWorker | FromOperator | FromRouter
 FromRegistry = (
     RegisteredReply
     | Unknown
+    | Outdated
     | Superseded
     | RegistryRefused
     | Deregistered

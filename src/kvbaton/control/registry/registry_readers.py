@@ -21,10 +21,12 @@ from kvbaton.control.addressing import ControlError, ControlLimits
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.poll_loop import LoopThread
 from kvbaton.control.registry import registry_messages as m
+from kvbaton.control.registry.allowed_networks import Networks
 from kvbaton.control.registry.registry_places import RegistryPlace
 from kvbaton.control.registry.registry_roster import RegistrySettings
-from kvbaton.control.registry.registry_union import Hearing, RegistryUnion, RegistryView
+from kvbaton.control.registry.registry_union import Hearing, News, RegistryUnion, RegistryView
 from kvbaton.control.registry.reports import OnReport
+from kvbaton.control.registry.statement_reader import StatementReader
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
@@ -122,7 +124,7 @@ class RegistryReader:
             same = message.seen.registry == self._said.seen.registry
             self._said = m.Watch(message.seen, self._said.reports if same else 0)
             ended = frozenset(message.gone), frozenset(message.left)
-            self._view = RegistryView(message.entries, message.complete, *ended)
+            self._view = RegistryView(message.entries, message.complete, *ended, ended=message.ended)
             self._speak_at = now
         elif isinstance(message, m.RelayedReport):
             self._said = msgspec.structs.replace(self._said, reports=self._said.reports + 1)
@@ -163,8 +165,10 @@ class RegistryReaders:
         on_change: Callable[[Workers], None] = _ignore,
         on_report: OnReport = _ignore,
         settings: RegistrySettings | None = None,
+        networks: Networks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`networks`: where the operator of this router allows workers to be, whatever registries allow."""
         role = keyring.role_of(keyring.name)
         if not may(role, Act.WATCH):
             raise ControlError(
@@ -177,7 +181,11 @@ class RegistryReaders:
         self._on_report = on_report
         self._lock = threading.Lock()
         self._was_read = threading.Event()
-        self._union: RegistryUnion[m.RosterEntry] = RegistryUnion(len(places), _merged)
+        self._networks = networks or Networks()
+        self.statements: StatementReader[m.RosterEntry] = StatementReader(
+            keyring, allows=self._networks.elsewhere, clock=clock
+        )
+        self._union: RegistryUnion[m.RosterEntry] = RegistryUnion(len(places), _merged, _suspect, self.statements)
         self._workers: Workers = ()
         # By registry, who has reported there: a registry asks nobody who may not know what a question is.
         self._reported: list[dict[WorkerId, Incarnation]] = [{} for _ in places]
@@ -231,22 +239,36 @@ class RegistryReaders:
         sent = [self.readers[number].order(order) for number in through]
         return any(sent)
 
+    def refuse(self, own: Sequence[str]) -> None:
+        """This router listens at these addresses (`host:port`): no worker is there. From any thread."""
+        with self._lock:
+            self._networks = self._networks.without(own)
+            self.statements.allows = self._networks.elsewhere
+            self.statements.take_keys(self.keyring)
+            self._pass_on(self._union.refresh())
+
     def _take_keys(self, keyring: Keyring) -> None:
-        self.keyring = keyring
+        with self._lock:
+            self.keyring = keyring
+            self.statements.take_keys(keyring)
+            self._pass_on(self._union.refresh())
         self.on_keys(keyring)
 
     def _take(self, registry: int, view: View) -> None:
         with self._lock:
             news = self._union.take(registry, view)
-            if view.answers and (view.entries or self._union.all_answer):
+            if view.answers and (self._union.known or self._union.all_answer):
                 self._was_read.set()
-            if news is None:
-                return
-            self._workers = news.entries
-            here = {entry.worker for entry in news.entries}
-            for number, lives in enumerate(self._reported):
-                self._reported[number] = {worker: life for worker, life in lives.items() if worker in here}
-            self._on_change(news.entries)
+            self._pass_on(news)
+
+    def _pass_on(self, news: News[m.RosterEntry] | None) -> None:
+        if news is None:
+            return
+        self._workers = news.entries
+        here = {entry.worker for entry in news.entries}
+        for number, lives in enumerate(self._reported):
+            self._reported[number] = {worker: life for worker, life in lives.items() if worker in here}
+        self._on_change(news.entries)
 
     def _take_report(self, registry: int, worker: WorkerId, incarnation: Incarnation, data: bytes) -> None:
         with self._lock:
@@ -257,8 +279,15 @@ class RegistryReaders:
             self._on_report(worker, incarnation, data)
 
 
+def _suspect(entry: m.RosterEntry) -> m.RosterEntry:
+    """One of several registries, the only one that answers, does not list it: others are asked first."""
+    return msgspec.structs.replace(entry, state=m.WorkerState.SUSPECT)
+
+
 def _merged(entries: Sequence[m.RosterEntry]) -> m.RosterEntry:
     """One entry of several registries' for one life: whoever hears a worker is believed; whoever saw it drain, too."""
     ready = next((entry for entry in entries if entry.state is m.WorkerState.READY), entries[0])
-    draining = any(entry.draining for entry in entries)
-    return ready if ready.draining == draining else msgspec.structs.replace(ready, draining=draining)
+    drains = next((entry for entry in entries if entry.draining), None)
+    if drains is None or ready.draining:
+        return ready
+    return msgspec.structs.replace(ready, draining=True, order=drains.order)

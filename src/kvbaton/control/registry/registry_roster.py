@@ -3,7 +3,8 @@
 Laws: the latest life of a worker replaces the one before at once, and a life once replaced does not come back while its
 successor is alive. Silence makes a worker suspect and then gone, but only silence that the registry was awake to hear.
 A young registry does not know whom it does not know: its directory says so. A life that was told to drain drains until
-it is gone, whatever it says itself; it stays listed, since its peers still read from it.
+it is gone, whatever it says itself; it stays listed, since its peers still read from it. What workers and operators
+have signed is kept as it is, for readers; a registration that is only signed anew is no news.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from kvbaton.control.registry.registry_messages import (
     SeenWorkers,
     WorkerState,
 )
+from kvbaton.control.signing import Signed
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 
@@ -58,6 +60,7 @@ class Standing(enum.Enum):
     UNKNOWN = "unknown"
     SUPERSEDED = "superseded"
     FULL = "full"
+    OUTDATED = "outdated"  # it has signed something newer, which `newest` holds
 
 
 @dataclass(slots=True)
@@ -65,8 +68,10 @@ class _Listed:
     registration: Registration
     public_key: str
     heard_at: float
+    signed: Signed | None = None
     state: WorkerState = WorkerState.READY
     ordered: bool = False  # an operator told it to drain
+    order: Signed | None = None  # in these words
     held: str = ""  # what it still waits for, in its words
 
     @property
@@ -87,6 +92,9 @@ class RegistryRoster:
         self._replaced: Remembered[PeerId, None] = Remembered(REPLACED_MAX)
         self._gone: deque[PeerId] = deque(maxlen=WORKERS_MAX)
         self._left: deque[PeerId] = deque(maxlen=LEFT_MAX)
+        self.served: Remembered[str, None] = Remembered(REPLACED_MAX)  # keys by which workers were listed
+        self._ended_by: Remembered[PeerId, Signed] = Remembered(LEFT_MAX)
+        self._newest: Remembered[WorkerId, tuple[Registration, Signed]] = Remembered(WORKERS_MAX)
 
     @property
     def seen(self) -> SeenWorkers:
@@ -98,21 +106,44 @@ class RegistryRoster:
         """Which roster is the newest: routers hear of every change."""
         return SeenWorkers(self._seen.registry, self.revision + 1)
 
-    def register(self, registration: Registration, public_key: str, now: float) -> Standing:
-        """A worker can serve, under a name that was found to be its own."""
+    def newest(self, worker: WorkerId) -> Signed | None:
+        """What a worker has last signed, as far as it is remembered."""
+        known = self._newest.get(worker)
+        return None if known is None else known[1]
+
+    def register(
+        self, registration: Registration, public_key: str, now: float, signed: Signed | None = None
+    ) -> Standing:
+        """A worker can serve, under a name that was found to be its own, in words that it has signed."""
         worker, current = registration.worker, self._listed.get(registration.worker)
         if current is None and len(self._listed) >= self.settings.workers_max:
             return Standing.FULL
         if current is not None and current.registration.incarnation != registration.incarnation:
             if registration.peer in self._replaced:
                 return Standing.SUPERSEDED
+            if self._is_outdated(registration, signed):
+                return Standing.OUTDATED
             self._replaced.put(current.registration.peer, None)
             self._left.append(current.registration.peer)
             self._leave(current)
+        elif self._is_outdated(registration, signed):
+            return Standing.OUTDATED
         if current is None or (current.registration, current.public_key) != (registration, public_key):
             self._list(registration, public_key, now)
-        self._hear(self._listed[worker], now)
+        listed = self._listed[worker]
+        listed.signed = signed
+        self.served.put(public_key, None)
+        if signed is not None:
+            self._newest.put(worker, (registration, signed))
+        self._hear(listed, now)
         return Standing.LISTED
+
+    def _is_outdated(self, registration: Registration, signed: Signed | None) -> bool:
+        """Whether readers would take this life for an older one than they know."""
+        known = self._newest.get(registration.worker)
+        if signed is None or known is None or known[0].incarnation == registration.incarnation:
+            return False
+        return registration.born <= known[0].born
 
     def ping(self, worker: WorkerId, incarnation: Incarnation, now: float, held: str = "") -> Standing:
         current = self._listed.get(worker)
@@ -124,8 +155,11 @@ class RegistryRoster:
         current.held = held
         return Standing.LISTED
 
-    def drain(self, worker: WorkerId, incarnation: int) -> DrainState:
-        """An operator wants a worker (in this life, if given) to finish and go; asked again, says how far that is."""
+    def drain(
+        self, worker: WorkerId, incarnation: int, order: Signed | None = None, *, is_ordered: bool = True
+    ) -> DrainState:
+        """An operator wants a worker (in this life, if given) to finish and go; asked again, says how far that is.
+        Without an order it is only asked which life is listed."""
         current = self._listed.get(worker)
         if current is None and self._may_be_back(worker, incarnation):
             return DrainState(worker, "draining", incarnation, "the registry has restarted and waits for its workers")
@@ -134,9 +168,10 @@ class RegistryRoster:
             young = current is None and self._looked_at < self._settles_at
             said = "the registry has restarted and waits for its workers" if young and not incarnation else ""
             return DrainState(worker, "gone" if incarnation else "unknown", incarnation, said, names)
-        if not current.draining:
-            self.revision += 1
-        current.ordered = True
+        if is_ordered:
+            if not current.draining:
+                self.revision += 1
+            current.ordered, current.order = True, order or current.order
         told = current.registration
         idle = told.stays and told.draining and current.held == NOTHING
         return DrainState(worker, "idle" if idle else "draining", told.incarnation, current.held)
@@ -156,12 +191,15 @@ class RegistryRoster:
         current = self._listed.get(worker)
         if current is None or not current.ordered or current.registration.draining:
             return None
-        return DrainWorker(worker, current.registration.incarnation)
+        return DrainWorker(worker, current.registration.incarnation, current.order)
 
-    def deregister(self, worker: WorkerId, incarnation: Incarnation) -> None:
+    def deregister(self, worker: WorkerId, incarnation: Incarnation, signed: Signed | None = None) -> None:
         """A worker leaves; a life that is not listed has left already."""
         current = self._listed.get(worker)
         if current is not None and current.registration.incarnation == incarnation:
+            if signed is not None:
+                self._ended_by.put(current.registration.peer, signed)
+                self._newest.put(worker, (current.registration, signed))
             self._left.append(current.registration.peer)
             self._leave(current)
 
@@ -187,7 +225,14 @@ class RegistryRoster:
 
     def entries(self) -> tuple[RosterEntry, ...]:
         return tuple(
-            RosterEntry(listed.registration, listed.public_key, listed.state, listed.draining)
+            RosterEntry(
+                listed.registration,
+                listed.public_key,
+                listed.state,
+                listed.draining,
+                signed=listed.signed,
+                order=listed.order,
+            )
             for _, listed in sorted(self._listed.items())
         )
 
@@ -205,11 +250,13 @@ class RegistryRoster:
         """Whether everybody has had the time to register."""
         return self._looked_at >= self._settles_at
 
-    def _ended(self) -> tuple[tuple[PeerId, ...], tuple[PeerId, ...]]:
-        """Lives that are gone, while absence means nothing yet; and lives that left by their own word."""
+    def _ended(self) -> tuple[tuple[PeerId, ...], tuple[PeerId, ...], tuple[Signed, ...]]:
+        """Lives that are gone, while absence means nothing yet; lives that left by their own word, and those words."""
         here = {listed.registration.peer for listed in self._listed.values()}
         gone = () if self.is_complete else tuple(peer for peer in self._gone if peer not in here)
-        return gone, tuple(dict.fromkeys(peer for peer in self._left if peer not in here))
+        left = tuple(dict.fromkeys(peer for peer in self._left if peer not in here))
+        words = (self._ended_by.get(peer) for peer in left)
+        return gone, left, tuple(signed for signed in words if signed is not None)
 
     def _may_be_back(self, worker: WorkerId, incarnation: int) -> bool:
         """Whether a life that is not listed may not have been heard yet: of a young registry that it has not left."""
@@ -220,8 +267,9 @@ class RegistryRoster:
         before = self._listed.get(registration.worker)
         fresh = _Listed(registration, public_key, now)
         if before is not None:  # the same life, presented anew
-            fresh.ordered, fresh.held = before.ordered, before.held
+            fresh.ordered, fresh.order, fresh.held = before.ordered, before.order, before.held
         self._listed[registration.worker] = fresh
+        fresh.signed = None if before is None else before.signed  # not yet news
         if before is not None and _told(before) == _told(fresh):
             self.revision += 1  # the router's business alone
         else:
@@ -246,5 +294,12 @@ class RegistryRoster:
 def _told(listed: _Listed) -> DirectoryEntry:
     told = listed.registration
     return DirectoryEntry(
-        told.worker, told.incarnation, told.role, told.control_endpoint, listed.public_key, born=told.born
+        told.worker,
+        told.incarnation,
+        told.role,
+        told.control_endpoint,
+        listed.public_key,
+        b"",
+        told.born,
+        listed.signed,
     )

@@ -15,17 +15,19 @@ import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 from kvbaton.control.addressing import ControlLimits
 from kvbaton.control.joining.admission import Admission
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.poll_loop import LoopThread
 from kvbaton.control.registry import registry_messages as m
-from kvbaton.control.registry.admitting import certified, is_living, membership
+from kvbaton.control.registry.admitting import certified, is_living, membership, vouched
 from kvbaton.control.registry.allowed_networks import Networks
 from kvbaton.control.registry.registry_roster import RegistryRoster, RegistrySettings, Standing
 from kvbaton.control.registry.registry_watchers import RosterWatchers
 from kvbaton.control.registry.reports import OnReport, Reports
+from kvbaton.control.registry.statements import is_ordered, may_serve, registered
 from kvbaton.control.zmq import LOOPBACK, ZmqControl
 from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
@@ -64,18 +66,22 @@ class RegistryServer:
         admission: Admission | None = None,
         limits: ControlLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
+        self._wall = wall
         self.counters: Counter[str] = Counter()
         self._control = ZmqControl(keyring, bind, limits or LIMITS, clock)
-        self._role_of = keyring.role_of
+        self._keyring = keyring
         self._roster = RegistryRoster(settings or RegistrySettings(), 1 + secrets.randbits(62), clock())
         self._networks = networks or Networks()
         self._admission = admission
+        if admission is not None:
+            admission.has_served = lambda key: key in self._roster.served
         self._discards: deque[tuple[PeerId, str]] = deque()
         self._control.on_keys = self._take_keys
         self.on_keys: Callable[[Keyring], None] = lambda _: None  # when the key directory changed; on its thread
         self._on_change = on_change
-        self._watchers = RosterWatchers(self._roster, self.counters)
+        self._watchers = RosterWatchers(self._roster, self.counters, partial(vouched, admission))
         self._reports = Reports(self._roster, on_report, self.counters, self._watchers)
         self._workers: Workers = ()
         self._published = self._roster.revision
@@ -94,6 +100,10 @@ class RegistryServer:
 
     def start(self) -> None:
         self._thread.start()
+
+    def refuse(self, own: Sequence[str]) -> None:
+        """The router listens at these addresses (`host:port`): no worker is there. From any thread."""
+        self._networks = self._networks.without(own)
 
     @property
     def is_complete(self) -> bool:
@@ -163,9 +173,11 @@ class RegistryServer:
     def _on_frame(self, sender: WorkerId, frame: bytes, key: str, now: float) -> list[tuple[WorkerId, Answer]]:
         try:
             message = m.decode_to_registry(frame)
-            _check_sender(sender, self._role_of(sender), message)
+            _check_sender(sender, self._keyring.role_of(sender), message)
             if isinstance(message, m.Register):
-                self._networks.check(message.registration, self._control.address_of(sender))
+                message = self._checked(message, sender, key)
+            elif isinstance(message, m.DrainWorker):
+                self._check_order(sender, message)
         except m.RegistryFault as fault:
             self.counters["bad_messages"] += 1
             if worth_saying(self.counters["bad_messages"]):
@@ -192,8 +204,22 @@ class RegistryServer:
         order = self._roster.order(sender)  # with every ping, until the worker has heard it
         return answers if order is None else [*answers, (sender, order)]
 
+    def _checked(self, message: m.Register, sender: WorkerId, key: str) -> m.Register:
+        """With the words that the worker has signed, which are the ones that readers take."""
+        told = registered(self._keyring, key, message.registration, message.signed, self._wall())
+        _check_sender(sender, self._keyring.role_of(sender), m.Register(told))
+        self._networks.check(told, self._control.address_of(sender))
+        return m.Register(told, message.signed if key in self._keyring.signing else None)
+
+    def _check_order(self, operator: WorkerId, message: m.DrainWorker) -> None:
+        if not message.incarnation or not self._keyring.signing_keys(operator):
+            return
+        if not is_ordered(self._keyring, message.order, message.worker, message.incarnation):
+            raise m.RegistryFault(f"order: not signed by {operator} for that life; run this release to drain workers")
+
     def _on_drain(self, operator: WorkerId, message: m.DrainWorker) -> list[tuple[WorkerId, Answer]]:
-        said = self._roster.drain(message.worker, message.incarnation)
+        orders = message.order is not None or not self._keyring.signing_keys(operator)
+        said = self._roster.drain(message.worker, message.incarnation, message.order, is_ordered=orders)
         if not message.incarnation:
             log.info("%s requested to drain %s: %s", operator, message.worker, said.state)
         order = self._roster.order(message.worker) if said.state == "draining" else None
@@ -202,11 +228,11 @@ class RegistryServer:
 
     def _answers(self, worker: WorkerId, message: m.AboutStanding, key: str, now: float) -> list[m.FromRegistry]:
         if isinstance(message, m.Deregister):
-            self._roster.deregister(worker, message.incarnation)
+            self._roster.deregister(worker, message.incarnation, message.signed)
             return [m.Deregistered(message.incarnation)]
         if isinstance(message, m.Register):
             incarnation = message.registration.incarnation
-            standing = self._roster.register(message.registration, key, now)
+            standing = self._roster.register(message.registration, key, now, message.signed)
         else:
             incarnation = message.incarnation
             standing = self._roster.ping(worker, incarnation, now, message.held)
@@ -215,6 +241,9 @@ class RegistryServer:
                 return [m.Unknown(incarnation)]
             case Standing.SUPERSEDED:
                 return [m.Superseded(incarnation)]
+            case Standing.OUTDATED:
+                newest = self._roster.newest(worker)
+                return [m.Outdated(incarnation, newest)] if newest is not None else []
             case Standing.FULL:
                 return [
                     m.RegistryRefused(f"workers: {self._roster.settings.workers_max} are listed, the most there can be")
@@ -228,13 +257,13 @@ class RegistryServer:
 
     def _take_keys(self, keyring: Keyring) -> None:
         """Whoever was listed under a key that is no longer let in, or not for that any more, has left."""
-        self._role_of = keyring.role_of
+        self._keyring = keyring
         if self._admission is not None:
             self._admission.keyring = keyring
         for entry in self._roster.entries():  # also who registered since the last that was published
             told = entry.registration
             listed = entry.public_key in (keyring.peers.get(told.worker), *keyring.also.get(told.worker, ()))
-            if not listed or not _may_serve(keyring.role_of(told.worker), told.role):
+            if not listed or not may_serve(keyring.role_of(told.worker), told.role):
                 log.warning("[key-withdrawn] %s is no longer in the key directory, and was deregistered", told.peer)
                 self._roster.deregister(told.worker, told.incarnation)
         self._watchers.keep(lambda router: router in keyring.peers and may(keyring.role_of(router), Act.WATCH))
@@ -308,10 +337,5 @@ def _check_sender(sender: WorkerId, role: Role, message: m.ToRegistry) -> None:
         told = message.registration
         if told.worker != sender:
             raise m.RegistryFault(f"worker: {sender} registers as {told.worker}")
-        if not _may_serve(role, told.role):
+        if not may_serve(role, told.role):
             raise m.RegistryFault(f"role: {sender} registers as {told.role}, and its key is for {role}")
-
-
-def _may_serve(key: Role, registered: str) -> bool:
-    """Whether a worker whose key has this role may be listed as `registered`."""
-    return key is Role.BOTH or (may(key, Act.REGISTER) and registered == key)

@@ -1,10 +1,13 @@
 """The words of several registries as one list, as pure code: views and silences go in; news comes out.
 
-Laws. The list is the union of what the registries that answer list. Of one name there is one life, the newest: by the
-time of its birth as it tells it, and of equals the one that appeared later. A known life has departed when
+Laws. The list is the union of what the registries that answer list, and of it only what the workers themselves have
+signed (`statement_reader`). Of one name there is one life, the newest: by the time of its birth as it tells it, and of
+equals the one that appeared later. A known life has departed when
 
-- a registry says that it left by its own word (it deregistered, or a later life registered), or a later one is listed;
-- no registry that answers lists it, and one of those that answer is complete, or names it as gone.
+- it has said so itself, or a later one is listed;
+- no registry that answers lists it, and two of those that answer (of one registry: that one) are complete, or name it
+  as gone. Of several registries one may lie: its word alone takes no one away. A life that only one registry lacks,
+  while no other answers, is `withheld`.
 
 So a registry takes no one away by its silence, nor by coming back empty (it is not complete until all have had the time
 to register), nor by having lost a worker that another one hears. With no registry left the last list stands.
@@ -16,7 +19,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
+from kvbaton.control.signing import Signed
 from kvbaton.protocol.ids import PeerId, WorkerId
+
+MISSED_MAX = 2048
+"""Lives that no registry lists and that are not known to have ended; beyond it they are forgotten."""
 
 
 class UnionEntry(Protocol):
@@ -42,6 +49,7 @@ class RegistryView(Generic[E]):
     gone: frozenset[PeerId] = frozenset()
     left: frozenset[PeerId] = frozenset()
     answers: bool = True
+    ended: tuple[Signed, ...] = ()  # the workers' own words that their lives are over
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +64,38 @@ def first(entries: Sequence[E]) -> E:
     return entries[0]
 
 
+def same(entry: E) -> E:
+    return entry
+
+
+class Judge(Protocol[E]):
+    """What of several registries' words counts."""
+
+    def views(self, views: Sequence[RegistryView[E]]) -> Sequence[RegistryView[E]]: ...
+
+    def keeps(self, entry: E) -> bool:
+        """Whether a life that no registry lists may still be known."""
+
+
+class Credulous(Generic[E]):
+    """Believes registries."""
+
+    def views(self, views: Sequence[RegistryView[E]]) -> Sequence[RegistryView[E]]:
+        return views
+
+    def keeps(self, entry: E) -> bool:
+        return True
+
+
 @dataclass(slots=True)
 class RegistryUnion(Generic[E]):
-    """One reader's list. `merge` makes one entry of those that several registries have of one life."""
+    """One reader's list. `merge` makes one entry of those that several registries have of one life; `withheld` is the
+    entry of a life that the only registry that answers, of several, does not list."""
 
     registries: int
     merge: Callable[[Sequence[E]], E] = first
+    withheld: Callable[[E], E] = same
+    judge: Judge[E] = field(default_factory=Credulous)
     _views: list[RegistryView[E]] = field(init=False)
     _known: dict[WorkerId, E] = field(default_factory=dict)
     _appeared: dict[PeerId, int] = field(default_factory=dict)  # in which order, of those that may be listed now
@@ -86,6 +120,10 @@ class RegistryUnion(Generic[E]):
     def take(self, registry: int, view: RegistryView[E]) -> News[E] | None:
         """A registry's list changed, or it began or ceased to answer; returns what changed for the reader."""
         self._views[registry] = view
+        return self.refresh()
+
+    def refresh(self) -> News[E] | None:
+        """The same words may count for more, or less, than before."""
         before, self._known = self._known, self._union()
         if before == self._known:
             return None
@@ -94,18 +132,19 @@ class RegistryUnion(Generic[E]):
         return News(self.known, departed)
 
     def _union(self) -> dict[WorkerId, E]:
-        answering = [view for view in self._views if view.answers]
-        left = frozenset[PeerId]().union(*(view.left for view in self._views))
-        gone = frozenset[PeerId]().union(*(view.gone for view in answering))
+        views = self.judge.views(self._views)
+        answering = [view for view in views if view.answers]
+        left = frozenset[PeerId]().union(*(view.left for view in views))
         listed: dict[PeerId, list[E]] = {}
         for view in answering:
             for entry in view.entries:
                 if entry.peer not in left:
                     listed.setdefault(entry.peer, []).append(entry)
-        if not any(view.complete for view in answering):
-            for entry in self._known.values():
-                if entry.peer not in listed and entry.peer not in left and entry.peer not in gone:
-                    listed[entry.peer] = [entry]
+        missed = [entry for entry in self._known.values() if entry.peer not in listed and entry.peer not in left]
+        for entry in missed[:MISSED_MAX]:
+            against = sum(view.complete or entry.peer in view.gone for view in answering)
+            if against < min(2, self.registries) and self.judge.keeps(entry):
+                listed[entry.peer] = [self.withheld(entry) if against else entry]
         self._turn += 1
         self._appeared = {peer: self._appeared.get(peer, self._turn) for peer in listed}
         found: dict[WorkerId, E] = {}

@@ -39,8 +39,11 @@ class _Watcher:
 class RosterWatchers:
     """One registry's, on its thread."""
 
-    def __init__(self, roster: RegistryRoster, counters: Counter[str]) -> None:
+    def __init__(
+        self, roster: RegistryRoster, counters: Counter[str], vouch: Callable[[m.Roster], m.Roster] = lambda each: each
+    ) -> None:
         self._roster = roster
+        self._vouch = vouch
         self._counters = counters
         self._watchers: dict[WorkerId, _Watcher] = {}
         self._reports: dict[WorkerId, tuple[Incarnation, bytes]] = {}
@@ -87,7 +90,7 @@ class RosterWatchers:
         roster: m.Roster | None = None
         for router, watcher in self._watchers.items():
             if watcher.is_due and watcher.seen != newest and now >= watcher.sent_at + ROSTER_S:
-                roster = roster or self._roster.roster()
+                roster = roster or self._vouch(self._roster.roster())
                 watcher.is_due, watcher.sent_at = False, now
                 yield router, roster
             yield from self._reports_for(router, watcher)

@@ -27,9 +27,9 @@ from kvbaton.control.joining.enrolment import enrolled
 from kvbaton.control.joining.join_client import JoinedMember
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.moriio import FORGET_S
+from kvbaton.control.registry.held_report import HeldReport
 from kvbaton.control.registry.member import MemberState
 from kvbaton.control.registry.registry_group import RegistryGroup
-from kvbaton.control.registry.registry_messages import HeldReport
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.announcing import Herald, announcement
 from kvbaton.engines.embedded.backend import MODEL_NAME, EngineBackend, EngineThread

@@ -12,11 +12,12 @@ from typing import Any
 from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.engines.vllm.cache_resets import CacheResets
 from kvbaton.engines.vllm.decode import Decode
+from kvbaton.engines.vllm.early_claims import EarlyClaims
 from kvbaton.engines.vllm.no_store import NoStore
 from kvbaton.engines.vllm.pin_admission import PinAdmission
 from kvbaton.engines.vllm.prefill import Prefill
 from kvbaton.engines.vllm.step_metadata import LoadVerdict
-from kvbaton.engines.vllm.transfer_params import Ask, ForeignLookup
+from kvbaton.engines.vllm.transfer_params import Ask
 from kvbaton.engines.vllm.vllm_turns import VllmTurns
 from kvbaton.engines.vllm.waiting import Waiting, status_aside
 from kvbaton.node.doorway import Doorway
@@ -26,7 +27,7 @@ class ConnectorParts:
     """Of one engine."""
 
     __slots__ = (
-        "arrived", "decode", "door", "failures", "held", "lookup", "pins", "pool", "prefill", "resets", "stored",
+        "arrived", "decode", "door", "early", "failures", "held", "pins", "pool", "prefill", "resets", "stored",
         "turns", "waiting",
     )  # fmt: skip
 
@@ -36,7 +37,7 @@ class ConnectorParts:
         pool: PinnedPool,
         prefill: Prefill,
         decode: Decode,
-        lookup: ForeignLookup,
+        early: EarlyClaims,
         stored: NoStore,
         turns: VllmTurns,
     ) -> None:
@@ -44,7 +45,7 @@ class ConnectorParts:
         self.pool = pool
         self.prefill = prefill
         self.decode = decode
-        self.lookup = lookup
+        self.early = early
         self.stored = stored
         self.turns = turns
         self.held: dict[str, Ask | None] = {}  # requests that came, by what they ask, until their content is known

@@ -65,6 +65,8 @@ class Decode:
 
     def accepted(self, request: Any, target: Target) -> None:
         """A request came whose prompt KV is promised: claim it now, long before there is room for it."""
+        if self.is_accepted(request.request_id):
+            return  # when it was read
         grouping = self.grouping
         position = handed_position(request.num_prompt_tokens, grouping.slides, grouping.stateful, grouping.lookahead)
         if position == 0:
@@ -75,6 +77,9 @@ class Decode:
         push = target.mode is Mode.PUSH
         name = RequestId(request.request_id)
         self.door.want(name, target.ticket, digest, position, push=push, trace=target.trace)
+
+    def is_accepted(self, request_id: str) -> bool:
+        return request_id in self._positions
 
     def refused(self, request: Any, end: End) -> None:
         """A request came with parameters that mean nothing: the policy decides, as after any other failure."""

@@ -31,6 +31,7 @@ from kvbaton.engines.vllm.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.data_parallel import DataParallelPlace
 from kvbaton.engines.vllm.decode import NOT_YET, NOTHING, Decode
 from kvbaton.engines.vllm.drafting import lookahead
+from kvbaton.engines.vllm.early_claims import EarlyClaims
 from kvbaton.engines.vllm.guard import guarded, makes, note, returns
 from kvbaton.engines.vllm.load_admission import LoadAdmission
 from kvbaton.engines.vllm.no_store import NoStore
@@ -110,7 +111,6 @@ class SchedulerSide:
         ahead = lookahead(self._config)
         grouping = Grouping(engine_layout(facts), vllm_groups(facts), state_blocks(self._cache), ahead)
         compat = compat_key(self._config, facts[0].page, self._settings.model_id, versions)
-        exact = is_exact(self._block_pool)
         role: Role = "both" if self._prefills and self._decodes else "prefill" if self._prefills else "decode"
         model = self._config.model_config
         engine = EngineFacts(
@@ -120,7 +120,7 @@ class SchedulerSide:
             blocks=self._cache.num_blocks,
             layout=grouping.layout,
             compat=compat,
-            exact_epochs=exact,
+            exact_epochs=is_exact(self._block_pool),
             tp_size=self._config.parallel_config.tensor_parallel_size,
             dp_rank=self._place.http_rank if self._place is not None else 0,
             dp_size=self._place.http_size if self._place is not None else 1,
@@ -166,7 +166,8 @@ class SchedulerSide:
         takes = recomputes and self._config.kv_transfer_config.is_kv_consumer
         turns = VllmTurns(door, pool, grouping, decode, self._settings.turns, blocks_total=total, takes=takes)
         self.reporting.turn_figures = turns.taker.stats
-        return ConnectorParts(door, pool, prefill, decode, lookup, stored, turns)
+        early = EarlyClaims(self._block_pool, decode, lookup, self._weights, watches=self._decodes)
+        return ConnectorParts(door, pool, prefill, decode, early, stored, turns)
 
     def shutdown(self) -> None:
         live, self._live = self._live, None
@@ -195,6 +196,7 @@ class SchedulerSide:
         live = self._live
         if live is None:
             return
+        live.early.seen(request)
         self._do_duties(live)
         prompt_counting.came(self.reporting.prompts, request)
         self._weights.mark(request)
@@ -204,7 +206,7 @@ class SchedulerSide:
         # What cannot be read ends here: as a failed load where it was meant for a D, so that the failure policy
         # decides, and as no handoff elsewhere. An exception would end the whole engine for one client's mistake.
         try:
-            ask = ask_of(request, live.lookup)
+            ask = ask_of(request, live.early.lookup)
         except ProtocolError as error:
             if self._decodes and wants_kv(request.kv_transfer_params):
                 live.decode.refused(request, End(error.reason, error.detail))

@@ -17,8 +17,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from kvbaton.control.registry.held_report import HeldReport
 from kvbaton.control.registry.registry_group import RegistryGroup
-from kvbaton.control.registry.registry_messages import HeldReport
 
 POLL_S = 0.5
 QUIET_S = 2.0

@@ -77,7 +77,7 @@ def gauges(ledger: Ledger, now: float, blocks: float = math.inf) -> dict[str, fl
     settings = ledger.desk.settings
     return {
         "leases_held": len(ledger.producer.leases),
-        "claims_parked": len(ledger.producer.parked),
+        "claims_parked": ledger.producer.claims.waiting,
         "intakes": len(ledger.consumer.by_handoff),
         "quarantined_blocks": ledger.consumer.quarantined_blocks,
         "quarantine_max_blocks": min(settings.quarantine_blocks_max, blocks),

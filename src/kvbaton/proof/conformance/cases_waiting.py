@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
 
 from kvbaton.engines.vllm.waiting import ASKED_MAX
 from kvbaton.proof.conformance import taps
 from kvbaton.proof.conformance.case_registry import case
+from kvbaton.proof.conformance.cases_features import weights_of
 from kvbaton.proof.conformance.configs import EngineShape
 from kvbaton.proof.conformance.conformance_engine import LabEngine
 from kvbaton.proof.conformance.lab import Lab, d_params, demand, p_params, poll, prompt_of, router_ticket
@@ -261,3 +263,29 @@ def what_has_arrived_is_computed_by_the_second_step_from_then(lab: Lab, shape: s
         d.step()
     demand(d.runners[0].computed_of[handoff.at_d], "it was told a step later than it could have been")
     lab.finish(handoff, loads=1)
+
+
+# --- claims while D's core is in a step
+
+
+@case(shape=tuple(SHAPES))
+def a_step_longer_than_a_lease_costs_no_handoff(lab: Lab, shape: str) -> None:
+    """D's scheduler sees a request when its step is done; P has heard of it by then, and D's node renews."""
+    lab.duo(SHAPES[shape], lease_s=1.0)
+    d, prompt = lab.engines["d0"], prompt_of(20)
+    _, params = lab.prefill(prompt)
+    name = d.add(prompt, params, in_step=lambda: time.sleep(2.5))
+    lab.ended(d, name)
+    lab.right(d, name)
+    demand(d.watch.loads[name] == 1 and not d.watch.failed[name], "P gave up a D that was in a step")
+
+
+@case(settles=False)
+def a_claim_of_weights_that_are_replaced_meanwhile_is_given_up(lab: Lab) -> None:
+    p, d = lab.duo()
+    prompt = prompt_of(20)
+    _, params = lab.prefill(prompt)
+    name = d.add(prompt, params, in_step=lambda: weights_of(d).begin("files b"))
+    lab.ended(d, name)
+    demand(not d.watch.loads[name] or d.watch.failed[name], "KV of P's weights was delivered to D's new ones")
+    lab.until(lambda: p.blocks_left == 0, "P to hold nothing", 5.0)

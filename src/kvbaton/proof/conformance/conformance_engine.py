@@ -148,11 +148,15 @@ class LabEngine:
         at_once_aborted: bool = False,
         salt: str | None = None,
         computes_all: bool = False,
+        in_step: Callable[[], object] | None = None,
         **more: Any,
     ) -> str:
-        """A request arrives at the engine core; returns its id. `more`: further fields of vLLM's request."""
+        """A request arrives at the engine core; returns its id. `in_step`: what happens before the scheduler sees it.
+        `more`: further fields of vLLM's request."""
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request, RequestStatus
+
+        from kvbaton.engines.vllm import early_claims
 
         name = name or f"r{next(self._names)}"
         sampling = SamplingParams(
@@ -178,6 +182,10 @@ class LabEngine:
         back = self.shape.drafts if self.shape.drafts > 1 else 1
         shortened = hands_over and len(prompt) > back and not computes_all
         self.outcomes[name] = StepOutcome(tuple(prompt[:-back] if shortened else prompt))
+        if self.shape.pipelined or in_step is not None:
+            early_claims.came(self.scheduler, request)  # as vLLM's thread that reads it
+        if in_step is not None:
+            in_step()
         self.scheduler.add_request(request)
         if at_once_aborted:
             self.scheduler.finish_requests([name], RequestStatus.FINISHED_ABORTED)

@@ -38,11 +38,12 @@ class Result(msgspec.Struct):
 
 @quietly()
 def run_seed(seed: int, asks: bool = True) -> Result:
-    """One world, from its first event to rest; with the questions and models beside it, unless `asks` is False."""
+    """One world, from its first event to rest; with `asks`, also the questions and rank models of that seed."""
     world = World(seed)
     plan = draw(world.rng)
     result = Result(seed, plan.profile, holds=True)
     cluster: Cluster | None = None
+    of_turns: Cluster | None = None
     try:
         if asks:
             run_benches(seed)
@@ -60,15 +61,16 @@ def run_seed(seed: int, asks: bool = True) -> Result:
         check_recovery(cluster, before, probes)
         check_planes(cluster, FAULTY_S)
         check_steps(cluster)
-        turn_world(seed)
+        of_turns = turn_world(seed)
     except Broken as broken:
         result.holds, result.promise, result.what = False, broken.promise, broken.what
     finally:
         if cluster is not None:
             _end(cluster)
     result.story = list(world.story)
-    if cluster is not None:
-        _count(cluster, result)
+    for each in (cluster, of_turns):
+        if each is not None:
+            _count(each, result)
     result.events, result.sim_seconds = world.events, world.now
     result.faults, result.trace_hash = dict(sorted(world.faults.items())), world.trace_hash()
     return result
@@ -82,7 +84,7 @@ def _end(cluster: Cluster) -> None:
 
 
 def _count(cluster: Cluster, result: Result) -> None:
-    ends: Counter[str] = Counter()
+    ends = Counter(result.ends)
     for life in cluster.every_life:
         for name, count in life.node.ledger.desk.counts.items():
             if name.startswith("ends."):

@@ -7,6 +7,7 @@ nothing is left out. Progress only grows; a peer that takes some back is refused
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Annotated
 
@@ -15,6 +16,7 @@ import msgspec
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.numbers import BLOCKS_MAX, GROUPS_MAX, Layers, Listed
 
+SLOWEST_KEPT = 1024
 _BEYOND = 1 << 30  # any layer past those ahead
 
 
@@ -96,7 +98,8 @@ def advance(old: Progress, new: Progress, layer_counts: Sequence[int]) -> list[R
     return rects
 
 
-def _slowest(ranks: Sequence[GroupProgress]) -> GroupProgress:
+@lru_cache(maxsize=SLOWEST_KEPT)
+def _slowest(ranks: tuple[GroupProgress, ...]) -> GroupProgress:
     done = min(rank.blocks_done for rank in ranks)
     ahead = min(rank.ready(0) for rank in ranks)
     if ahead <= done:

@@ -2,7 +2,8 @@
 
 Laws: a claim is answered as soon as possible: granted, refused with a reason, or parked while P has not started the
 handoff, bounded and with a deadline (rule 12). A reader that comes with its ticket and another prompt has used its
-turn: the lease does not wait for it.
+turn: the lease does not wait for it. Nor for one that left while its claim was parked: that is remembered as long as
+the claim would have waited, and one that came to its deadline as long again.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvbaton.protocol.bounded import Remembered
-from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.ids import HandoffId, Reader
+from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
+from kvbaton.protocol.ids import HandoffId, Reader, WorkerId
 from kvbaton.protocol.machines.context import LedgerContext, Parts
 from kvbaton.protocol.machines.lease import Lease, ReaderState, Seat
 from kvbaton.protocol.machines.pairing_state import Session
@@ -46,6 +47,7 @@ class Parked:
     session: Session
     claim: Claim
     since: float
+    left: str | None = None  # why the reader has left; its session may be over
 
 
 class Claims:
@@ -83,28 +85,47 @@ class Claims:
         """Nothing will be leased under this handoff: who waits for it need not."""
         for reader in self._waiting_for(handoff):
             waiting = self.parked[reader]
-            del self.parked[reader]
-            self.desk.timers.clear(("parked", reader))
-            self._refuse(waiting.session, waiting.claim, error)
+            self._drop(reader)
+            if waiting.left is None:
+                self._refuse(waiting.session, waiting.claim, error)
 
     def on_parked_too_long(self, reader: Reader, now: float) -> None:
         waiting = self.parked[reader]
-        del self.parked[reader]
+        if waiting.left is not None:
+            del self.parked[reader]
+            return
         detail = "the prefiller has not begun this request within defer_timeout"
         self._refuse(waiting.session, waiting.claim, ProtocolError(Reason.DEFER_TIMEOUT, detail))
+        # A prefiller that is so far behind may begin it yet: for a reader that has been refused.
+        waiting.left = Reason.DEFER_TIMEOUT
+        self.desk.timers.set(("parked", reader), now + self.desk.settings.defer_timeout)
 
-    def drop(self, reader: Reader) -> None:
-        """Its deadline has passed."""
-        if self.parked.take(reader) is not None:
-            self.desk.timers.clear(("parked", reader))
+    def leave(self, reader: Reader, reason: str) -> None:
+        """It will not read. P may begin the handoff all the same: it must not hold blocks for this reader then."""
+        waiting = self.parked.get(reader)
+        if waiting is not None and waiting.left is None:
+            waiting.left = reason or Reason.ABORTED
 
     def drop_session(self, session: Session) -> None:
-        for reader in [r for r, waiting in self.parked.items() if waiting.session is session]:
-            del self.parked[reader]
-            self.desk.timers.clear(("parked", reader))
+        """Its readers may come back in another; those that have left will not."""
+        for reader in [r for r, each in self.parked.items() if each.session is session and each.left is None]:
+            self._drop(reader)
+
+    def drop_left(self) -> None:
+        for reader in [reader for reader, waiting in self.parked.items() if waiting.left is not None]:
+            self._drop(reader)
+
+    @property
+    def waiting(self) -> int:
+        """Claims that are owed an answer."""
+        return sum(each.left is None for each in list(self.parked.values()))  # statistics read it on another thread
 
     def waits_in(self, session: Session) -> bool:
-        return any(waiting.session is session for waiting in self.parked.values())
+        return any(waiting.session is session and waiting.left is None for waiting in self.parked.values())
+
+    def _drop(self, reader: Reader) -> None:
+        del self.parked[reader]
+        self.desk.timers.clear(("parked", reader))
 
     def _waiting_for(self, handoff: HandoffId) -> list[Reader]:
         return [reader for reader, waiting in self.parked.items() if waiting.claim.handoff == handoff]
@@ -118,22 +139,40 @@ class Claims:
             raise ProtocolError(ended, _OVER)
         if ticket.lease or not claim.deferred:
             raise ProtocolError(Reason.UNKNOWN_LEASE, "the lease of this ticket is not remembered")
-        if reader in self.parked:
+        waiting = self.parked.get(reader)
+        if waiting is not None:
+            if waiting.left is not None:
+                raise ProtocolError(reason_of(waiting.left), "this reader has left, or its claim waited too long")
             return
         if self._leases.draining:
             raise ProtocolError(Reason.DRAINING, "the prefiller is draining")
-        if len(self.parked) >= self.desk.settings.parked_max:
-            raise ProtocolError(Reason.BUSY, f"parked_max: {len(self.parked)} claims wait already")
-        of_peer = self.parked.of(session.peer.worker)
-        if of_peer >= self.desk.settings.parked_per_peer_max:
-            raise ProtocolError(Reason.BUSY, f"parked_per_peer_max: {of_peer} claims of {session.peer.worker} wait")
+        self._make_room(session.peer.worker)
         self.parked[reader] = Parked(session, claim, now)
         self.desk.timers.set(("parked", reader), now + self.desk.settings.defer_timeout)
 
+    def _make_room(self, worker: WorkerId) -> None:
+        """One that waits comes before one that has left: at a bound the oldest of these is forgotten."""
+        settings = self.desk.settings
+        of_peer, count = self.parked.of(worker), len(self.parked)
+        if of_peer < settings.parked_per_peer_max and count < settings.parked_max:
+            return
+        own = of_peer >= settings.parked_per_peer_max
+        left = (r for r, each in self.parked.items() if each.left is not None and (not own or r.peer.worker == worker))
+        oldest = next(left, None)
+        if oldest is not None:
+            self.desk.count("parked_forgotten")
+            self._drop(oldest)
+        elif own:
+            raise ProtocolError(Reason.BUSY, f"parked_per_peer_max: {of_peer} claims of {worker} wait")
+        else:
+            raise ProtocolError(Reason.BUSY, f"parked_max: {count} claims wait already")
+
     def _answer_parked(self, reader: Reader, lease: Lease, now: float) -> None:
         waiting = self.parked[reader]
-        del self.parked[reader]
-        self.desk.timers.clear(("parked", reader))
+        self._drop(reader)
+        if waiting.left is not None:
+            self._leave_seat(lease, reader, waiting, waiting.left, now)
+            return
         if self._leases.by_handoff.get(lease.handoff) is not lease:  # another parked claim took the last seat
             reason = self._leases.ended.get(lease.handoff) or Reason.TICKET_SPENT
             self._refuse(waiting.session, waiting.claim, ProtocolError(reason, _OVER))
@@ -144,6 +183,20 @@ class Claims:
         except ProtocolError as error:
             self._refuse(waiting.session, waiting.claim, error)
             self._spend(waiting.session, waiting.claim, error, now)
+
+    def _leave_seat(self, lease: Lease, reader: Reader, waiting: Parked, why: str, now: float) -> None:
+        """The seat of a reader that left before there was one: taken, and free."""
+        try:
+            _check_claim(lease, waiting.session, waiting.claim)
+        except ProtocolError as error:
+            self._spend(waiting.session, waiting.claim, error, now)
+            return
+        if lease.has_room() and reader not in lease.seats:
+            version = waiting.session.version
+            lease.seats[reader] = Seat(waiting.session.number, ReaderState.GONE, why=why, version=version)
+            self.desk.count(f"abandoned.{reason_of(why)}")
+            if lease.used_up:
+                self._leases.close(lease, Reason.TICKET_SPENT, now)
 
     # --- tickets and seats
 
@@ -165,12 +218,7 @@ class Claims:
         return ticket
 
     def _seat(self, lease: Lease, reader: Reader, session: Session, claim: Claim, now: float) -> None:
-        if lease.target not in ("", session.peer.worker):
-            raise ProtocolError(Reason.TICKET_FORGED, f"target: this handoff is for {lease.target}")
-        if lease.digest != claim.digest:
-            raise ProtocolError(
-                Reason.CONTENT_MISMATCH, "digest: the prefiller computed another prompt than the claim's"
-            )
+        _check_claim(lease, session, claim)
         if reader not in lease.seats:
             if not lease.has_room():
                 raise ProtocolError(Reason.TICKET_SPENT, f"max_readers: all {lease.max_readers} have claimed it")
@@ -229,3 +277,11 @@ class Claims:
         self.desk.count(f"claim_refused.{error.reason}")
         detail = error.detail[:DETAIL_CHARS_MAX]
         session.send(self.desk, ClaimRefused(claim.handoff, claim.attempt, error.reason, detail))
+
+
+def _check_claim(lease: Lease, session: Session, claim: Claim) -> None:
+    """The lease is for this D, and of the prompt that it claims."""
+    if lease.target not in ("", session.peer.worker):
+        raise ProtocolError(Reason.TICKET_FORGED, f"target: this handoff is for {lease.target}")
+    if lease.digest != claim.digest:
+        raise ProtocolError(Reason.CONTENT_MISMATCH, "digest: the prefiller computed another prompt than the claim's")

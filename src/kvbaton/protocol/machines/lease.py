@@ -11,6 +11,7 @@ import enum
 from dataclasses import dataclass, field
 
 from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK, LeaseBegun
 from kvbaton.protocol.geometry.progress import Progress, complete, nothing, slowest
 from kvbaton.protocol.ids import HandoffId, LeaseId, Reader, WorkerId
@@ -112,6 +113,7 @@ class Traffic:
 
     transport: str = ""  # the last reader's data plane
     moved: int = 0  # bytes that P itself wrote
+    why_over: Reason | None = None
 
 
 @dataclass(slots=True)

@@ -119,7 +119,7 @@ class Ledger:
     def is_idle(self) -> bool:
         """Nothing is held, moving or owed."""
         held = self.producer.leases or self.consumer.by_handoff or self.puts.states
-        return not held and not self.consumer.links.fencing and not self.producer.parked
+        return not held and not self.consumer.links.fencing and not self.producer.claims.waiting
 
     # --- messages
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.compat import difference, validate_key
@@ -22,6 +23,9 @@ from kvbaton.protocol.machines.context import Identity, LedgerContext, Parts
 from kvbaton.protocol.table import Table, pairs
 from kvbaton.protocol.wire.messages import RANK_PAIRS_MAX, Card, Message, feature_names
 from kvbaton.protocol.wire.versions import OLDEST
+
+PLANS_KEPT = 32
+"""Of pairs of layouts: engines of one deployment have few, and greet each other again after every restart."""
 
 
 class LinkState(enum.Enum):
@@ -135,9 +139,14 @@ def check_ranks(identity: Identity, card: Card) -> None:
 def _mapping(identity: Identity, card: Card, source: EngineLayout, target: EngineLayout) -> Plan:
     """The plan between the two layouts, one of which is the card's; the cheapest checks come first."""
     check_ranks(identity, card)
-    validate_groups(card.layout)
+    return _planned(source, target, card.layout)
+
+
+@lru_cache(maxsize=PLANS_KEPT)
+def _planned(source: EngineLayout, target: EngineLayout, theirs: EngineLayout) -> Plan:
+    validate_groups(theirs)
     compare(source, target)
-    validate_ranks(card.layout)
+    validate_ranks(theirs)
     return plan(source, target)
 
 

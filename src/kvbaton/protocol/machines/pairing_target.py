@@ -145,6 +145,9 @@ class Links:
         self._say(link, now)
 
     def on_linked(self, link: Link, now: float) -> None:
+        if link.probes is not None:  # an answer to a Joined that was not sent yet: no honest source sends it
+            self.desk.count("illegal.linked")
+            return
         state = LINK.step(link.state, LinkEvent.LINKED)
         if isinstance(state, Verdict):
             self.desk.count("late.linked")

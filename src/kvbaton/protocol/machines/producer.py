@@ -153,8 +153,7 @@ class Producer:
         lease = self.leases.get(message.lease)
         seat = lease.seats.get(reader) if lease is not None else None
         if lease is None or seat is None or seat.state is not ReaderState.LIVE or lease.state is LeaseState.CLOSING:
-            reason = Reason.LEASE_EXPIRED if message.lease in self.tombstones else Reason.UNKNOWN_LEASE
-            session.send(self.desk, RenewRefused(message.lease, message.attempt, reason))
+            session.send(self.desk, RenewRefused(message.lease, message.attempt, self.why_over(message.lease, reader)))
             return
         # D says how much it knows, so a lost Ready is sent again from there: renewals are the retry of the stream, and
         # P need not remember which of its messages arrived.
@@ -187,11 +186,18 @@ class Producer:
 
     def on_abandon(self, session: Session, message: Abandon, now: float) -> None:
         reader = Reader(session.peer, message.attempt)
-        self.claims.drop(reader)
+        self.claims.leave(reader, message.reason)
         lease = self.by_handoff.get(message.handoff)
         if lease is not None and reader in lease.seats:
             self.given_up(lease, reader, message.reason)
             self.leave(lease, reader, ReaderEvent.LEFT, now)
+
+    def why_over(self, id: LeaseId, reader: Reader) -> Reason:
+        """Why a lease is no longer that reader's: the message that said so may be lost, or come later than this."""
+        lease = self.leases.get(id) or self.tombstones.get(id)
+        if lease is None or reader not in lease.seats or self.by_handoff.get(lease.handoff) is lease:
+            return Reason.UNKNOWN_LEASE
+        return lease.traffic.why_over or Reason.LEASE_EXPIRED
 
     def given_up(self, lease: Lease, reader: Reader, reason: str) -> None:
         """A reader leaves, and says why: counted for operators."""
@@ -271,6 +277,7 @@ class Producer:
             return
         self.by_handoff.pop(lease.handoff, None)
         self.ended.put(lease.handoff, reason)
+        lease.traffic.why_over = reason
         self.desk.timers.clear(("lease", lease.id))
         blocks = sum(map(len, lease.blocks))
         ended = Ended(_how(lease, reason), lease.traffic.moved, blocks, lease.traffic.transport)
@@ -312,6 +319,8 @@ class Producer:
         loans are not waited for: the transports end with this incarnation.
         """
         self.leaving = leaving
+        if leaving:
+            self.claims.drop_left()
         for lease in list(self.leases.values()):
             self.close(lease, Reason.UNKNOWN_LEASE, now)
         self.tombstones = Remembered(self.desk.settings.tombstones_max)

@@ -39,6 +39,7 @@ class Leases(Protocol):
     def restless_blocks(self) -> int: ...
 
     def leave(self, lease: Lease, reader: Reader, event: ReaderEvent, now: float) -> None: ...
+    def why_over(self, id: LeaseId, reader: Reader) -> Reason: ...
     def given_up(self, lease: Lease, reader: Reader, reason: str) -> None: ...
     def release_if_at_rest(self, lease: Lease, now: float) -> None: ...
 
@@ -219,7 +220,8 @@ class Writer:
         lease = self._leases.leases.get(offer.lease)
         seat = lease.seats.get(reader) if lease is not None else None
         if lease is None or seat is None or seat.state is not ReaderState.LIVE or lease.state is LeaseState.CLOSING:
-            raise ProtocolError(Reason.UNKNOWN_LEASE, "lease: over, or not claimed by this reader")
+            why = self._leases.why_over(offer.lease, reader)
+            raise ProtocolError(why, "lease: over, or not claimed by this reader")
         if lease.digest != offer.digest:
             raise ProtocolError(Reason.CONTENT_MISMATCH, "digest: the offer is for another prompt")
         if (lease.id, reader) in self.by_reader:

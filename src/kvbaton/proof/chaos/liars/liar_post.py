@@ -18,6 +18,7 @@ import msgspec
 import kvbaton
 from kvbaton.control import keyring as keys
 from kvbaton.control.registry import registry_messages as registry
+from kvbaton.control.registry.statements import OwnStatements
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
 from kvbaton.engines.embedded.kv_layout import compat_key, engine_layout
@@ -162,10 +163,14 @@ class Post:
         honest = honest_card(self.errand.address)
         return {**{name: getattr(honest, name) for name in Card.__struct_fields__}, **changes}
 
+    def stated(self, registration: registry.Registration) -> registry.Register:
+        """A lie too is signed: it is the liar's own."""
+        return registry.Register(*OwnStatements(self.keyring).of(registration))
+
     def register(self, registration: registry.Registration) -> None:
         """From now on pings keep it listed."""
         self.registration = registration
-        self.tell_registry(registry.Register(registration))
+        self.tell_registry(self.stated(registration))
         self._ping_at = time.monotonic() + PING_S
 
     # --- hearing
@@ -227,7 +232,7 @@ class Post:
         else:
             told = registry.decode_from_registry(frame)
         if isinstance(told, registry.Unknown) and self.registration is not None:
-            self.control.send(worker, registry.encode(registry.Register(self.registration)))
+            self.control.send(worker, registry.encode(self.stated(self.registration)))
         if isinstance(told, registry.Directory):
             self.lives |= {str(entry.worker): entry.incarnation for entry in told.entries}
         else:
@@ -307,6 +312,7 @@ def honest_registration(me: PeerId, guise: Guise, http: str, control: str) -> re
         modes=("pull", "stream", "push"),
         transports=("tcp",),
         compat_digest=compat_digest(compat_key(ModelConfig(), kvbaton.__version__)),
+        born=time.time(),
     )
 
 

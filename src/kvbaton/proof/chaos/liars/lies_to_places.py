@@ -80,7 +80,7 @@ def other_lives(post: Post, _: Door, to: str, until: float) -> None:
         registration = honest_registration(post.me, post.errand.guise, "127.0.0.1:9", "tcp://127.0.0.1:9")
         registration = msgspec.structs.replace(registration, worker=WorkerId(name), incarnation=life)
         post.forget()
-        post.tell_registry(registry.Register(registration))
+        post.tell_registry(post.stated(registration))
         theirs = post.lives.get(name, Incarnation(1))
         for message in (
             registry.Ping(theirs, registry.SeenWorkers((1 << 63) - 1, (1 << 63) - 1), "x" * 256),

@@ -128,7 +128,7 @@ class Accounts:
                 self._wrong(f"{waiting[worker]} claims of {worker} wait, and not as many are counted")
         for parked in producer.parked.values():
             if parked.claim.handoff in producer.by_handoff:
-                raise Broken(HANG, f"{self._name}: a claim waits for a lease that there is")
+                raise Broken(HANG, f"{self._name}: a claim waits, or is remembered, for a lease that there is")
         self._check_outlets(producer)
 
     def _needed(self, lease: Lease) -> list[int]:

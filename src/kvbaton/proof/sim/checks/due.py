@@ -16,6 +16,7 @@ from kvbaton.proof.sim.world.life import Life
 from kvbaton.proof.sim.world.watched_timers import BoundedTimers
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Allocated, LeaseBegun
+from kvbaton.protocol.machines.claims import Parked
 from kvbaton.protocol.machines.inbound import Intake, IntakeState
 from kvbaton.protocol.machines.lease import LeaseState
 from kvbaton.protocol.machines.pairing_state import Link
@@ -171,7 +172,9 @@ class Dues:
             lease = ledger.producer.leases[name]
             self._fired.append(lambda: self._expired(lease))
         elif kind == "parked":
-            self._fired.append(lambda: f"{name} waits on" if name in ledger.producer.parked else None)
+            parked = ledger.producer.parked
+            had_left = parked[name].left is not None
+            self._fired.append(lambda: f"{name} waits on" if _waits_on(parked.get(name), had_left) else None)
         elif kind == "put":
             states = ledger.puts.states
             self._fired.append(lambda: f"put {name} goes on" if states.get(name) is PutState.PUTTING else None)
@@ -195,3 +198,8 @@ class Dues:
             reason = _R.DEFER_TIMEOUT
         found = intake.end.reason if intake.end is not None else None
         return None if found is reason else f"{intake.wanted.request} ran out of time, {state.value}, and says {found}"
+
+
+def _waits_on(parked: Parked | None, had_left: bool) -> bool:
+    """A claim that came to its deadline is refused, and remembered once more as long; then it is forgotten."""
+    return parked is not None and (had_left or parked.left is None)

@@ -20,8 +20,11 @@ OVERDUE_S = 5.0
 
 def check_pins(life: Life) -> None:
     name, doorway = life.character.name, life.doorway
-    others = [key for key in doorway._pins if isinstance(key, tuple) or key in doorway._turns]
-    leases = [set(blocks) for key, blocks in doorway._pins.items() if key not in others and blocks]
+    leases = [
+        blocks
+        for key, blocks in doorway._pins.items()
+        if blocks and not isinstance(key, tuple) and key not in doorway._turns
+    ]
     pinned = len(set().union(*leases))
     if pinned > life.pins_max and len(leases) > 1:
         raise Broken(LEAK, f"{name}: {len(leases)} leases pin {pinned} blocks, at most {life.pins_max}")

@@ -16,6 +16,7 @@ from kvbaton.proof.sim.promises import HANG, LEAK, NEEDLESS, STRANGER, Broken
 from kvbaton.ranks.rank_messages import table_bytes
 from kvbaton.ranks.rank_store_messages import ShelfLookup
 from kvbaton.ranks.rank_transport import RemoteTransport
+from kvbaton.transports.core.late_identity import UnnamedTransport
 
 if TYPE_CHECKING:
     from kvbaton.proof.sim.world.rank_links import LinkedRanks, Rank
@@ -131,10 +132,17 @@ def _check_resent(ranks: LinkedRanks) -> None:
             raise Broken(NEEDLESS, f"{ranks.me.worker}: rank {rank.number}: frames were sent again that had arrived")
 
 
+def _is_made(rank: Rank, name: str) -> bool:
+    """Whether the rank was told its name: until then there is no transport, and nothing to close."""
+    assert rank.host is not None
+    transport = (rank.host._planes or rank.host._given)[name].transport
+    return not isinstance(transport, UnnamedTransport) or transport._inner is not None
+
+
 def check_gone(ranks: LinkedRanks) -> None:
     """After a goodbye; of ranks that could hear it."""
     for rank in (rank for rank in ranks.ranks if rank.process.runs):
-        open_planes = [name for name, plane in rank.planes.items() if plane.inner.alive]
+        open_planes = [name for name, plane in rank.planes.items() if plane.inner.alive and _is_made(rank, name)]
         if open_planes:
             raise Broken(LEAK, f"{ranks.me.worker}: rank {rank.number} has gone, and {open_planes} are still open")
         kept = ranks.store.kept.get(rank.number) if ranks.store is not None else None

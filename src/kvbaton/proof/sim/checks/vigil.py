@@ -16,10 +16,10 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import DrainStarted, PutWanted, Wanted
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PutId, Reader
 from kvbaton.protocol.machines.consumer import Consumer
-from kvbaton.protocol.machines.lease import LeaseState, ReaderState
+from kvbaton.protocol.machines.lease import Lease, LeaseState, ReaderState
 from kvbaton.protocol.machines.producer import Producer
 from kvbaton.protocol.machines.puts import PutState
-from kvbaton.protocol.wire.messages import Offer
+from kvbaton.protocol.wire.messages import Abandon, Offer
 
 if TYPE_CHECKING:
     from kvbaton.proof.sim.world.life import Life
@@ -52,6 +52,7 @@ class Vigil:
         self._signs: dict[int, tuple[object, float]] = {}  # by attempt: what was last seen of it, and since when
         self._parked: set[Reader] = set()
         self._drains = False
+        self._left: dict[HandoffId, dict[Reader, float]] = {}  # who gave up a parked claim; until when P knows
         self.farewell: set[Incarnation] = set()  # who had to do with us when we left
         self.taken_back: set[HandoffId] = set()  # tickets that the router has said nobody will use
         self.record = Record(str(self._name))
@@ -124,6 +125,7 @@ class Vigil:
         handlers[PutWanted] = self._putting_away(handlers[PutWanted])
         handlers[DrainStarted] = self._draining(handlers[DrainStarted])
         of_target[Offer] = self._writing(of_target[Offer])
+        of_target[Abandon] = self._leaving(of_target[Abandon])
 
     def _taking_in(self, handle: Handle) -> Handle:
         """A handoff is taken in where there is room for what may not come to rest, and only then (rule 18)."""
@@ -152,6 +154,28 @@ class Vigil:
                 raise Broken(LEAK, f"{self._name}: begins to write with {restless(producer)} blocks not at rest")
 
         return offered
+
+    def _leaving(self, handle: Callable[[Any, Any, float], None]) -> Callable[[Any, Any, float], None]:
+        """A reader whose claim waits gives it up: P knows that, and will hold nothing for it (rule 12)."""
+        producer, timers, life = self._ledger.producer, self._ledger.desk.timers, self._life
+
+        def abandoned(session: Any, message: Abandon, now: float) -> None:
+            reader = Reader(session.peer, message.attempt)
+            due = timers._at.get(("parked", reader))
+            if due is not None and producer.parked[reader].claim.handoff == message.handoff:
+                until = life.world.now + (due - life.clock()) / (1 + life.character.drift)
+                self._left.setdefault(message.handoff, {})[reader] = until - LATE_S
+            handle(session, message, now)
+
+        return abandoned
+
+    def _check_left(self, lease: Lease, since: float) -> None:
+        """All seats of this lease are of readers that gave up before it began: it is held for nobody."""
+        known = self._left[lease.handoff].items()
+        left = [each for each, until in known if since < until and lease.target in ("", each.peer.worker)]
+        forgot = self._ledger.desk.counts["parked_forgotten"]
+        if len(left) >= lease.max_readers and not forgot:
+            raise Broken(LEAK, f"{self._name}: lease {lease.id} is held, and its readers had given up before it began")
 
     def _putting_away(self, handle: Handle) -> Handle:
         """A put is taken unless there are as many as there may be."""
@@ -204,6 +228,8 @@ class Vigil:
             since = leased.setdefault(id, now) + (self._turn_s if lease.term.is_turn else 0.0)
             if now - since > self._hold_s and lease.state is not LeaseState.CLOSING:
                 raise Broken(LEAK, f"{self._name}: lease {id} is held past max_hold_s")
+            if lease.handoff in self._left and lease.state is not LeaseState.CLOSING:
+                self._check_left(lease, leased[id])
             if id not in pins:
                 raise Broken(LEAK, f"{self._name}: lease {id} is held, and its blocks are not pinned")
             if id in self._life.doorway.sourceless and lease.state is not LeaseState.CLOSING and not lease.final:

@@ -27,6 +27,8 @@ LOOK_S, LOOKS_MAX = 0.02, 200
 PUT, GET, PROMPTS = 0.6, 0.8, 7
 STALLS_S = (0.2, 0.8, 2.0, 6.0)
 HEALTHY_STALL_S = 0.5
+HEALTHY_CALM_S = 2.0
+"""From one stall to the next: two in a row are no moment any more, but as long as a lease of a healthy world."""
 CUTS_S = (0.02, 0.3, 1.5, 5.0)
 FALLS_S = (0.1, 3.0, 12.0)
 
@@ -111,6 +113,7 @@ class RankTroubles:
         self.cluster = cluster
         self.world = cluster.world
         self.faults: RankFaults = cluster.plan.ranks
+        self._calm_until = 0.0
         self._rng = random.Random(f"kvbaton-sim-{self.world.seed}-rank-faults")
         for count, act in (
             (self.faults.flaps, cluster.worker_faults.flap),
@@ -132,12 +135,14 @@ class RankTroubles:
                     life.ranks.heal()
 
     def _stall(self, looks: int = LOOKS_MAX) -> None:
-        found = self._any_rank(busy=looks > 0)
+        found = self._any_rank(busy=looks > 0) if self.world.now >= self._calm_until else None
         if found is None:
             self._look_again(self._stall, looks)
             return
         life, ranks, number = found
         stall_s = self._rng.uniform(0.5, 1.0) * self._rng.choice(self.faults.stall_s)
+        if self.faults.stall_s == (HEALTHY_STALL_S,):
+            self._calm_until = self.world.now + HEALTHY_CALM_S
         self.world.strike("rank_stalls", life.peer.worker, lasts_s=stall_s)
         self.world.tell(f"{life.peer.worker} rank {number} stalls")
         ranks.stall(number, stall_s)

@@ -275,7 +275,7 @@ class Company:
             if intake.wanted.source in self.names:
                 limits.append(("intake", handoff, waits_s + settings.max_hold_s))
         limits += [("lease", lease, settings.max_hold_s) for lease in ledger.producer.leases]
-        limits += [("parked", reader, settings.defer_timeout) for reader in ledger.producer.parked]
+        limits += [("parked", reader, 2 * settings.defer_timeout) for reader in ledger.producer.parked]
         me = (life.peer.worker, life.peer.incarnation)
         there = {(*me, kind, name) for kind, name, _ in limits}
         for gone in [each for each in self._seen if each[:2] == me and each not in there]:

@@ -125,7 +125,7 @@ def pulls(rng: random.Random) -> None:
     p.expect("a commit of what was reused", p.hear(m.Commit(id, 1), who=second, session=other), late, fx.Unpin(id))
     p.expect("it again", p.hear(m.Commit(id, 1), who=second, session=other), late)
     p.expect("the first again", p.hear(m.Commit(id, 1)), p.say(m.Committed(id, 1)))
-    over = m.RenewRefused(id, 1, _R.LEASE_EXPIRED)
+    over = m.RenewRefused(id, 1, _R.TICKET_SPENT)
     p.expect("a renewal of what is over", p.hear(m.Renew(id, 1, (), True)), p.say(over))
     p.refuses("a claim of what is over", p.claim(attempt=4), _R.TICKET_SPENT)
     p.over()

@@ -29,6 +29,8 @@ OTHER_WORDS = 0.1
 TURN_S = (0.3, 1.0, 4.0)
 SHORT_S = 2.0
 """Longer than what was let go of is on its way back, and than an engine is stopped."""
+STEP_S = 0.1
+"""How often an engine steps whose requests can only wait: it does not sleep, whether or not there is news."""
 EARLY = 0.8
 """The share of the time that a turn is kept within which the next one surely comes."""
 PERCENTS = (10.0, 25.0, 60.0, 100.0)
@@ -49,6 +51,7 @@ class EngineTurns:
 
         engine.doorway.let_go = going  # type: ignore[method-assign]
         self._most = engine.shape.blocks * settings.turn_percent / 100
+        self._steps_on = False
         self._short: dict[RequestId, float] = {}  # requests that found too few blocks while turns were kept, since when
 
     def added(self, request: SimRequest) -> None:
@@ -76,6 +79,13 @@ class EngineTurns:
             self._short.pop(request.id, None)
         elif now - self._short.setdefault(request.id, now) > SHORT_S:
             raise Broken(HANG, f"{engine.name}: {request.id} waits for blocks while {len(idle)} turns keep theirs")
+        elif not self._steps_on:
+            self._steps_on = True
+            engine.world.after(STEP_S, self._step_on)
+
+    def _step_on(self) -> None:
+        self._steps_on = False
+        self._engine.on_wake()
 
     def check_rest(self) -> None:
         """No request is left, so nothing is asked for."""
