@@ -198,8 +198,9 @@ fuzz-own: $(VENV)/.dev ## ten times the fuzzing of make test
 	KVBATON_FUZZ=nightly $(BIN)/pytest -n 2 tests/fuzz
 	KVBATON_FUZZ=nightly $(BIN)/pytest -n 2 -m hypothesis tests --ignore tests/fuzz --ignore tests/vllm --ignore tests/dynamo
 
-sim: $(VENV)/.dev ## 150 simulated clusters
+sim: $(VENV)/.dev ## 150 simulated clusters, and the seeds that alarmed once
 	$(BIN)/kvbaton sim --seeds 0..149 --jobs $(JOBS)
+	$(BIN)/kvbaton sim --kept
 
 mutants: $(VENV)/.dev ## every mutant until the simulator catches it
 	$(BIN)/kvbaton sim --mutants --jobs $(JOBS)

@@ -33,12 +33,15 @@ from laws import DECODERS, heard, told, understood
 
 from kvbaton.api.request_ids import RequestIdError, parse_address
 from kvbaton.control.joining.join_messages import ClusterCard, MemberCard
+from kvbaton.control.keyring import Keyring
 from kvbaton.control.moriio import p2p_nccl_registration, registration
 from kvbaton.control.plain import AnnouncedWorker, Announcement, Fleet, PlainFault, PlainSettings
 from kvbaton.control.plain.announced_roster import PlainRoster
 from kvbaton.control.plain.announcements import RANKS_MAX, decode, payload_of
 from kvbaton.control.registry import registry_messages as m
-from kvbaton.protocol.ids import Incarnation, PeerId
+from kvbaton.control.registry import statements
+from kvbaton.control.signing import Signed
+from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.privileges import Role
 from kvbaton.router.workers.announced import RANKS_LISTED_MAX, AnnouncedDirectory
 
@@ -243,9 +246,12 @@ generated: dict[type, st.SearchStrategy[typing.Any]] = {
     m.SeenWorkers: st.builds(m.SeenWorkers, counts, counts),
     PeerId: st.builds(PeerId, worker_ids, lives),
 }
+generated[Signed] = st.builds(Signed, st.binary(max_size=64), st.binary(min_size=64, max_size=64))
+generated[Signed | None] = st.none() | generated[Signed]  # type: ignore[index]
 generated[m.RosterEntry] = st.builds(
-    m.RosterEntry, generated[m.Registration], keys, st.sampled_from(m.WorkerState), st.booleans()
-)
+    m.RosterEntry, generated[m.Registration], keys, st.sampled_from(m.WorkerState), st.booleans(),
+    signed=generated[Signed | None], order=generated[Signed | None],  # type: ignore[index]
+)  # fmt: skip
 cards = st.builds(MemberCard, worker_ids, keys, st.sampled_from(Role), st.lists(keys, max_size=1).map(tuple))
 generated[ClusterCard | None] = st.none() | st.builds(  # type: ignore[index]
     ClusterCard,
@@ -381,3 +387,12 @@ def test_the_longest_addresses_that_fit_take_time_in_proportion(unit: str) -> No
         for field_name in ("http_address", "zmq_address"):
             heard(packed({"type": "P", "http_address": "a:1", "zmq_address": "a:1", field_name: address}))
     assert time.process_time() - began < 2.0
+
+
+@registry.fuzz(st.binary(max_size=200) | st.builds(msgspec.msgpack.encode, values))
+def test_signed_bytes_are_a_statement_or_a_fault_and_an_order_or_none(said: bytes) -> None:
+    signed = Signed(said, b"s" * 64)
+    with suppress(m.RegistryFault):
+        statements.read(signed)
+        raise AssertionError("random bytes were a statement")
+    assert not statements.is_ordered(Keyring(WorkerId("p0"), "", "", {}, ()), signed, WorkerId("p0"), 1)

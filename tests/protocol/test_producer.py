@@ -521,6 +521,16 @@ class TestParking:
         pair.settle()
         assert why(load) is Reason.CONTENT_MISMATCH
 
+    def test_a_parked_claim_for_another_prompt_is_refused_although_its_ticket_has_expired(self, pair: Pair) -> None:
+        """The ticket was judged a second time when P began, and that left the step: an engine's death (seed 900391)."""
+        load = pair.d.want("r", pair.router_ticket(expires_unix_s=WALL_S + 5.0), content=99)
+        pair.settle()
+        pair.lose(Claim, times=99)  # repeated, it would be refused for the ticket
+        pair.run(6)
+        pair.p.begin()
+        pair.settle()
+        assert why(load) is Reason.CONTENT_MISMATCH and not pair.p.ledger.producer.leases
+
     def test_who_waits_behind_one_that_spends_the_lease_hears_that_it_is_over(self, make_pair: Make) -> None:
         """As whoever claims a moment later does; and nothing is said of a lease after its end."""
         pair = make_pair("p", "d", "e")

@@ -742,3 +742,20 @@ def test_embeddings_of_a_prompt_go_to_d_alone() -> None:
             assert (await c.stats())["alone_total"] == {"prompt_embeds": 1}
 
     run(story())
+
+
+def test_a_prompt_that_is_only_repeated_goes_to_d_alone_and_as_it_came() -> None:
+    """`echo` with `max_tokens: 0` was 400 here and is 200 at vLLM."""
+
+    async def story() -> None:
+        async with cluster() as c:
+            body = {"model": "tiny", "prompt": ["ab", "cd"], "max_tokens": 0, "echo": True, "n": 2}
+            assert (await c.post(body))[0] == 200
+            assert c.p[0].raw == [] and len(c.d[0].bodies) == 1
+            assert {name: c.d[0].bodies[0][name] for name in body} == body
+            for more in ({}, {"echo": False}):
+                status, answer, _ = await c.post({"model": "tiny", "prompt": "ab", "max_tokens": 0, **more})
+                assert (status, answer["error"]["param"]) == (400, "max_tokens")
+                assert "0 only with echo" in answer["error"]["message"]
+
+    run(story())

@@ -13,7 +13,7 @@ import socket
 import struct
 import warnings
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -43,7 +43,7 @@ NAMED = b"X-Request-Id: drawn\r\n"
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n" + NAMED
 PLAIN_STREAM = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nCache-Control: no-cache\r\n"
 STREAM = PLAIN_STREAM + NAMED
-GET = b"GET /echo HTTP/1.1\r\n\r\n"
+GET = b"GET /echo HTTP/1.1\r\nHost: a\r\n\r\n"
 BODY_BYTES_MAX = 1000
 
 
@@ -80,6 +80,9 @@ class Stage:
 
     def answer_headers(self, request: Request) -> Mapping[str, str]:
         return {}
+
+    def listens(self, address: Sequence[Any]) -> None:
+        """It asks nobody, itself least of all."""
 
     def refresh(self) -> None:
         """Nothing changes."""
@@ -199,7 +202,7 @@ def told(story: Story, stage: Stage | None = None) -> Coroutine[Any, Any, None]:
 
 
 def post(body: bytes, *headers: bytes, path: bytes = b"/echo", version: bytes = b"1.1") -> bytes:
-    lines = [b"POST %b HTTP/%b" % (path, version), *headers, b"Content-Length: %d" % len(body)]
+    lines = [b"POST %b HTTP/%b" % (path, version), b"Host: a", *headers, b"Content-Length: %d" % len(body)]
     return b"\r\n".join((*lines, b"", body))
 
 
@@ -224,7 +227,7 @@ def test_a_whole_answer_is_exact_and_the_connection_serves_on(run: Run) -> None:
         client = await town.client()
         await client.say(post(b"one", b"X-Thing:  spaced "))
         await client.expect(whole(b"one"))
-        await client.say(b"GET /echo?x=/y HTTP/1.1\r\n\r\n")
+        await client.say(b"GET /echo?x=/y HTTP/1.1\r\nHost: a\r\n\r\n")
         await client.expect(whole(b"GET"))
         assert [(each.method, each.path, each.body) for each in stage.seen] == [
             ("POST", "/echo", b"one"),
@@ -238,9 +241,9 @@ def test_a_whole_answer_is_exact_and_the_connection_serves_on(run: Run) -> None:
 def test_head_gets_the_length_without_the_body(run: Run) -> None:
     async def story(town: Town, _: Stage) -> None:
         client = await town.client()
-        await client.say(b"HEAD /echo HTTP/1.1\r\n\r\n" + GET)
+        await client.say(b"HEAD /echo HTTP/1.1\r\nHost: a\r\n\r\n" + GET)
         await client.expect(OK + b"Content-Length: 4\r\n\r\n" + whole(b"GET"))
-        await client.say(b"HEAD /none HTTP/1.1\r\nConnection: close\r\n\r\n")
+        await client.say(b"HEAD /none HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
         said = await client.rest()
         assert said.startswith(b"HTTP/1.1 404 Not Found\r\n") and said.endswith(b"\r\n\r\n")
 
@@ -547,7 +550,7 @@ def test_a_bad_request_behind_good_ones_is_refused_in_its_turn(run: Run) -> None
 def test_what_follows_a_request_to_close_is_not_answered(run: Run) -> None:
     async def story(town: Town, stage: Stage) -> None:
         client = await town.client()
-        await client.say(b"GET /echo HTTP/1.1\r\nConnection: close\r\n\r\n" + GET)
+        await client.say(b"GET /echo HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n" + GET)
         await client.expect(whole(b"GET", b"Connection: close\r\n"))
         await client.end()
         assert len(stage.seen) == 1
@@ -565,7 +568,7 @@ def test_a_client_that_sends_on_without_reading_fills_no_memory(run: Run) -> Non
     async def story(town: Town, stage: Stage) -> None:
         client = await town.client()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        await client.say(b"GET /large HTTP/1.1\r\n\r\n" * 10)
+        await client.say(b"GET /large HTTP/1.1\r\nHost: a\r\n\r\n" * 10)
         await until(lambda: stage.seen)
         for _ in range(50):
             await asyncio.sleep(0.001)
@@ -593,7 +596,7 @@ def test_a_request_may_come_byte_by_byte(run: Run) -> None:
 
 def test_a_chunked_body_may_be_split_anywhere_and_its_trailers_are_no_headers() -> None:
     data = (
-        b"POST /echo HTTP/1.1\r\nX-A: 1\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"POST /echo HTTP/1.1\r\nHost: a\r\nX-A: 1\r\nTransfer-Encoding: chunked\r\n\r\n"
         b"5;ext=1\r\nhello\r\n1\r\n,\r\n6\r\n world\r\n0\r\nX-A: 2\r\nX-Request-Id: evil\r\n\r\n"
     )
 
@@ -605,7 +608,7 @@ def test_a_chunked_body_may_be_split_anywhere_and_its_trailers_are_no_headers() 
         await client.say(*[data[at : at + 1] for at in range(len(data))])
         await client.expect(whole(b"hello, world"))
         for request in stage.seen:
-            assert request.headers == [(b"x-a", b"1"), (b"transfer-encoding", b"chunked")]
+            assert request.headers == [(b"host", b"a"), (b"x-a", b"1"), (b"transfer-encoding", b"chunked")]
 
     run_on("asyncio", told(story))
 
@@ -647,7 +650,7 @@ def test_a_body_that_is_too_large_is_refused_and_the_client_learns_it_though_it_
     async def story(town: Town, stage: Stage) -> None:
         client = await town.client()
         size = 8 << 20
-        head = b"POST /echo HTTP/1.1\r\n"
+        head = b"POST /echo HTTP/1.1\r\nHost: a\r\n"
         if chunked:
             data = head + b"Transfer-Encoding: chunked\r\n\r\n" + (b"400\r\n" + b"x" * 1024 + b"\r\n") * (size >> 10)
         else:
@@ -666,29 +669,33 @@ def test_a_body_at_the_bound_passes() -> None:
         await client.say(post(b"x" * BODY_BYTES_MAX))
         await client.expect(whole(b"x" * BODY_BYTES_MAX))
         pieces = b"".join(b"1\r\nx\r\n" for _ in range(BODY_BYTES_MAX))
-        await client.say(b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n" + pieces + b"0\r\n\r\n")
+        await client.say(
+            b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + pieces + b"0\r\n\r\n"
+        )
         await client.expect(whole(b"x" * BODY_BYTES_MAX))
 
     run_on("asyncio", told(story))
 
 
 LONG = b"x" * (HEADERS_BYTES_MAX + 1)
-CHUNKED = b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
+CHUNKED = b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n"
 
 
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize(
     "data",
     [
-        b"GET /echo?" + LONG + b" HTTP/1.1\r\n\r\n",
-        b"GET /echo HTTP/1.1\r\nX-A: " + LONG + b"\r\n\r\n",
-        b"GET /echo HTTP/1.1\r\n" + LONG + b": 1\r\n\r\n",
-        b"GET /echo HTTP/1.1\r\n" + b"".join(b"X-%d: %b\r\n" % (at, LONG[:7000]) for at in range(10)) + b"\r\n",
-        b"GET /echo HTTP/1.1\r\n" + b"X-A: 1\r\n" * (HEADERS_MAX + 1) + b"\r\n",
+        b"GET /echo?" + LONG + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nHost: a\r\nX-A: " + LONG + b"\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nHost: a\r\n" + LONG + b": 1\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nHost: a\r\n"
+        + b"".join(b"X-%d: %b\r\n" % (at, LONG[:7000]) for at in range(10))
+        + b"\r\n",
+        b"GET /echo HTTP/1.1\r\nHost: a\r\n" + b"X-A: 1\r\n" * (HEADERS_MAX + 1) + b"\r\n",
         GET[:-2] + b"X-A: " + LONG,
         CHUNKED + b"0\r\nX-Trailer: " + LONG * 6,  # what comes with a piece of the body is not counted
         CHUNKED + b"1;ext=" + LONG * 6,
-        b"GET /echo HTTP/1.1\r\nUpgrade: h2c\r\nConnection: upgrade\r\nX-A: " + LONG + b"\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nHost: a\r\nUpgrade: h2c\r\nConnection: upgrade\r\nX-A: " + LONG + b"\r\n\r\n",
     ],
     ids=["url", "value", "name", "sum", "count", "endless", "trailer", "extension", "upgrade"],
 )
@@ -706,7 +713,7 @@ def test_headers_at_the_bound_pass_and_a_long_body_is_not_taken_for_headers() ->
     async def story(town: Town, stage: Stage) -> None:
         stage.body_bytes_max = 1 << 20
         client = await town.client()
-        await client.say(b"GET /echo HTTP/1.1\r\n" + b"X-A: 1\r\n" * HEADERS_MAX + b"\r\n")
+        await client.say(b"GET /echo HTTP/1.1\r\nHost: a\r\n" + b"X-A: 1\r\n" * (HEADERS_MAX - 1) + b"\r\n")
         await client.expect(whole(b"GET"))
         body = b"x" * (HEADERS_BYTES_MAX * 3)
         await client.say(post(body) * 2, GET)
@@ -720,32 +727,32 @@ def test_headers_at_the_bound_pass_and_a_long_body_is_not_taken_for_headers() ->
     [
         b"nonsense\r\n\r\n",
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-        b"post /echo HTTP/1.1\r\n\r\n",
+        b"post /echo HTTP/1.1\r\nHost: a\r\n\r\n",
         b"GET /echo HTTP/1.2\r\n\r\n",
-        b"GET /ec\x00ho HTTP/1.1\r\n\r\n",
-        b"GET /a b HTTP/1.1\r\n\r\n",
+        b"GET /ec\x00ho HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"GET /a b HTTP/1.1\r\nHost: a\r\n\r\n",
         b"GET /echo HTTP/1.1\n\n",
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-        b"GET /echo HTTP/1.1\r\nX-A: b\rc\r\n\r\n",
-        b"GET /echo HTTP/1.1\r\nX-A: b\nX-B: c\r\n\r\n",
-        b"GET /echo HTTP/1.1\r\nX-A: b\x00c\r\n\r\n",
-        b"GET /echo HTTP/1.1\r\nX-A: b\r\n folded\r\n\r\n",
-        b"GET /echo HTTP/1.1\r\nX A: b\r\n\r\n",
-        b"GET /echo HTTP/1.1\r\nX-A : b\r\n\r\n",
-        b"GET /echo HTTP/1.1\r\n: b\r\n\r\n",
-        b"POST /echo HTTP/1.1\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
-        b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
-        b"POST /echo HTTP/1.1\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
-        b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
-        b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n",
-        b"POST /echo HTTP/1.1\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
-        b"POST /echo HTTP/1.1\r\nContent-Length: 5, 5\r\n\r\nhello",
-        b"POST /echo HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
-        b"POST /echo HTTP/1.1\r\nContent-Length: 99999999999999999999\r\n\r\n",
-        b"POST /echo HTTP/1.1\r\nContent-Length: " + b"0" * 5000 + b"1\r\n\r\nx",
-        b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0x5\r\nhello\r\n0\r\n\r\n",
-        b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
-        b"POST /echo HTTP/1.1\r\nUpgrade: h2c\r\nConnection: upgrade\r\n"
+        b"GET /echo HTTP/1.1\r\nHost: a\r\nX-A: b\rc\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nHost: a\r\nX-A: b\nX-B: c\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nHost: a\r\nX-A: b\x00c\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nHost: a\r\nX-A: b\r\n folded\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nHost: a\r\nX A: b\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nHost: a\r\nX-A : b\r\n\r\n",
+        b"GET /echo HTTP/1.1\r\nHost: a\r\n: b\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: xchunked\r\n\r\n0\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 5\r\nContent-Length: 6\r\n\r\nhello",
+        b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 5, 5\r\n\r\nhello",
+        b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 99999999999999999999\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: " + b"0" * 5000 + b"1\r\n\r\nx",
+        b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0x5\r\nhello\r\n0\r\n\r\n",
+        b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
+        b"POST /echo HTTP/1.1\r\nHost: a\r\nUpgrade: h2c\r\nConnection: upgrade\r\n"
         b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
     ],
 )
@@ -777,7 +784,7 @@ def test_what_is_not_http_is_refused_and_never_handled(run: Run, data: bytes) ->
 def test_a_target_may_name_its_host_and_is_not_interpreted_otherwise(target: bytes, path: str) -> None:
     async def story(town: Town, stage: Stage) -> None:
         client = await town.client()
-        await client.say(b"GET " + target + b" HTTP/1.1\r\n\r\n")
+        await client.say(b"GET " + target + b" HTTP/1.1\r\nHost: a\r\n\r\n")
         status, _, body = await client.answer()
         if path in ("/echo", "/"):
             assert status == 200 and stage.seen[0].path == path
@@ -799,7 +806,7 @@ def test_one_who_asks_for_another_protocol_is_answered_in_this_one_once(run: Run
         data = post(b"hello", *more, path=b"/echo?x")
         await client.say(*[data[at : at + 1] for at in range(len(data))])
         await client.expect(whole(b"hello"))
-        await client.say(b"GET /echo HTTP/1.1\r\n" + b"\r\n".join(more) + b"\r\n\r\n" + data + GET)
+        await client.say(b"GET /echo HTTP/1.1\r\nHost: a\r\n" + b"\r\n".join(more) + b"\r\n\r\n" + data + GET)
         await client.expect(whole(b"GET") + whole(b"hello") + whole(b"GET"))
         assert [each.body for each in stage.seen] == [GET, b"", b"hello", b"", b"hello", b""]
         assert stage.seen[0].header(b"http2-settings") == "AAMAAABk"
@@ -810,7 +817,7 @@ def test_one_who_asks_for_another_protocol_is_answered_in_this_one_once(run: Run
 def test_a_tunnel_is_refused() -> None:
     async def story(town: Town, stage: Stage) -> None:
         client = await town.client()
-        await client.say(GET + b"CONNECT example.com:443 HTTP/1.1\r\n\r\n" + GET)
+        await client.say(GET + b"CONNECT example.com:443 HTTP/1.1\r\nHost: a\r\n\r\n" + GET)
         await client.expect(whole(b"GET"))
         assert await client.refusal() == (405, "method_not_allowed")
         assert len(stage.seen) == 1
@@ -827,7 +834,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("begun", [b"G", b"GET /echo HTTP/1.1\r\nX-A: 1\r\n", GET + b"POST"])
+@pytest.mark.parametrize("begun", [b"G", b"GET /echo HTTP/1.1\r\nHost: a\r\nX-A: 1\r\n", GET + b"POST"])
 def test_headers_that_do_not_come_are_not_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
     async def story(town: Town, _: Stage) -> None:
         client = await town.client()
@@ -844,7 +851,11 @@ def test_headers_that_do_not_come_are_not_waited_for(run: Run, monkeypatch: pyte
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     "begun",
-    [post(b"hello")[:-1], post(b"hello")[:-5], b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n"],
+    [
+        post(b"hello")[:-1],
+        post(b"hello")[:-5],
+        b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n",
+    ],
 )
 def test_a_body_that_does_not_come_is_not_waited_for(run: Run, begun: bytes) -> None:
     async def story(town: Town, stage: Stage) -> None:
@@ -981,7 +992,7 @@ def test_a_client_that_does_not_read_its_whole_answer_is_cut_off(
     async def story(town: Town, _: Stage) -> None:
         client = await town.client()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-        await client.say(b"GET /large HTTP/1.1\r\nConnection: " + connection + b"\r\n\r\n")
+        await client.say(b"GET /large HTTP/1.1\r\nHost: a\r\nConnection: " + connection + b"\r\n\r\n")
         await until(lambda: lost)
 
     run(told(story, Stage(large=large)))
@@ -1004,7 +1015,7 @@ def test_a_closed_connection_that_waits_for_its_reader_is_swept(run: Run, monkey
             lost.clear()
             client = await town.client()
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-            await client.say(b"GET /large HTTP/1.1\r\nConnection: " + connection + b"\r\n\r\n")
+            await client.say(b"GET /large HTTP/1.1\r\nHost: a\r\nConnection: " + connection + b"\r\n\r\n")
             await until(lambda: lost)
 
     run(told(story, Stage(large=large)))
@@ -1016,8 +1027,8 @@ def test_a_closed_connection_that_waits_for_its_reader_is_swept(run: Run, monkey
     [
         b"GET /large HTTP/1.0\r\nConnection: keep-alive\r\n\r\n" * 3,
         b"GET /large HTTP/1.0\r\nConnection: keep-alive\r\n\r\nnonsense\r\n\r\n",
-        b"GET /large HTTP/1.1\r\nConnection: close\r\n\r\n" * 2,
-        b"GET /large HTTP/1.1\r\nConnection: close\r\n\r\nnonsense\r\n\r\n",
+        b"GET /large HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n" * 2,
+        b"GET /large HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\nnonsense\r\n\r\n",
     ],
 )
 def test_one_that_sent_more_than_is_answered_is_swept_too(
@@ -1275,7 +1286,7 @@ def test_at_the_bound_the_oldest_connection_that_is_not_being_answered_goes(run:
 
 
 @pytest.mark.usefixtures("three_at_once")
-@pytest.mark.parametrize("begun", [b"", b"GET / HT", b"POST / HTTP/1.1\r\nContent-Length: 900\r\n\r\nx"])
+@pytest.mark.parametrize("begun", [b"", b"GET / HT", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 900\r\n\r\nx"])
 def test_one_that_sends_a_byte_at_a_time_is_no_safer_than_an_idle_one(run: Run, begun: bytes) -> None:
     async def story(town: Town, stage: Stage) -> None:
         slow = await town.client()
@@ -1354,8 +1365,8 @@ def test_bodies_that_are_never_finished_fill_no_more_than_their_share(run: Run) 
 
     async def story(town: Town, stage: Stage) -> None:
         stage.body_bytes_max, stage.room = size, ClientQuotas(16 * size)
-        begun = b"POST /echo HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % size
-        chunked = b"POST /echo HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % size
+        begun = b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size
+        chunked = b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % size
         strangers = [await town.client() for _ in range(12)]
         for number, stranger in enumerate(strangers):
             await stranger.say((chunked if number % 2 else begun) + b"x" * (size - 1))
@@ -1394,7 +1405,7 @@ def test_whatever_a_client_sends_is_counted_until_it_is_gone(run: Run, what: str
                 await until(lambda: len(stage.seen) == clients.index(client) + 1)  # noqa: B023
                 await client.say(post(b"x" * 900) * 40)
             else:
-                await client.say(b"GET /echo HTTP/1.1\r\nX-A: " + b"x" * 40_000)
+                await client.say(b"GET /echo HTTP/1.1\r\nHost: a\r\nX-A: " + b"x" * 40_000)
         await until(lambda: stage.room.refused["request"] >= 2)
         assert 0 < stage.room.bytes <= 50_000
         gate.set()
@@ -1452,14 +1463,14 @@ def test_a_connection_that_ends_is_free_without_the_garbage_collector(run: Run) 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(http_server._Connection, "connection_made", noted)
             said = (
-                b"POST /echo HTTP/1.1\r\nContent-Length: 900\r\n\r\nx",
-                b"GET /echo HTTP/1.1\r\nX-A",
+                b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: 900\r\n\r\nx",
+                b"GET /echo HTTP/1.1\r\nHost: a\r\nX-A",
                 GET,
                 post(b"x"),
                 post(b"", path=b"/fails"),
                 post(b"", path=b"/stream"),
                 b"nonsense\r\n\r\n",
-                b"GET /echo HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n",
+                b"GET /echo HTTP/1.1\r\nHost: a\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n",
             )
             for data in said:
                 client = await town.client()

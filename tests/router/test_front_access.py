@@ -87,7 +87,8 @@ def test_every_process_of_a_router_asks_for_the_key() -> None:
     [
         (FrontSecrets(keys=(KEY,)), False, None),
         (FrontSecrets(keys=(KEY,)), True, f"Bearer {KEY}"),
-        (FrontSecrets(), False, f"Bearer {KEY}"),
+        (FrontSecrets(), False, None),
+        (FrontSecrets(), True, f"Bearer {KEY}"),
         (FrontSecrets(worker_key=OTHER), False, f"Bearer {OTHER}"),
         (FrontSecrets(keys=(KEY,), worker_key=OTHER), False, f"Bearer {OTHER}"),
     ],

@@ -352,7 +352,7 @@ def test_trailers_and_a_body_behind_an_upgrade_are_neither_headers_nor_requests(
     async def story() -> None:
         async with cluster(1, [talk]) as c:
             chunked = (
-                b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+                b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
                 b'10\r\n{"prompt":"abc"}\r\n0\r\nX-Evil: 1\r\nX-Request-Id: evil\r\n\r\n'
             )
             upgrade = raw_post(b'{"prompt":"def"}', b"Connection: upgrade", b"Upgrade: h2c", b"X-Kept: 1")

@@ -115,7 +115,7 @@ def test_requests_streams_and_large_bodies_pass_through_tls(run: Run, files: Tls
             await expect(reader, whole(b"x" * 10, b"Connection: close\r\n"))
             assert await rest(reader) == b"", "closed by TLS, not cut off"
             reader, writer = await town.secure()
-            writer.write(post(b"y" * 10) + b"POST /echo HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % (BIG + 1))
+            writer.write(post(b"y" * 10) + b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % (BIG + 1))
             told = await rest(reader)
             assert told.startswith(whole(b"y" * 10)) and b"413" in told and b"body_too_large" in told
 

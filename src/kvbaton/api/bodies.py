@@ -111,6 +111,7 @@ _CHECKS: Mapping[BodyKind, Mapping[str, _Check]] = {
         **_COMMON,
         **_TEXT_OR_CHAT,
         "logprobs": (_whole(-1), "a whole number, -1 for all"),
+        "max_tokens": (_whole(0), "a whole number of at least 1, or 0 with echo"),
         "echo": (_of(bool), "true or false"),
         "best_of": (_whole(1, CHOICES_MAX), f"a whole number from 1 to {CHOICES_MAX}"),
     },
@@ -169,6 +170,8 @@ def parse(kind: BodyKind, data: bytes) -> Body:
     if kind is BodyKind.CHAT:
         _check_messages(fields.get("messages"))
         prompts: tuple[Prompt, ...] = ()
+    elif fields.get("max_tokens") == 0 and not fields.get("echo"):
+        raise bad_field("max_tokens", "got 0, expected a whole number of at least 1; 0 only with echo")
     elif fields.get("prompt") is None and fields.get("prompt_embeds") is not None:
         prompts = ()  # vLLM's: the engine knows how many there are
     else:

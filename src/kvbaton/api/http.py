@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import msgspec
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from kvbaton.api import access_log, screening, sse
 from kvbaton.api.api_errors import ApiError, internal, too_large
@@ -67,6 +67,7 @@ async def _logged(request: web.Request, handler: _Handler) -> web.StreamResponse
 async def errors_as_json(request: web.Request, handler: _Handler) -> web.StreamResponse:
     """Whatever goes wrong before the first byte becomes OpenAI's error object."""
     try:
+        screening.check_host(request.headers.getall("Host", ()), is_new=request.version >= HttpVersion11)
         return await handler(request)
     except ApiError as error:
         fault = error

@@ -7,6 +7,7 @@ asking first, and says in `Origin` where they come from; who is no browser says 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Sequence
 
 from kvbaton.api.api_errors import ApiError
@@ -17,7 +18,20 @@ GetAll = Callable[[str], Sequence[str]]
 _PLAIN = frozenset({"", "identity"})
 _WHOLE = frozenset({"", "chunked"})
 _OWN_SITES = frozenset({"", "same-origin", "none"})
+_HOST = re.compile(rb"\s*(?:[A-Za-z0-9._~%!$&'()*+;=-]*|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?\s*")
 _PORTS = {"http": ":80", "https": ":443"}
+
+
+def check_host(hosts: Sequence[str | bytes], *, is_new: bool) -> None:
+    """`ApiError` (400) unless there is one `Host`, as RFC 9112 asks of HTTP/1.1; whom two of them mean is a guess.
+
+    A proxy in front may have gone by the other one. Before HTTP/1.1 (`is_new`) it may be left out.
+    """
+    if len(hosts) == 1 and _HOST.fullmatch(hosts[0] if isinstance(hosts[0], bytes) else hosts[0].encode("latin-1")):
+        return
+    if hosts or is_new:
+        said = "no host name" if len(hosts) == 1 else f"{len(hosts)} of them"
+        raise ApiError(400, f"Host: got {said}, expected one, as host or host:port", param="Host", code="bad_request")
 
 
 def check(values: GetAll, origins: Collection[str] = ()) -> None:

@@ -5,6 +5,7 @@ Law: what leaves `Relay` ends where an event ends; a peer that dies in mid-event
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -71,12 +72,16 @@ def token_chunks(events: bytes) -> int:
     return max(count - len(_NO_TOKEN.findall(events)), 0)
 
 
-def only_opens(events: bytes) -> bool:
-    """Whether a stream has only said that it began, which those of typed events may before they have a token."""
+def only_opens(events: bytes, most: int) -> bool:
+    """Whether a stream has only said that it began, which those of typed events may before they have a token.
+
+    Of more than `most` events no more are looked at.
+    """
     if events.startswith(b"data:") and not _may_open(events):
         return False
     try:
-        return all(_may_open(each) and _told(each).type in OPENING_TYPES for each in payloads(events))
+        looked_at = itertools.islice(payloads(events), most)
+        return all(_may_open(each) and _told(each).type in OPENING_TYPES for each in looked_at)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return False
 

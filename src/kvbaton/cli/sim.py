@@ -10,6 +10,7 @@ import msgspec
 from kvbaton.cli import progress, sim_reports
 from kvbaton.cli.arguments import whole
 from kvbaton.processes.operator_errors import CommandError
+from kvbaton.proof.sim import kept_seeds
 from kvbaton.proof.sim.campaign import Summary, default_jobs, run_seeds
 from kvbaton.proof.sim.mutants import hunting, mutating
 from kvbaton.proof.sim.run import run_seed
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--mutants", action="store_true", help="run every mutant until it is caught")
     what.add_argument("--replay", type=whole(0, SEED_MAX), metavar="SEED", help="run one world and print its trace")
+    what.add_argument("--kept", action="store_true", help="replay every seed that alarmed once, and their mutants")
     what.add_argument("--survey", type=positive, metavar="N", help="draw N generated mutants and count those caught")
     what.add_argument("--coverage", action="store_true", help="lines of the product that the worlds of --seeds reach")
     add("--mutant", type=mutant, metavar="NAME", help="with --replay: apply this mutant")
@@ -67,12 +69,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.seeds is not None and (args.mutants or args.survey or args.replay is not None):
+    if args.seeds is not None and (args.mutants or args.kept or args.survey or args.replay is not None):
         raise CommandError("--seeds goes with --coverage or alone; mutants are tried on seeds 0 to --mutant-seeds")
     if args.replay is not None:
         return _replay(args.replay, args.mutant, args.json)
     if args.mutants:
         return _mutants(args)
+    if args.kept:
+        return _kept(args)
     if args.survey is not None or args.coverage:
         return _reached(args)
     chosen = args.seeds or SEEDS
@@ -87,6 +91,13 @@ def _mutants(args: argparse.Namespace) -> int:
     with progress.shown("mutants", quiet=args.json) as tell:
         found = hunting.run_mutants(names, most, args.jobs, tell, args.fresh)
     print(sim_reports.as_json(found, found.holds) if args.json else sim_reports.mutants(found))
+    return 0 if found.holds else 1
+
+
+def _kept(args: argparse.Namespace) -> int:
+    with progress.shown("kept seeds", quiet=args.json) as tell:
+        found = kept_seeds.replay(kept_seeds.read(), tell)
+    print(sim_reports.as_json(found, found.holds) if args.json else sim_reports.kept(found))
     return 0 if found.holds else 1
 
 

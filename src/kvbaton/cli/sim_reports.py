@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.proof.sim.cover import Coverage
+from kvbaton.proof.sim.kept_seeds import KeptReport
 from kvbaton.proof.sim.mutants.hunting import Catch, MutantsSummary
 from kvbaton.proof.sim.mutants.survey import Fate, Survey
 
@@ -25,6 +26,14 @@ def mutants(found: MutantsSummary) -> str:
         f"the clean tree raised {found.clean_alarms} alarms over the {found.clean_seeds} seeds that caught them; "
         f"{found.wall_s:.0f} s",
     ]
+    return "\n".join(lines)
+
+
+def kept(found: KeptReport) -> str:
+    lines = [f"BROKEN seed {seed} ({what})\n  kvbaton sim --replay {seed}" for seed, what in found.broken.items()]
+    lines += [f"NOT CAUGHT by any of its seeds: {name}" for name in found.unseen]
+    held, caught = found.seeds - len(found.broken), found.mutants - len(found.unseen)
+    lines.append(f"{held} of {found.seeds} kept seeds hold; {caught} of {found.mutants} of their mutants are caught")
     return "\n".join(lines)
 
 

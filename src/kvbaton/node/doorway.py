@@ -18,7 +18,7 @@ from itertools import chain
 import msgspec
 
 from kvbaton.node.epochs import EpochTable
-from kvbaton.node.pin_budget import PinBudget
+from kvbaton.node.pin_budget import STRANGER, Holder, PinBudget
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import ProtocolError, Reason
@@ -255,6 +255,14 @@ class Doorway:
         if not isinstance(ticket, str):
             raise ProtocolError(Reason.TICKET_FORGED, f"ticket: got {type(ticket).__name__}, expected text")
         return unseal(ticket, self.config.ticket_keys, self.config.wall())
+
+    def holder_of(self, ticket: str | None) -> Holder:
+        """Whose share of the room to pin a request takes: of the decode worker that its router's ticket names."""
+        try:
+            found = self.open_ticket(ticket)
+        except ProtocolError:
+            return STRANGER
+        return str(found.target) if found.source == self.config.me.worker else STRANGER
 
     def match(self, request: RequestId) -> Match:
         """The state of the claim. Without side effects until FAILED, which is returned once."""

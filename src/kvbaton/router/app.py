@@ -10,8 +10,8 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
@@ -25,6 +25,7 @@ from kvbaton.router.client_quotas import ClientQuotas
 from kvbaton.router.dialect_table import TicketMinter
 from kvbaton.router.front_access import AUTHORIZATION, OPEN_PATHS, ClientKeys, Cors, KeyFileError
 from kvbaton.router.front_secrets import FrontSecrets
+from kvbaton.router.hops import Hops
 from kvbaton.router.http.http_types import Answer, Handler, Request
 from kvbaton.router.invocations import Invocations
 from kvbaton.router.openai_api import NOT_TO_WORKERS, OpenAiApi
@@ -80,6 +81,7 @@ class RouterParts:
     turns: TurnTable
     operators: Handler | None = None  # answers operators in the place of this process
     probes: bool = True  # whether it is this process that probes workers
+    hops: Hops = field(default_factory=Hops)
 
     @classmethod
     def alone(cls, settings: RouterSettings) -> RouterParts:
@@ -118,8 +120,10 @@ class Router:
         passing: Passing,
         keys: ClientKeys,
         operators: Handler | None = None,
+        hops: Hops | None = None,
     ) -> None:
         self.gathering = gathering
+        self._hops = hops or Hops()
         self._minter = minter
         self.body_bytes_max = settings.body_bytes_max
         self.body_s = settings.body_s
@@ -165,7 +169,11 @@ class Router:
         passed = {route.path for route in of(Treatment.PASSED)}
         return [path for path in self._routes if path.rpartition("/")[0] not in self._pages and path not in passed]
 
+    def listens(self, address: Sequence[Any]) -> None:
+        self._hops.listens(address)
+
     def admit(self, request: Request) -> None:
+        self._hops.check(request)
         if not self._keys or request.method == "OPTIONS" or request.path in OPEN_PATHS:
             return
         # What operators see on the router's own machine they see without a key: a browser there has none to send
@@ -243,7 +251,7 @@ async def router_app(
     """
     secrets = secrets or FrontSecrets()
     keys = secrets.client_keys()
-    hides_keys = bool(secrets.worker_key) or (bool(keys) and not settings.passes_authorization)
+    hides_keys = bool(secrets.worker_key) or not settings.passes_authorization
     hidden = NOT_TO_WORKERS | AUTHORIZATION if hides_keys else NOT_TO_WORKERS
     gathering = Gathering() if gathering is None else gathering
     parts = RouterParts.alone(settings) if parts is None else parts
@@ -251,7 +259,7 @@ async def router_app(
     stats = parts.stats
     minter = None if ticket_key is None else TicketMinter(ticket_key, settings.ticket_ttl_s)
     draining = asyncio.Event()
-    async with Legs.open(settings) as legs:
+    async with Legs.open(settings, parts.hops) as legs:
         if minter is not None:
             legs.token = minter.token
         if secrets.worker_key:
@@ -265,7 +273,9 @@ async def router_app(
         more = {"/flights": FlightsPage(gathering, show).answer, **({} if pages is None else pages(board))}
         caring = asyncio.create_task(WorkerCare(roster, legs, settings, stats, probes=parts.probes).run())
         try:
-            yield Router(front, desk, settings, stats, minter, gathering, more, passing, keys, parts.operators)
+            yield Router(
+                front, desk, settings, stats, minter, gathering, more, passing, keys, parts.operators, parts.hops
+            )
         finally:
             await cancel([caring])
             await flow.close()

@@ -14,6 +14,7 @@ from kvbaton.observe.tracing.trace_context import Traceparent
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.client_quotas import Tab
 from kvbaton.router.http.http_types import Header
+from kvbaton.router.kv_params import Written
 from kvbaton.router.policy import NO_DOUBTS, Doubts
 from kvbaton.router.router_flights import Trip
 from kvbaton.router.worker_calls import LegError
@@ -35,6 +36,8 @@ class RoutedCall(msgspec.Struct, frozen=True):
     trace: Traceparent | None = None  # whose trace it belongs to
     begins_trace: bool = False  # nobody before this router knows of that trace
     tab: Tab | None = None  # counts what is held for it
+    size: int = 0  # bytes of the client's body
+    written: Written | None = None  # shared by all choices of one prompt
 
     def named(self, request_id: str | None, traceparent: str) -> Sequence[Header]:
         """The headers of a leg, under the client's request id or another."""

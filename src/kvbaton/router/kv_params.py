@@ -29,10 +29,23 @@ _MAC_BYTES = 16  # of a ticket, before what it says
 _URL_SAFE = bytes.maketrans(b"-_", b"+/")
 
 
-def prefill_body(kind: BodyKind, fields: Mapping[str, Any], params: bytes) -> bytes:
-    """Asks P for the prompt's KV and one token, which nobody reads."""
-    body: dict[str, Any] = {**fields, "stream": False, FIELD: msgspec.Raw(params)}
-    for name in ("stream_options", "stop", "stop_sequences", "stop_token_ids"):
+Written = dict[str, bytes]
+"""Bodies that were written once, for all choices of one prompt: a long prompt costs milliseconds to write."""
+
+
+def prefill_body(kind: BodyKind, fields: Mapping[str, Any], params: bytes, written: Written | None = None) -> bytes:
+    """Asks P for the prompt's KV and one token, which nobody reads. Choices of one prompt ask for the same."""
+    body = None if written is None else written.get("prefill")
+    if body is None:
+        body = _prefill_body(kind, fields)
+        if written is not None:
+            written["prefill"] = body
+    return _added(body, params)
+
+
+def _prefill_body(kind: BodyKind, fields: Mapping[str, Any]) -> bytes:
+    body: dict[str, Any] = {**fields, "stream": False}
+    for name in (FIELD, "stream_options", "stop", "stop_sequences", "stop_token_ids"):
         body.pop(name, None)
     body["ignore_eos"] = True  # MoRI-IO hands over only what ended by its length, and a prompt may be answered with EOS
     if body.get("min_tokens"):
@@ -45,14 +58,31 @@ def prefill_body(kind: BodyKind, fields: Mapping[str, Any], params: bytes) -> by
     return _encode(body)
 
 
-def decode_body(data: bytes | None, fields: Mapping[str, Any], params: bytes | None) -> bytes:
+def decode_body(
+    data: bytes | None, fields: Mapping[str, Any], params: bytes | None, written: Written | None = None
+) -> bytes:
     """Asks D for the client's answer. `data` is the client's own JSON object, None where it stood for several."""
     if data is None or FIELD in fields:
-        body = {name: value for name, value in fields.items() if name != FIELD}
-        return _encode(body if params is None else {**body, FIELD: msgspec.Raw(params)})
-    if params is None:
-        return data
-    return b"".join((data[: data.rindex(b"}")], _KEY, params, b"}"))
+        data = _decode_body(fields, {} if written is None else written)
+    return data if params is None else _added(data, params)
+
+
+def _decode_body(fields: Mapping[str, Any], written: Written) -> bytes:
+    """Choices of one prompt differ by their seeds alone."""
+    data = written.get("decode")
+    if data is None:
+        data = _encode({name: value for name, value in fields.items() if name not in (FIELD, "seed")})
+        written["decode"] = data
+    return data if fields.get("seed") is None else _with(data, b',"seed":', _encode(fields["seed"]))
+
+
+def _added(data: bytes, params: bytes) -> bytes:
+    return _with(data, _KEY, params)
+
+
+def _with(data: bytes, key: bytes, value: bytes) -> bytes:
+    """An object that is not empty, with one field more."""
+    return b"".join((memoryview(data)[: data.rindex(b"}")], key, value, b"}"))
 
 
 class _Prefilled(msgspec.Struct):

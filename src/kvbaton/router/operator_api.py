@@ -14,7 +14,7 @@ import msgspec
 from kvbaton import __version__
 from kvbaton.api.api_errors import ApiError, unavailable
 from kvbaton.observe.metrics import exposition
-from kvbaton.router import policy
+from kvbaton.router import hops, policy
 from kvbaton.router.http.http_types import Answer, Request, json_answer
 from kvbaton.router.openapi_document import document
 from kvbaton.router.router_settings import Fallback, RouterSettings
@@ -83,7 +83,8 @@ class OperatorApi:
 
     async def _told(self, path: str, request: Request, timeout_s: float | None = None) -> bytes:
         """What a worker says; the first that answers speaks for all, since pairs are made of equals."""
-        headers = [] if self._hides_keys else [header for header in request.headers if header[0] == _AUTH]
+        passed = {hops.NAME} if self._hides_keys else {hops.NAME, _AUTH}
+        headers = [header for header in request.headers if header[0] in passed]
         refused: LegError | None = None
         known = sorted(self._view().workers, key=lambda worker: worker.state is not WorkerListState.SERVING)
         for worker in [each for each in known if each.url][:MODELS_ASKED_MAX]:

@@ -26,6 +26,8 @@ CONTAINER_BYTES = 256
 """What a list or an object takes besides the bytes that it came as."""
 FREE_BYTES = 4 << 10
 """A body of no more is not counted again once it was read."""
+LARGE_BYTES = 256 << 10
+"""A body of more takes its turn."""
 _STEERING = frozenset({FIELD, ENCODER_FIELD, "vllm_xargs", "request_id"})
 _SCREENED = frozenset({b"content-encoding", b"transfer-encoding", b"origin", b"sec-fetch-site"})
 _STEERING_IN_FORMS = re.compile(rb"_transfer_params|xargs|[;\s]name\s*\*", re.IGNORECASE)
@@ -88,6 +90,18 @@ def check_form(data: bytes) -> None:
     if found is not None:
         said = found[0].decode(errors="replace").strip()
         raise bad_field("body", f"a form with {said!r} in it is not passed on: it might steer where KV comes from")
+
+
+class LargeBodies:
+    """They are looked at and written one in a turn of the loop, whether of one client or of many. One per router."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def turn(self, size: int) -> None:
+        if size > LARGE_BYTES:
+            async with self._lock:
+                await asyncio.sleep(0)
 
 
 class UnderWay:

@@ -48,6 +48,7 @@ from kvbaton.router.http.http_types import Header
 from kvbaton.router.policy import Pair
 from kvbaton.router.refused_kv import is_of_the_handoff, not_the_clients
 from kvbaton.router.reply import Replies, Reply
+from kvbaton.router.request_admission import LargeBodies
 from kvbaton.router.router_flights import (
     DECODE_SENT,
     FIRST_BYTE,
@@ -107,8 +108,11 @@ class Flow:
         )
         self._replies = Replies(roster.health, stats, settings.settle_s)
         self._deadlines = Deadlines()
-        self._now = self._deadlines.loop.time
+        self._pace = LargeBodies()
         self._turns = TurnBook(minter, settings.turn_s, roster.lists, self._now, stats.waits.turns, turns)
+
+    def _now(self) -> float:
+        return self._deadlines.loop.time()
 
     @property
     def loads(self) -> Mapping[PeerId, int]:
@@ -120,6 +124,7 @@ class Flow:
 
     async def serve(self, call: RoutedCall) -> Reply:
         """D's answer once its first byte is there; `ApiError` if there will be none."""
+        await self._pace.turn(call.size)
         tries = self._begin(call)
         try:
             with Deadline(self._deadlines, call.deadline):
@@ -184,7 +189,7 @@ class Flow:
         if trip.span is not None:
             named = call.named(ask.request_id, trip.leg("prefill"))
             asked = kv_params.traced(asked, trip.leg("prefill"), pair.prefill)
-        body = kv_params.prefill_body(call.kind, call.fields, asked)
+        body = kv_params.prefill_body(call.kind, call.fields, asked, call.written)
         source = Leg("prefill", pair.prefill, call.kind.value, named, body, call.tab)
         # D is charged from now on, before it is asked: it is promised, and the next request must not be sent there for
         # being idle. P is let go as soon as it has answered, D with the reply.
@@ -317,8 +322,10 @@ class Flow:
     ) -> WorkerAnswer | EventStream:
         if params is not None and trip.span is not None:
             params = kv_params.traced(params, trip.leg("decode"), worker)
+        await self._pace.turn(call.size)
         turn = self._turns.keeps(call, worker)
-        body = kv_params.decode_body(call.data, call.fields, params if turn is None else turn.added(params))
+        params = params if turn is None else turn.added(params)
+        body = kv_params.decode_body(call.data, call.fields, params, call.written)
         body = body if turn is None else turn.asked(body)
         leg = Leg("decode", worker, call.kind.value, headers, body, call.tab)
         trip.mark(DECODE_SENT)

@@ -72,7 +72,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     cors_methods: tuple[str, ...] = ()  # that such pages may use; none: those that a path has
     cors_headers: tuple[str, ...] = ()  # that such pages may send; none: any
     cors_credentials: bool = False  # such pages may send what the browser keeps for this origin
-    passes_authorization: bool = False  # clients' keys go on to workers although they are checked here
+    passes_authorization: bool = False  # clients' keys go on to workers
     trace: bool = False  # spans of requests are exported: each leg is told of a span of its own
     trace_sample: float = 1.0  # of requests that come without a trace, the share that gets one; 0 is none
 

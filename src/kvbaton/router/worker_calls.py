@@ -19,6 +19,7 @@ from kvbaton.api.api_errors import RETRY_AFTER_S, ApiError, bare, no_room, out_o
 from kvbaton.api.tokens import NOT_THE_ROUTER
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.client_quotas import Tab
+from kvbaton.router.hops import Hops
 from kvbaton.router.http import http_client, wire_errors
 from kvbaton.router.http.answer_reader import BYTES_FREE
 from kvbaton.router.http.http_client import Exchange, Origin, Pool
@@ -38,6 +39,8 @@ COMMENTS_BYTES_MAX = 64 << 10
 """Of a stream, before its first event."""
 OPENING_BYTES_MAX = 2 * sse.EVENT_BYTES_MAX
 """Of events that only say that a response began, each of which repeats its instructions."""
+OPENING_EVENTS_MAX = 64
+"""Of those: two or three, and what keeps a connection alive while a long prompt is computed."""
 RANK_HEADER = b"X-data-parallel-rank"
 """By which vLLM's server knows which of its ranks is meant; it refuses one that it does not have."""
 _BUSY = (429, 503)
@@ -106,8 +109,9 @@ class WorkerAnswer(msgspec.Struct, frozen=True):
 class Legs:
     """Sends legs over pooled connections. Use within `async with Legs.open(...)`."""
 
-    def __init__(self, pool: Pool, settings: RouterSettings) -> None:
+    def __init__(self, pool: Pool, settings: RouterSettings, hops: Hops) -> None:
         self._pool = pool
+        self._hop = hops.header
         self._settings = settings
         self._open: dict[PeerId, set[Exchange]] = {}
         self.token: Callable[[ListedEngine], Header | None] = lambda _: None  # shows a worker who asks
@@ -115,10 +119,12 @@ class Legs:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, settings: RouterSettings) -> AsyncIterator[Legs]:
+    async def open(cls, settings: RouterSettings, hops: Hops | None = None) -> AsyncIterator[Legs]:
+        hops = hops or Hops()
         pool = Pool(settings.connect_s)
+        pool.is_own = hops.is_own
         try:
-            yield cls(pool, settings)
+            yield cls(pool, settings, hops)
         finally:
             pool.close()
 
@@ -216,7 +222,7 @@ class Legs:
             place = http_client.origin(worker.url)
         except ValueError as error:
             raise wire_errors.UnreachableError(str(error)) from None
-        headers = leg.headers
+        headers = (*leg.headers, self._hop)
         shown = self.token(worker)
         if shown is not None:
             headers = (*headers, shown)
@@ -305,19 +311,22 @@ class EventStream:
         assert self._exchange is not None
         self.headers = self._exchange.headers
         opening: list[bytes] = []
-        size = comments = 0
+        size = comments = events = 0
         while True:
             data = await self._exchange.read()
             if not data:
                 raise self._leg.failed(502, "ended its stream before the first event", "bad_answer")
             fresh = self._feed(data, size)
             opening.append(fresh)
-            if fresh and not sse.only_opens(fresh):
+            if fresh and not sse.only_opens(fresh, OPENING_EVENTS_MAX):
                 break
             size += len(fresh)
-            comments += 0 if any(sse.payloads(fresh)) else len(fresh)
-            if comments > COMMENTS_BYTES_MAX or size > OPENING_BYTES_MAX:
-                raise self._leg.failed(502, f"sent {size} bytes of its stream before the first event", "bad_answer")
+            found = fresh.count(b"data:")
+            events += found
+            comments += 0 if found else len(fresh)
+            if comments > COMMENTS_BYTES_MAX or size > OPENING_BYTES_MAX or events > OPENING_EVENTS_MAX:
+                said = f"sent {size} bytes and {events} events of its stream before the first of its answer"
+                raise self._leg.failed(502, said, "bad_answer")
         self._first = b"".join(opening)
         first = sse.first_error(fresh)
         if first:

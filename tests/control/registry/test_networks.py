@@ -140,3 +140,27 @@ def test_a_worker_in_a_network_that_the_operator_allows_is_listed() -> None:
         until(lambda: d0.client.state is MemberState.LISTED)
         refused = town.worker(reg("p0"))
         until(lambda: refused.client.state is MemberState.REFUSED)
+
+
+@pytest.mark.parametrize(
+    ("own", "told", "is_refused"),
+    [
+        ("0.0.0.0:8000", "127.0.0.1:8000", True),
+        ("0.0.0.0:8000", "localhost:08000", True),
+        ("[::]:8000", "127.0.0.9:8000", True),
+        ("127.0.0.1:8000", "[::ffff:127.0.0.1]:8000", True),
+        ("0.0.0.0:8000", "127.0.0.1:8001", False),
+        ("127.0.0.1:8000", "127.0.0.2:8000", False),
+    ],
+)
+def test_no_worker_is_where_the_router_listens(own: str, told: str, is_refused: bool) -> None:
+    """The router would ask itself, and each of these requests again."""
+    town = Town()
+    town.server.refuse([own])
+    with town.stack, posted(p0 := Post(RINGS["p0"], bind=None)):
+        p0.control.set_directory({ROUTER: (town.server.endpoint, RINGS["router"].public)})
+        p0.control.send(ROUTER, m.encode(m.Register(msgspec.structs.replace(reg("p0"), http_address=told))))
+        until(lambda: p0.inbox, p0)
+        answer = m.decode_from_registry(p0.inbox[0][1])
+    assert isinstance(answer, m.RegistryRefused) == is_refused
+    assert not is_refused or (answer.detail.startswith("http_address: ") and "the router's own" in answer.detail)

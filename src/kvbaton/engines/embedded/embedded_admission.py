@@ -16,7 +16,7 @@ from kvbaton.engines.embedded.embedded_connector import EmbeddedConnector
 from kvbaton.engines.embedded.engine_config import KvGroup
 from kvbaton.engines.embedded.engine_request import EngineRequest, RequestStatus
 from kvbaton.engines.embedded.hooks import BlockIds, Chunk, LoadOrder, LoadOutcome, Match, NoRoom, NotYet
-from kvbaton.node.pin_budget import PinBudget, Room
+from kvbaton.node.pin_budget import ANY_PEER, Holder, PinBudget, Room
 from kvbaton.node.prompt_account import HANDOFF, PREFILL, PromptAccount
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import RequestId
@@ -33,8 +33,11 @@ class AdmittingConnector:
         clock: Callable[[], float] = time.monotonic,
         *,
         decodes: bool = True,
+        holder_of: Callable[[str | None], Holder] = lambda ticket: ANY_PEER,
     ) -> None:
         self.inner = inner
+        self._holder_of = holder_of
+        self._holders: dict[RequestId, Holder] = {}  # of requests that have not ended
         self._decodes = decodes  # what is answered here counts; else it is nobody's prompt but P's
         self.prompts = PromptAccount()
         self._budget = budget
@@ -56,7 +59,8 @@ class AdmittingConnector:
 
     def match(self, request: EngineRequest, local_tokens: int) -> Match:
         if _word(request) == PREFILL:
-            room = self._budget.ask(request.request_id, self._blocks_of(len(request.prompt)), self._clock())
+            blocks, holder = self._blocks_of(len(request.prompt)), self._holder(request)
+            room = self._budget.ask(request.request_id, blocks, self._clock(), holder)
             if room is Room.WAITING:
                 return NotYet()
             if room is Room.REFUSED:
@@ -101,8 +105,17 @@ class AdmittingConnector:
             return self.inner.request_finished(request, blocks, status)
         finally:
             self._known.pop(request.request_id, None)
+            self._holders.pop(request.request_id, None)
             self.prompts.left(request.request_id)
             self._budget.left(request.request_id)
+
+    def _holder(self, request: EngineRequest) -> Holder:
+        """Whose share of the room it takes; a ticket is opened once, however often the engine asks."""
+        name = request.request_id
+        if name not in self._holders:
+            params = request.handoff
+            self._holders[name] = self._holder_of(params.ticket if isinstance(params, TransferParams) else None)
+        return self._holders[name]
 
     def take_reports(self) -> Sequence[LoadOutcome]:
         reports = self.inner.take_reports()

@@ -109,7 +109,9 @@ class EmbeddedWorker:
         self.turning = TurningConnector(doorway, config, options.turns, storing=storing)
         doorway.budget = budget_of(config.cache.blocks - 1, options.pin_share, options.pin_wait_s)
         needed = partial(pinned_blocks, config.model.groups, options.block_tokens)
-        self.admitting = AdmittingConnector(self.turning, doorway.budget, needed, decodes=options.role != "prefill")
+        self.admitting = AdmittingConnector(
+            self.turning, doorway.budget, needed, decodes=options.role != "prefill", holder_of=doorway.holder_of
+        )
         self.fullness = Fullness()
         self.engine = Engine(config, self.admitting, views)
         self.thread = EngineThread(self.engine, doorway)

@@ -19,6 +19,7 @@ from typing import Any
 
 from kvbaton.engines.vllm.decode import Decode
 from kvbaton.engines.vllm.guard import guarded, returns
+from kvbaton.engines.vllm.request_content import takes_long
 from kvbaton.engines.vllm.transfer_params import ForeignLookup, Target, ask_of
 from kvbaton.engines.vllm.weights_epoch import WeightsEpoch
 from kvbaton.protocol.errors import ProtocolError
@@ -49,7 +50,7 @@ class EarlyClaims:
         params = request.kv_transfer_params
         if not isinstance(params, dict) or not isinstance(params.get("ticket"), str) or self._weights.count:
             return
-        if request.lora_request is not None or request.prompt_token_ids is None or getattr(request, "resumable", False):
+        if takes_long(request) or getattr(request, "resumable", False):
             return
         try:
             ask = ask_of(request, self.lookup)

@@ -43,7 +43,8 @@ class PinAdmission:
         prompt = self._prefill.prompts.get(request.request_id)
         if prompt is None:
             return False
-        room = self._budget.ask(RequestId(request.request_id), self._blocks(prompt), self._clock())
+        name = RequestId(request.request_id)
+        room = self._budget.ask(name, self._blocks(prompt), self._clock(), prompt.holder)
         return room is Room.WAITING or (room is Room.REFUSED and self._refuse(request, prompt))
 
     def blocked(self, request: Any) -> bool:

@@ -20,6 +20,7 @@ from kvbaton.engines.vllm.step_metadata import Leaving
 from kvbaton.engines.vllm.transfer_params import ParamsSource
 from kvbaton.engines.vllm.vllm_block_tables import Grouping, Tables, real
 from kvbaton.node.doorway import Doorway
+from kvbaton.node.pin_budget import STRANGER, Holder
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.geometry.progress import whole
@@ -39,6 +40,7 @@ class PrefillPrompt:
     kept: Groups = ()  # pull, behind windows: touched with the last chunk, until the lease has them
     states: tuple[int, ...] = ()  # blocks that a lease has, and that another step of this request would write to
     spoilt: bool = False  # its lease is over: computed again after preemption, or refused
+    holder: Holder = STRANGER  # whose share of the room to pin it takes
 
 
 @dataclass(slots=True)
@@ -74,7 +76,8 @@ class Prefill:
         digest = content_digest(request, position)
         if stateful:
             shorten(request, position, self.hash_tokens, drafts=grouping.lookahead > 0)
-        self.prompts[request.request_id] = PrefillPrompt(request, source, position, digest)
+        holder = self.door.holder_of(source.ticket)
+        self.prompts[request.request_id] = PrefillPrompt(request, source, position, digest, holder=holder)
 
     def shortens(self, request_id: str) -> bool:
         """Whether the request was shortened when it was accepted."""

@@ -15,7 +15,7 @@ from kvbaton.api.params import LEASE_FOR_PULL, Mode
 from kvbaton.observe.codes.alone_reasons import FIELD
 
 ONE = ("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of")
-ALONE = ("prompt_logprobs", "echo", "logprobs", "prompt_embeds", "use_beam_search", "best_of", "n")
+ALONE = ("prompt_logprobs", "echo", "logprobs", "max_tokens", "prompt_embeds", "use_beam_search", "best_of", "n")
 SERVER_ERROR, TOO_MANY = 500, 429
 DROPPED = ("stream_options", "stop", "stop_token_ids")
 
@@ -73,7 +73,7 @@ def planned_alone(request: Any) -> str:
     said = {field: getattr(request, field, None) for field in ALONE}
     if said["prompt_logprobs"] is not None:
         return "prompt_logprobs"
-    if said["echo"] and said["logprobs"] is not None:
+    if said["echo"] and (said["logprobs"] is not None or said["max_tokens"] == 0):
         return "echo"
     if said["prompt_embeds"] is not None:
         return "prompt_embeds"

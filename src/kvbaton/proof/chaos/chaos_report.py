@@ -36,8 +36,8 @@ def bare(outcome: Outcome) -> Seen:
 def headline(outcome: Outcome) -> str:
     return (
         f"{outcome.requests} requests in {outcome.seconds:.0f} s under {len(outcome.rows)} faults: "
-        f"{outcome.right} right, {outcome.errors} errors, {outcome.wrong} wrong, {outcome.late} late, "
-        f"{outcome.dead} dead, {outcome.left_over} left over"
+        f"{outcome.right} right, {outcome.errors} errors, {outcome.wrong} wrong, {outcome.stolen} stolen, "
+        f"{outcome.late} late, {outcome.dead} dead, {outcome.left_over} left over"
     )
 
 

@@ -146,6 +146,7 @@ class Run:
             handoffs=handoffs,
             moments=scene.moments,
             lies=lies.figures(scene.lies),
+            stolen=scene.lies.stolen,
         )
         return seen(self.plan, self.board, finds, self.begun_at)
 

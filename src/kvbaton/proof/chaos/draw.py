@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from kvbaton.proof.chaos.chaos_plan import Plan, Step
 from kvbaton.proof.chaos.fault_catalogue import FAULTS, Fault, Moment, Target
 from kvbaton.proof.chaos.injuries import CHANGES
-from kvbaton.proof.chaos.liars import lies
+from kvbaton.proof.chaos.liars import false_registry, false_worker, lies
 
 ROUND_S = 170.0
 """How long one round of all faults takes at the pace of `GAP_S` and more."""
@@ -33,12 +33,14 @@ LASTS: dict[str, tuple[float, float]] = {
     "kill": (0.0, 1.0), "kill-router": (0.2, 1.0), "stop": (2.0, 5.0), "stop-router": (1.0, 3.0),
     "reconfigure": (2.0, 3.0), "partition": (2.5, 5.0), "one-way": (2.5, 5.0), "delay": (2.0, 4.0), "loss": (2.0, 4.0),
     "full-disk": (3.0, 5.0), "slow-reader": (3.0, 5.0), "clock-step": (2.0, 4.0), "strangers": (2.0, 4.0),
-    "liar": (10.0, 14.0),
+    "liar": (10.0, 14.0), "false-registry": (4.0, 6.0), "false-writes": (4.0, 6.0),
 }  # fmt: skip
 """Seconds, from and to, of faults that last; the others take what they take."""
 SOAK_S = 300.0
 """From here on the last P and the last D live from beginning to end: whether memory is level shows within a life."""
 RESTARTING = ("kill", "reconfigure", "full-shm")
+FALSE: Mapping[str, Sequence[str]] = {"false-registry": tuple(false_registry.LIES), "false-writes": false_worker.WRITES}
+"""What sort of a lie it is."""
 OF_DECODE = ("tp 2", "blocks of 8")
 """A D of other weights answers otherwise, as it should: only P is given them."""
 
@@ -161,4 +163,6 @@ def _detail(fault: Fault, target: Target, rng: random.Random) -> str:
         return rng.choice(list(CHANGES) if target is Target.PREFILL else OF_DECODE)
     if fault.name == lies.LIAR:
         return str(lies.guise_for(str(target), rng))
+    if fault.name in FALSE:
+        return rng.choice(FALSE[fault.name])
     return rng.choice(("forth", "back")) if fault.name == "clock-step" else ""

@@ -82,6 +82,10 @@ FAULTS: tuple[Fault, ...] = (
           (1, 2, 4, 5), vllm=True),
     Fault("replay", "a used or foreign ticket is presented again", (Target.CLIENT,), (1, 3, 5), vllm=True),
     Fault("liar", "a member with a valid key that lies to everybody, in every protocol", _ENGINES, (1, 2, 3, 4, 5)),
+    Fault("false-registry", "one of two registries lies in the lists that it sends", (Target.MACHINE,), (1, 2, 5)),
+    Fault("false-writes", "a P says Written of what it did not write, or wrote elsewhere or later", (Target.MACHINE,),
+          (1,)),
+    Fault("false-kv", "a P gives false KV, also to the store; then its key is removed", (Target.MACHINE,), (1,)),
     Fault("strangers", "garbage, huge frames, half-open and idle connections on every port", (Target.MACHINE,),
           (2, 4, 5), vllm=True),
 )  # fmt: skip

@@ -21,7 +21,7 @@ from kvbaton.api import tokens
 from kvbaton.control import keyring
 from kvbaton.processes.child_process import Child, Program, Say, end, start, tail
 from kvbaton.proof.chaos import members
-from kvbaton.proof.chaos.members import ROUTER, STORE, Spec, Surroundings
+from kvbaton.proof.chaos.members import FALSE_REGISTRY, ROUTER, STORE, Spec, Surroundings
 from kvbaton.proof.chaos.network import rooms
 from kvbaton.proof.chaos.network.wires import Network
 
@@ -146,7 +146,7 @@ class Fleet:
         return f" ({'; '.join(said) or 'the router does not list it as serving in this life'})"
 
     async def _is_listed(self, name: str) -> bool:
-        if name == STORE:
+        if name in (STORE, FALSE_REGISTRY):
             return self.lives[name].runs
         if name == ROUTER:
             return await self.ask(ROUTER, "/stats") is not None
@@ -176,6 +176,13 @@ class Fleet:
     def go_on(self, name: str) -> None:
         self.lives[name].is_stopped = False
         self.lives[name].signal(signal.SIGCONT)
+
+    def tell(self, name: str, line: str) -> None:
+        """One line to a member that listens at its stdin."""
+        child = self.lives[name].child
+        if child is None or child.process.stdin is None:
+            raise OSError(f"{name} cannot be told anything")
+        child.process.stdin.write(line.encode() + b"\n")
 
     def fill_disk(self) -> str:
         """No byte more fits on the store's disk; how that was done. Never a disk that others use."""
@@ -223,7 +230,7 @@ class Fleet:
         """Every fixed port that somebody listens at."""
         found = []
         for spec in self.specs.values():
-            found += [(spec.host, spec.ports.front)]
+            found += [(spec.host, spec.ports.front)] if spec.role != "registry" else []
             found += [(spec.host, spec.ports.back)] if spec.role != "store" else []
         return found
 

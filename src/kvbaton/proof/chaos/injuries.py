@@ -17,7 +17,7 @@ from kvbaton.control import keyring
 from kvbaton.proof.chaos import client_injuries, strangers
 from kvbaton.proof.chaos.chaos_plan import Step
 from kvbaton.proof.chaos.chaos_scene import Scene
-from kvbaton.proof.chaos.liars import liar_fault
+from kvbaton.proof.chaos.liars import false_fault, liar_fault
 from kvbaton.proof.chaos.members import ROUTER
 from kvbaton.proof.chaos.strangers_ports import listening
 from kvbaton.store.disk_tier import SUFFIX
@@ -200,5 +200,8 @@ INJURIES: Mapping[str, Injury] = {
     "clock-step": clock_step,
     "strangers": let_strangers_come,
     "liar": _of_clients(liar_fault.tell_lies),
+    "false-registry": _of_clients(false_fault.lie_in_lists),
+    "false-writes": _of_clients(false_fault.lie_of_writes),
+    "false-kv": _of_clients(false_fault.lie_of_kv),
     **{name: _of_clients(each) for name, each in client_injuries.INJURIES.items()},
 }

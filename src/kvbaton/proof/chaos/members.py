@@ -21,6 +21,8 @@ from kvbaton.proof.chaos.network import rooms
 from kvbaton.proof.chaos.network.wires import Network
 
 ROUTER, STORE = "router", "store"
+FALSE_REGISTRY = "registry"
+"""The second of two, beside the router's own: it tells the truth until it is told to lie."""
 
 DEADLINE_S = 15.0
 """Within which the router ends every request."""
@@ -53,7 +55,7 @@ class Spec(msgspec.Struct, frozen=True):
     """One member."""
 
     name: str
-    role: str  # router, store, prefill or decode
+    role: str  # router, store, registry, prefill or decode
     host: str
     ports: Ports
 
@@ -77,8 +79,8 @@ class Surroundings(msgspec.Struct, frozen=True):
 
 
 def specs(prefills: int, decodes: int, network: Network, rng: random.Random) -> dict[str, Spec]:
-    """Router first, then the store, then P and D."""
-    roles = {ROUTER: "router", STORE: "store"}
+    """Router first, then the store and the registry, then P and D."""
+    roles = {ROUTER: "router", STORE: "store", FALSE_REGISTRY: "registry"}
     roles |= {f"p{n}": "prefill" for n in range(prefills)} | {f"d{n}": "decode" for n in range(decodes)}
     found = {}
     for name, role in roles.items():
@@ -90,7 +92,14 @@ def specs(prefills: int, decodes: int, network: Network, rng: random.Random) -> 
 
 def names(prefills: int, decodes: int) -> list[str]:
     """Of all hosts: the members, and one that only a liar is."""
-    return [ROUTER, STORE, *(f"p{n}" for n in range(prefills)), *(f"d{n}" for n in range(decodes)), LIAR]
+    return [
+        ROUTER,
+        STORE,
+        FALSE_REGISTRY,
+        *(f"p{n}" for n in range(prefills)),
+        *(f"d{n}" for n in range(decodes)),
+        LIAR,
+    ]
 
 
 def argv(
@@ -98,11 +107,14 @@ def argv(
 ) -> list[str]:
     """What starts a life of a member, as the host that it is."""
     if spec.role == "router":
-        return [*KVBATON_ARGV, *_router_words(spec, around)]
+        return [*KVBATON_ARGV, *_router_words(spec, all_specs, around)]
     if spec.role == "store":
         words = [*KVBATON_ARGV, *_store_words(spec, around)]
         return rooms.command(around.disk, DISK_BYTES, words) if around.has_rooms else words
-    options = msgspec.structs.replace(_options(spec, all_specs, around), **changes)
+    if spec.role == "registry":
+        words = [sys.executable, "-m", "kvbaton.proof.chaos.liars.false_registry"]
+        return [*words, around.keys, spec.name, spec.host, str(spec.ports.back)]
+    options = msgspec.structs.replace(options_of(spec, all_specs, around), **changes)
     text = msgspec.json.encode(options).decode()
     words = [sys.executable, "-m", "kvbaton.proof.chaos.worker_main", around.hand, text]
     if full_shm:
@@ -110,10 +122,11 @@ def argv(
     return words
 
 
-def _router_words(spec: Spec, around: Surroundings) -> list[str]:
+def _router_words(spec: Spec, all_specs: Mapping[str, Spec], around: Surroundings) -> list[str]:
     return [
         "router", "--keys", around.keys, "--host", spec.host, "--port", str(spec.ports.front),
-        "--registry-host", spec.host, "--registry-port", str(spec.ports.back), "--show-pair", "--no-same-host",
+        "--registry", _place(all_specs[FALSE_REGISTRY]), "--own-registry", "--registry-host", spec.host,
+        "--registry-port", str(spec.ports.back), "--show-pair", "--no-same-host",
         "--fallback", "local", "--deadline-s", str(DEADLINE_S), "--first-byte-s", str(FIRST_BYTE_S),
         "--connect-s", "2", "--in-flight-max", str(IN_FLIGHT_MAX),
     ]  # fmt: skip
@@ -127,14 +140,18 @@ def _store_words(spec: Spec, around: Surroundings) -> list[str]:
     ]  # fmt: skip
 
 
-def _options(spec: Spec, all_specs: Mapping[str, Spec], around: Surroundings) -> WorkerOptions:
+def _place(spec: Spec) -> str:
+    return f"{spec.name}@tcp://{spec.host}:{spec.ports.back}"
+
+
+def options_of(spec: Spec, all_specs: Mapping[str, Spec], around: Surroundings) -> WorkerOptions:
     router, store = all_specs[ROUTER], all_specs[STORE]
     role: Role = "prefill" if spec.role == "prefill" else "decode"
     return WorkerOptions(
         name=spec.name,
         role=role,
         keys=around.keys,
-        registry=f"tcp://{router.host}:{router.ports.back}",
+        registry=f"{_place(router)},{_place(all_specs[FALSE_REGISTRY])}",
         http_host=spec.host,
         http_port=spec.ports.front,
         control_host=spec.host,

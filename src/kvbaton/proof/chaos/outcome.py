@@ -69,12 +69,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     errors_by_kind: dict[str, int] = {}
     handoffs: dict[str, int] = {}  # after all of it, by mode: of some prompts that nobody had, so many came over
     moments: dict[str, int] = {}  # named ones that were reached, and missed
+    stolen: int = 0  # prompts that reached a process which no one should have sent them to
     lies: dict[str, dict[str, int]] = {}  # of a liar, by name: how often told, refused and believed
     network: str = ""  # namespaces or relay
     replay: str = ""  # the command that repeats it
 
     @property
     def ok(self) -> bool:
-        return not (self.wrong or self.late or self.dead or self.left_over or self.problems) and all(
-            row.ok for row in self.rows
-        )
+        broken = self.wrong or self.late or self.dead or self.left_over or self.stolen or self.problems
+        return not broken and all(row.ok for row in self.rows)

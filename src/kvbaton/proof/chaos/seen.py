@@ -69,6 +69,7 @@ class Finds(msgspec.Struct, frozen=True, kw_only=True):
     handoffs: Mapping[str, int] = {}
     moments: Mapping[str, int] = {}
     lies: Mapping[str, Mapping[str, int]] = {}
+    stolen: int = 0
 
 
 def seen(plan: Plan, board: Board, finds: Finds, begun_at: float) -> Seen:
@@ -90,7 +91,7 @@ def seen(plan: Plan, board: Board, finds: Finds, begun_at: float) -> Seen:
         members=tuple(_member(name, rest, finds.samples.get(name, ())) for name, rest in finds.at_rest.items()),
         problems=tuple(dict.fromkeys(problems)), errors_by_kind=dict(sorted(board.kinds.items())),
         network=finds.network, handoffs=dict(finds.handoffs), moments=dict(finds.moments),
-        lies={name: dict(count) for name, count in finds.lies.items()},
+        stolen=finds.stolen, lies={name: dict(count) for name, count in finds.lies.items()},
     )  # fmt: skip
     return Seen(
         outcome, finds.samples, _seconds(board, begun_at), board.wrongs, board.lates, finds.deaths, board.slowest_s

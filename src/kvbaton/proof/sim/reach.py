@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.proof.sim.mutants.mutating import PACKAGE
+from kvbaton.proof.sim.mutants.mutation import PACKAGE
 from kvbaton.proof.sim.run import run_seed
 
 EXCLUDED = (r"class .*\(Protocol\):", r"if TYPE_CHECKING:")

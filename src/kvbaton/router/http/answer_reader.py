@@ -22,6 +22,8 @@ UNREAD_BYTES_MAX = 256 << 10
 """A stream that is read slower than it comes is stopped here until it is read."""
 BYTES_FREE = 16 << 10
 """Of an exchange: not counted."""
+READ_BYTES_MAX = 32 << 10
+"""Of a stream, at one time: what is read is looked at before anybody else has a turn."""
 PIECE_BYTES = 64
 """What a piece of a body costs besides its bytes."""
 HEADERS_MAX = 256
@@ -58,12 +60,27 @@ class AnswerBody:
             raise GarbageError(f"answered in more than {PIECES_MAX} pieces")
 
     def take(self) -> bytes:
+        """All that is there."""
         pieces = self.pieces
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
         self.unread = 0
         self.is_full = False
         return data
+
+    def take_some(self) -> bytes:
+        """The first of what is there, at most `READ_BYTES_MAX`."""
+        if self.unread <= READ_BYTES_MAX:
+            return self.take()
+        pieces, size, count = self.pieces, 0, 0
+        while size < READ_BYTES_MAX:
+            size += len(pieces[count])
+            count += 1
+        data = b"".join(pieces[:count])
+        pieces[:count] = [data[READ_BYTES_MAX:]] if size > READ_BYTES_MAX else []
+        self.unread -= min(size, READ_BYTES_MAX)
+        self.is_full = self.unread + PIECE_BYTES * len(pieces) > UNREAD_BYTES_MAX
+        return data[:READ_BYTES_MAX]
 
     def uncount(self) -> None:
         tab, self.tab = self.tab, None

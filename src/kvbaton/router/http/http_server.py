@@ -434,6 +434,8 @@ async def serving(site: Site, host: str, port: int, tls: TlsFiles | None = None)
             server = await door.loop.create_server(door.connection, host, port, backlog=BACKLOG)
         except OSError as error:
             raise port_error(host, port, error) from None
+        for each in server.sockets:
+            site.listens(each.getsockname())
         try:
             yield url_of(server.sockets[0].getsockname(), is_tls=tls is not None)
         finally:

@@ -5,7 +5,7 @@ Law: no header of an answer can hold another: line breaks within one become blan
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Protocol
 
@@ -118,6 +118,9 @@ class Site(Protocol):
 
     def answer_headers(self, request: Request) -> Mapping[str, str]:
         """What every answer to this has besides its own headers, errors too."""
+
+    def listens(self, address: Sequence[Any]) -> None:
+        """Connections come in at a socket's own address from now on."""
 
     def refresh(self) -> None:
         """Look for files that have changed; about once a second. Never raises, never waits."""

@@ -10,6 +10,7 @@ from collections import deque
 
 import httptools
 
+from kvbaton.api import screening
 from kvbaton.api.api_errors import ApiError, too_large
 from kvbaton.api.request_ids import clients_request_id
 from kvbaton.router.client_quotas import Tab
@@ -171,6 +172,11 @@ class RequestReader:
         self._head_bytes = size
         if size > HEADERS_BYTES_MAX:
             self._refuse(too_many_headers())
+        try:
+            hosts = [value for name, value in self._headers if name == b"host"]
+            screening.check_host(hosts, is_new=self._parser.get_http_version() == "1.1")
+        except ApiError as error:
+            self._refuse(error)
 
     def on_body(self, data: bytes) -> None:
         self.frame_bytes = 0

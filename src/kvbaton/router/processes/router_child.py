@@ -26,6 +26,7 @@ from kvbaton.observe.flight.flight_records import Flight
 from kvbaton.processes import process_logs
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.app import Router, RouterParts, router_app
+from kvbaton.router.hops import Hops
 from kvbaton.router.http.http_server import attended
 from kvbaton.router.http.http_types import REQUEST_ID, Answer, Request
 from kvbaton.router.processes import merged_stats
@@ -174,6 +175,7 @@ class RouterChild:
             SharedTurns(counts.turns, setup.quota_key),
             operators=self._relayed,
             probes=False,
+            hops=Hops(setup.quota_key),
         )
         listeners = [socket.socket(fileno=each) for each in setup.listeners]
         async with router_app(
@@ -188,6 +190,8 @@ class RouterChild:
             secrets=setup.secrets,
         ) as app:
             self._app = app
+            for each in listeners:
+                app.listens(each.getsockname())
             for message in self._waiting:
                 self._obey(message)
             async with attended(app, setup.secrets.tls_files()) as door:

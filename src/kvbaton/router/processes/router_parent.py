@@ -27,6 +27,7 @@ from kvbaton.processes import process_logs
 from kvbaton.processes.child_process import ChildError
 from kvbaton.router.app import OPERATORS_PATHS, Board, Pages, RouterParts, WorkerCare
 from kvbaton.router.front_secrets import FrontSecrets
+from kvbaton.router.hops import Hops
 from kvbaton.router.http.http_server import url_of
 from kvbaton.router.http.http_types import Answer, Handler, Request, error_answer
 from kvbaton.router.operator_access import FlightsPage, Show
@@ -349,7 +350,10 @@ async def router_processes(
             0, processes, settings, name, ticket_key, (), tuple(each.fileno() for each in listeners), counts.file,
             token_bytes(16), process_logs.current(), secrets or FrontSecrets(),
         )  # fmt: skip
-        legs = await stack.enter_async_context(Legs.open(settings))
+        parts.hops = Hops(setup.quota_key)
+        for each in listeners:
+            parts.hops.listens(each.getsockname())
+        legs = await stack.enter_async_context(Legs.open(settings, parts.hops))
         if setup.secrets.worker_key:
             legs.key = (b"Authorization", f"Bearer {setup.secrets.worker_key}".encode())
         parent = RouterParent(setup, listeners, gathering, parts, WorkerNews(directory, parts), counts, discard)

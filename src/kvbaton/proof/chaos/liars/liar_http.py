@@ -1,7 +1,8 @@
 """A liar's HTTP server: its responses to a router that uses it as a worker.
 
 Laws: it never gives an answer that could be taken for a right one: as a P, its answers hold no KV that anybody can
-read; as a D, it refuses, stalls or breaks off before the first word. Bounded in connections, in bytes and in time.
+read; as a D, it refuses, stalls or breaks off before the first word. Only a thief, whom nobody should ask anything,
+answers: with a text that is no model's. Bounded in connections, in bytes and in time.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import msgspec
 
 from kvbaton.api.params import FIELD, target_params
 from kvbaton.api.params import Mode as TransferMode
+from kvbaton.api.tokens import HEADER
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.errors import ProtocolError
@@ -33,9 +35,11 @@ PARAMETERS_BYTES = 10_000_000
 HOLD_S = 20.0
 """The longest that one question is left without its end: longer than the router waits for anything."""
 CLOSE_S = 2.0
-ASKED_MAX = 64
+ASKED_MAX = 4096
 TICKET_S = 60.0
 
+TOKEN_HEADER = HEADER.lower().encode()
+STOLEN = "stolen"
 _HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 _EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 _BUSY = b'{"error":{"message":"not now","type":"overloaded","code":"busy"}}'
@@ -69,6 +73,7 @@ class Question(msgspec.Struct, frozen=True):
     salt: str
     ticket: str
     at: float
+    token: str = ""  # that opens the door of who should have been asked
 
 
 Answer = Callable[["Door", Question], AsyncIterator[bytes]]
@@ -94,6 +99,11 @@ class Door:
         self._thread.start()
         if not self._listens.wait(10.0):
             raise OSError(f"nothing listens at {host}")
+
+    @property
+    def prompts(self) -> int:
+        """That have come, of all questions that it remembers."""
+        return sum(bool(each.prompt) for each in list(self.asked))
 
     @property
     def address(self) -> str:
@@ -137,7 +147,7 @@ class Door:
             writer.write(_HEAD + b"content-length: 15\r\n\r\n" + b'{"status":"ok"}')
             await writer.drain()
             return True
-        question = _question(body)
+        question = msgspec.structs.replace(_question(body), token=_token(head))
         self.asked.append(question)
         if question.ticket:
             self._note(question.ticket, question)
@@ -162,6 +172,11 @@ class Door:
         with contextlib.suppress(ProtocolError):
             handoff = unseal(ticket, (self.ticket_key,), time.time()).handoff
             self.tokens.put(handoff, len(tokenizer.encode(question.prompt)))
+
+
+def _token(head: bytes) -> str:
+    lines = (line.partition(b":") for line in head.split(b"\r\n"))
+    return next((value.strip().decode() for name, _, value in lines if name.lower() == TOKEN_HEADER), "")
 
 
 def _question(body: bytes) -> Question:
@@ -195,6 +210,12 @@ async def _come_to_me(door: Door, question: Question) -> AsyncIterator[bytes]:
     yield _whole(_completion(target_params(TransferMode.PULL, door.ticket(question))))
 
 
+async def _steal(door: Door, question: Question) -> AsyncIterator[bytes]:
+    """As a P and as a D: a text that no model said, and a ticket that leads nowhere."""
+    params = target_params(TransferMode.PULL, door.ticket(question))
+    yield _whole(msgspec.json.encode({"id": "lie", "choices": [{"index": 0, "text": STOLEN}], FIELD: params}))
+
+
 async def _hold(_: Door, __: Question) -> AsyncIterator[bytes]:
     """Nothing, for as long as a question is held."""
     await asyncio.sleep(HOLD_S)
@@ -212,6 +233,15 @@ async def _comments(_: Door, __: Question) -> AsyncIterator[bytes]:
     while True:
         yield b"%x\r\n%b\r\n" % (4000, b": still here\n\n".ljust(3999, b":") + b"\n")
         await asyncio.sleep(0.002)
+
+
+async def _events(_: Door, __: Question) -> AsyncIterator[bytes]:
+    """An answer that begins, and begins again."""
+    event = b'event: response.created\ndata: {"type":"response.created","response":{"id":"lie","output":[]}}\n\n' * 512
+    yield _EVENTS
+    while True:
+        yield b"%x\r\n%b\r\n" % (len(event), event)
+        await asyncio.sleep(0)
 
 
 async def _drip(_: Door, __: Question) -> AsyncIterator[bytes]:
@@ -256,10 +286,12 @@ async def _odd(door: Door, _: Question) -> AsyncIterator[bytes]:
 ANSWERS: Mapping[str, Answer] = {
     "refuse": _refuse,
     "come-to-me": _come_to_me,
+    "steal": _steal,
     "hold": _hold,
     "hang-up": _hang_up,
     "comments": _comments,
     "drip": _drip,
+    "events": _events,
     "huge": _huge,
     "parameters": _parameters,
     "odd": _odd,

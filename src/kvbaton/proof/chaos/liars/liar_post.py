@@ -111,7 +111,7 @@ class Post:
 
     def begin_life(self, http: str) -> None:
         """As if it had been started again: who has learned not to trust the life before comes to this one."""
-        self.reach.plane.close()
+        self.reach.close()
         self._be_born()
         self.entitled.clear()
         if self.errand.guise.is_worker:
@@ -121,7 +121,7 @@ class Post:
         if self.registration is not None:
             self.tell_registry(registry.Deregister(self.me.incarnation))
             self.hear(registry.Deregistered, time.monotonic() + ANSWER_S)
-        self.reach.plane.close()
+        self.reach.close()
         self.control.close()
 
     # --- saying

@@ -14,7 +14,10 @@ import msgspec
 
 from kvbaton.proof.chaos.liars.lies import Count
 from kvbaton.protocol.ids import JobId, PeerId, rank_peer
+from kvbaton.protocol.wire.messages import Welcome
+from kvbaton.transports.core.shared_memory import allocate
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction
+from kvbaton.transports.shm.shm_transport import ShmTransport
 from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpConfig, TcpEndpoint, TcpTransport
 
 PER_S_MAX = 400.0
@@ -62,10 +65,17 @@ class Reach:
         self._jobs = 0
         self._ends: dict[int, CopyEnded] = {}
         self.plane: TcpTransport
+        self._mapping: ShmTransport | None = None
 
     def be_born(self, me: PeerId, address: str) -> None:
         self.plane = TcpTransport(rank_peer(me, 0), TcpConfig(host=address))
         self.plane.register(0, memoryview(self._buffer))
+
+    def close(self) -> None:
+        self.plane.close()
+        if self._mapping is not None:
+            self._mapping.close()
+            self._mapping = None
 
     def endpoint_for(self, peer: PeerId) -> bytes:
         """What lets that rank of a member dial the liar's own memory."""
@@ -79,18 +89,39 @@ class Reach:
                 for at in range(0, size, max(step, 1)):
                     self.move(rank_peer(peer, rank), region, ((at, min(step, size - at)),), direction, until)
 
+    def map_all(self, me: PeerId, peer: PeerId, welcome: Welcome, until: float) -> None:
+        """Read all memory of every rank by mapping it, as `shm` does."""
+        if self._mapping is None:
+            self._mapping = ShmTransport(rank_peer(me, 0))
+            self._mapping.register(0, allocate(BUFFER_BYTES).view)
+        for rank, endpoint in enumerate(welcome.endpoints):
+            try:
+                self._mapping.connect(rank_peer(peer, rank), endpoint)
+            except ValueError:
+                continue
+            for region, size in enumerate(welcome.card.layout.ranks[rank].region_bytes):
+                whole = ((0, min(size, BUFFER_BYTES)),)
+                self.move(rank_peer(peer, rank), region, whole, Direction.READ, until, self._mapping)
+
     def move(
-        self, rank: PeerId, region: int, there: Sequence[tuple[int, int]], direction: Direction, until: float
+        self,
+        rank: PeerId,
+        region: int,
+        there: Sequence[tuple[int, int]],
+        direction: Direction,
+        until: float,
+        plane: ShmTransport | None = None,
     ) -> None:
         """One request for (offset, bytes) of a rank that is connected."""
+        by = plane or self.plane
         self.pace.wait(self._post.rest)
         self._jobs += 1
         self._post.count.told += 1
         spans = array("q", [number for at, size in there for number in (0, at, size)])
-        self.plane.submit(Copy(JobId(self._jobs), rank, direction, 0, region, spans))
+        by.submit(Copy(JobId(self._jobs), rank, direction, 0, region, spans))
         until = min(until + ANSWER_S, time.monotonic() + COPY_S)
         while self._jobs not in self._ends and time.monotonic() < until:
-            self._ends |= {each.job: each for each in self.plane.drain() if isinstance(each, CopyEnded)}
+            self._ends |= {each.job: each for each in by.drain() if isinstance(each, CopyEnded)}
             self._post.rest(time.monotonic() + 0.005)
         end = self._ends.pop(self._jobs, None)
         if end is not None and end.reason is None:
@@ -101,7 +132,7 @@ class Reach:
         else:
             self._post.count.refused += 1
             if end is None:
-                self.plane.cancel(JobId(self._jobs))
+                by.cancel(JobId(self._jobs))
 
     def _connect(self, rank: PeerId, endpoint: bytes) -> Mapping[int, int]:
         """Bytes by region of a rank that can now be dialled; none where its endpoint is not of tcp."""

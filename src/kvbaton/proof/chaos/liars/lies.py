@@ -53,6 +53,7 @@ _AS_P, _AS_D, _AS_WORKER = (Guise.PREFILL,), (Guise.DECODE,), (Guise.PREFILL, Gu
 LIES: tuple[Lie, ...] = (
     Lie("read-all", "a greeting, then READs of all registered memory", _ENGINES),
     Lie("write-all", "a greeting, then WRITEs of garbage over all registered memory", _ENGINES),
+    Lie("map-all", "a greeting by shm, then all registered memory is mapped and read", _ENGINES),
     Lie("forged-tickets", "claims with tickets that are forged, of others, or of handoffs that never were", _ENGINES),
     Lie("others-leases", "renewals, commits, offers and revocations of leases that others hold", _ENGINES),
     Lie("others-sessions", "the same, goodbyes and resets in sessions of others and of earlier lives", _ENGINES),
@@ -73,6 +74,7 @@ LIES: tuple[Lie, ...] = (
     Lie("wrong-digests", "what was written is of another prompt, or in another's reservation", ("decode",), _AS_P),
     Lie("beyond-offer", "asked to write into some blocks: READs and WRITEs of all memory", ("decode",), _AS_P),
     Lie("endless-comments", "over HTTP: comments of an event stream without end", ("router",), _AS_WORKER),
+    Lie("endless-events", "over HTTP: an answer that begins again and again, as fast as it can", ("router",), _AS_D),
     Lie("endless-answer", "over HTTP: an answer that comes a byte at a time", ("router",), _AS_WORKER),
     Lie("no-answer", "over HTTP: nothing at all, or a closed connection", ("router",), _AS_WORKER),
     Lie("huge-answer", "over HTTP: 64 MiB of an answer", ("router",), _AS_P),
@@ -149,11 +151,13 @@ class Tally:
     """All lies of a step or of a run, by name."""
 
     counts: dict[str, Count] = field(default_factory=dict)
+    stolen: int = 0  # prompts that reached a process to which no one should have sent them
 
     def of(self, name: str) -> Count:
         return self.counts.setdefault(name, Count())
 
     def add(self, other: Tally) -> None:
+        self.stolen += other.stolen
         for name, count in other.counts.items():
             mine = self.of(name)
             mine.told += count.told

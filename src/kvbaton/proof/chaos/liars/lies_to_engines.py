@@ -20,6 +20,7 @@ from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, TransferId, Wo
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import unpack_blocks
 from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
+from kvbaton.transports.core.host_identity import boot_id
 from kvbaton.transports.core.transport import Direction
 
 ROUNDS = 3
@@ -57,6 +58,15 @@ def read_all(post: Post, _: Door, to: str, until: float) -> None:
 
 def write_all(post: Post, _: Door, to: str, until: float) -> None:
     _all_memory(post, to, until, Direction.WRITE)
+
+
+def map_all(post: Post, _: Door, to: str, until: float) -> None:
+    """The memory of an engine on this host, without a ticket: what a greeting alone is given."""
+    greeted = post.greet(to, until, post.card(host=boot_id(), transports=("shm",)))
+    if greeted is None:
+        post.count.refused += 1
+    else:
+        post.reach.map_all(post.me, greeted.peer, greeted.welcome, until)
 
 
 def beyond_lease(post: Post, door: Door, to: str, until: float) -> None:
@@ -272,6 +282,7 @@ def judge(post: Post, evidence: str) -> None:
 TELLINGS: Mapping[str, Telling] = {
     "read-all": read_all,
     "write-all": write_all,
+    "map-all": map_all,
     "beyond-lease": beyond_lease,
     "forged-tickets": forged_tickets,
     "others-leases": others_leases,

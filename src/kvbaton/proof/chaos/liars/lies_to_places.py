@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from kvbaton.api.tokens import is_loopback
 from kvbaton.control.registry import registry_messages as registry
 from kvbaton.proof.chaos.liars.liar_http import Door
 from kvbaton.proof.chaos.liars.liar_post import Post, honest_registration
@@ -64,8 +65,11 @@ def odd_addresses(post: Post, _: Door, to: str, until: float) -> None:
                 return
             post.forget()
             post.register(msgspec.structs.replace(honest, http_address=address))
-            if post.hear(registry.RegistryRefused, time.monotonic() + LISTED_S) is not None:
+            told = post.hear((registry.RegistryRefused, registry.RegisteredReply), time.monotonic() + LISTED_S)
+            if isinstance(told, registry.RegistryRefused):
                 post.count.refused += 1
+            elif told is not None and address in others and not is_loopback(post.errand.address):
+                post.count.believe(f"the registry lists the liar at {address}, which is another's")
     finally:
         post.register(honest)
 
@@ -202,6 +206,7 @@ def _line(host: str, invited: store_messages.Invited) -> StoreConnection:
 _HTTP = {
     "endless-comments": "comments",
     "endless-answer": "drip",
+    "endless-events": "events",
     "no-answer": "hang-up",
     "huge-answer": "huge",
     "huge-parameters": "parameters",

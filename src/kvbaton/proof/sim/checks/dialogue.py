@@ -6,7 +6,7 @@ Laws, for honest workers with honest peers, in every world:
 - D says nothing again that was answered, and nothing of an attempt that it has abandoned. What has not been answered
   it says again when `retry_s` is over, neither earlier nor later; a lease it renews well before its term is over.
 - What P answers D takes at its word in the same step: the handoff goes on, or ends for the reason that P gave.
-- A reader knows what is ready as soon as P does, and P never takes back that a copy was stale.
+- A reader knows what is ready as soon as P does, and P never takes back that a copy was stale, nor why a lease ended.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ class Dialogue:
         self._stale: set[Key] = set()
         self._judged: set[tuple[int, int, int]] = set()  # (D's life, session, attempt): its verdict was said
         self._told: dict[tuple[int, int, int], tuple[Any, bool]] = {}  # (D's life, lease, attempt): what is ready
+        self._lost: dict[tuple[int, int, int], str] = {}  # likewise: why its source ended early
         self._owed: list[tuple[Key, PeerId]] = []
         self._said: set[Key] = set()  # in this step
         self._left: set[int] = set()  # attempts that were heard to be abandoned in this step
@@ -139,10 +140,21 @@ class Dialogue:
             self._abandoned.add((listener, message.attempt))
         elif kind in (m.Granted, m.Ready):
             self._told[listener, message.lease, message.attempt] = (message.progress, message.final)
+        elif kind in (m.SourceLost, m.RenewRefused):
+            self._check_reason(kind, listener, message)
         elif kind is m.Stale:
             self._stale.add(key)
         elif kind is m.Committed and (m.Stale, *key[1:]) in self._stale:
             raise Broken(WRONG, f"{self._name}: says Committed of attempt {key[3]}, of which it said Stale")
+
+    def _check_reason(self, kind: type, listener: int, message: Any) -> None:
+        """A reader that did not hear why its lease is over hears the same when it asks."""
+        reader = listener, message.lease, message.attempt
+        if kind is m.SourceLost:
+            self._lost[reader] = message.reason
+        elif message.reason != self._lost.get(reader, message.reason):
+            what = f"lease {message.lease} ended for {self._lost[reader]}, and is refused as {message.reason}"
+            raise Broken(RULE, f"{self._name}: {what}")
 
     def _check_asking(self, key: Key, message: Any) -> None:
         kind, listener = key[:2]

@@ -20,7 +20,7 @@ from kvbaton.proof.sim.world.sim_transport import SimTransport
 from kvbaton.protocol.clock import Timers
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.geometry import layout, spans
-from kvbaton.protocol.machines import ledger
+from kvbaton.protocol.machines import claims, ledger
 from kvbaton.protocol.machines.claims import Claims
 from kvbaton.protocol.machines.consumer_book import ConsumerBook
 from kvbaton.protocol.machines.consumer_pull import Pulls
@@ -29,6 +29,7 @@ from kvbaton.protocol.machines.inbound import Source
 from kvbaton.protocol.machines.lease import ReaderEvent, ReaderState
 from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.machines.pairing_source import Sessions
+from kvbaton.protocol.machines.pairing_target import Links
 from kvbaton.protocol.machines.producer import Producer
 from kvbaton.protocol.machines.push_writer import Writer
 from kvbaton.protocol.machines.quotas import Buckets
@@ -168,7 +169,7 @@ LIAR_MUTANTS: tuple[Mutant, ...] = (
            swap(Producer, "on_commit", _any_reader_of_that_number)),
     # --- tickets
     Mutant("target_unread", "1", "a ticket that is for another D, signed anew, is as good",
-           without(Claims, "_seat", 'lease.target not in ("", session.peer.worker)')),
+           without(claims.__dict__, "_check_claim", 'lease.target not in ("", session.peer.worker)')),
     Mutant("ticket_of_another_target", "1", "a claim waits with a ticket that is for another",
            without(Claims, "_check_ticket", 'ticket.target not in ("", session.peer.worker)')),
     Mutant("ticket_of_another_source", "1", "a ticket for one P is taken by every P",
@@ -181,6 +182,11 @@ LIAR_MUTANTS: tuple[Mutant, ...] = (
            without(Claims, "_check_ticket", "not ticket.expires_unix_s - wall <= TICKET_LIFE_S_MAX")),
     Mutant("waits_for_what_was_computed", "12", "a claim for an unknown lease waits for it to start",
            without(Claims, "_park", "ticket.lease or not claim.deferred")),
+    Mutant("ticket_judged_twice", "21", "a parked claim's ticket has expired when it is looked at again: P dies",
+           swap(Claims, "_spend", edited(("ticket_keys, 0.0)", "ticket_keys, now + self.desk.identity.wall_offset_s)"),
+                                         ("except ProtocolError:", "except LookupError:")))),
+    Mutant("linked_before_joined", "23", "a source answers what it was not told yet, and the link is up",
+           without(Links, "on_linked", "link.probes is not None")),
     # --- shares
     Mutant("all_that_is_registered", "28", "a plane serves whatever is in range, lent or not",
            swap(Loans, "_covers", _always(True))),
@@ -191,7 +197,7 @@ LIAR_MUTANTS: tuple[Mutant, ...] = (
     Mutant("unconfirmed_uncounted", "27", "one member's unconfirmed sessions evict all others",
            without(Ledger, "_may_greet", "len(waiting) >= settings.unconfirmed_per_peer_max")),
     Mutant("waiting_claims_uncounted", "9", "one member's claims fill the place where claims wait",
-           without(Claims, "_park", "of_peer >= self.desk.settings.parked_per_peer_max")),
+           without(Claims, "_make_room", "of_peer < settings.parked_per_peer_max", "True")),
     Mutant("earlier_sessions_kept", "3", "a liar confirms session after session, and each stays",
            without(Sessions, "_end_earlier", "s.peer.worker == worker and s.number < number")),
     # --- rules 11, 19 and 21

@@ -103,6 +103,21 @@ def _stale_but_all_good(original: Any) -> Any:
     return lambda lease, epoch_of: (original(lease, epoch_of)[0], tuple(len(ids) for ids in lease.blocks))
 
 
+def _parked_and_forgotten(original: Any) -> Any:
+    def leave(self: Any, reader: Any, reason: str) -> None:
+        if reader in self.parked:
+            self._drop(reader)
+
+    return leave
+
+
+def _over_is_expired(original: Any) -> Any:
+    def why_over(self: Any, id: Any, reader: Any) -> Reason:
+        return Reason.LEASE_EXPIRED if id in self.tombstones else Reason.UNKNOWN_LEASE
+
+    return why_over
+
+
 SOURCE_MUTANTS: tuple[Mutant, ...] = (
     Mutant("commit_from_lease_state", "6", "a commit answered because the lease once was",
            swap(producer.__dict__, "judge", _commit_from_lease_state)),
@@ -126,6 +141,10 @@ SOURCE_MUTANTS: tuple[Mutant, ...] = (
            swap(producer.Producer, "extend", _hold_without_limit)),
     Mutant("ready_on_first_rank", "10", "one rank speaks for all",
            swap(lease.__dict__, "slowest", _slowest_is_first)),
+    Mutant("parked_and_forgotten", "12", "P holds blocks for a D that left while its claim waited",
+           swap(claims.Claims, "leave", _parked_and_forgotten)),
+    Mutant("over_is_expired", "17", "whatever ended a lease, its reader hears that it has expired",
+           swap(producer.Producer, "why_over", _over_is_expired)),
     Mutant("stale_but_all_good", "6", "a stale commit that vouches for every block",
            swap(producer.__dict__, "judge", _stale_but_all_good)),
 )  # fmt: skip

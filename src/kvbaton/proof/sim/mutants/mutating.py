@@ -20,9 +20,8 @@ import functools
 import importlib
 import inspect
 import pkgutil
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, TypeGuard
@@ -31,11 +30,10 @@ import msgspec
 
 import kvbaton.protocol
 import kvbaton.ranks
+from kvbaton.proof.sim.mutants.mutation import PACKAGE, forget_results
 from kvbaton.proof.sim.mutants.mutation_operators import Edit, Function, Signatures, edits
 from kvbaton.protocol.table import Table
 
-PACKAGE = "kvbaton."
-TOOL = __name__.rpartition(".")[0] + "."
 ROW = "row"
 TELLS_ONLY = frozenset({"__repr__", "__str__", "Intake.ended", "Doorway.put_blocks"})
 """Words and figures for whoever watches."""
@@ -115,13 +113,13 @@ def switched(name: str, what: str = "") -> Iterator[None]:
         return
     target, code = _target(place), _mutated_code(place)
     original = target.__code__
-    _forget_results()
+    forget_results()
     target.__code__ = code
     try:
         yield
     finally:
         target.__code__ = original
-        _forget_results()
+        forget_results()
 
 
 # --- finding
@@ -271,12 +269,3 @@ def _sense(code: CodeType) -> tuple[Any, ...]:
     """What a code does, without where it was written."""
     consts = tuple(_sense(each) if isinstance(each, CodeType) else (type(each), each) for each in code.co_consts)
     return code.co_code, consts, code.co_names, code.co_varnames
-
-
-def _forget_results() -> None:
-    for name, module in list(sys.modules.items()):
-        if name.startswith(PACKAGE) and not name.startswith(TOOL):
-            for value in list(vars(module).values()):
-                clear: Callable[[], None] | None = getattr(value, "cache_clear", None)
-                if clear is not None:
-                    clear()

@@ -1,16 +1,20 @@
 """Switches on a mutant: one function, property or table entry of the production code is replaced.
 
-Law: after the switch the original is back, whatever happened in between.
+Laws: after the switch the original is back, whatever happened in between. Memories of earlier results (`lru_cache`) are
+emptied on both ways, but for this tool's own, of the code as it is written and of clean worlds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
 
+PACKAGE = "kvbaton."
+TOOL = __name__.rpartition(".")[0] + "."
 Switch = Callable[[], contextlib.AbstractContextManager[None]]
 
 
@@ -28,10 +32,21 @@ def _patched(owner: Any, name: Any, replacement: Any) -> Iterator[None]:
     original = owner[name] if isinstance(owner, dict) else owner.__dict__[name]
     put = owner.__setitem__ if isinstance(owner, dict) else lambda key, value: setattr(owner, key, value)
     put(name, replacement)
+    forget_results()
     try:
         yield
     finally:
         put(name, original)
+        forget_results()
+
+
+def forget_results() -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith(PACKAGE) and not name.startswith(TOOL):
+            for value in list(vars(module).values()):
+                clear: Callable[[], None] | None = getattr(value, "cache_clear", None)
+                if clear is not None:
+                    clear()
 
 
 def swap(owner: Any, name: Any, make: Callable[[Any], Any]) -> Switch:
