@@ -29,6 +29,10 @@ def _sessions_max(life: Life) -> int:
     return life.character.settings.sessions_max
 
 
+def _parked(life: Life) -> int:
+    return life.character.settings.parked_max
+
+
 def _peers(life: Life) -> int:
     return len(life.control.network.names)
 
@@ -58,6 +62,7 @@ def _any(life: Life) -> float:
 
 Bound = Callable[[Life], float]
 AT_REST: dict[str, Bound] = {
+    "Claims.parked": _parked, "PerPeer._counts": _peers,  # who left while it waited, for its term
     "Producer.ended": _tombstones, "Producer.tombstones": _tombstones, "DisownedTickets._why": _tombstones,
     "Remembered._items": _tombstones, "Writer.sessions": _sessions, "Writer.revoked": _sessions,
     "Sessions.by_number": _sessions_max, "Links.by_worker": _peers, "Node._held": _held,
