@@ -45,6 +45,7 @@ MESSAGES: list[m.Message] = [
     m.Goodbye(),
     m.Claim(HANDOFF, 1, TICKET, b"digest", False),
     m.Granted(HANDOFF, 1, LEASE, 15.0, 5, (pack_blocks([1, 2, 3]),), whole([3]), True),
+    m.GrantedFrom(HANDOFF, 1, LEASE, 15.0, 5, (pack_blocks([1, 2, 3]),), whole([3]), True, ("d0 key", "*")),
     m.ClaimRefused(HANDOFF, 1, Reason.BUSY, "full"),
     m.Renew(LEASE, 1, (3,), True),
     m.Renewed(LEASE, 1, 15.0, 2),

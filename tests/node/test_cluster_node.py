@@ -158,7 +158,7 @@ def test_new_keys_reach_ledger_and_doorway_before_whoever_else_wants_them(keyrin
     node = made(keyring, [{"instant": InstantTransport()}])
     new = msgspec.structs.replace(keyring, ticket_keys=(b"n" * 32, *keyring.ticket_keys))
     seen: list[tuple[bytes, ...]] = []
-    node.on_keys = lambda _: seen.append(node.doorway.config.ticket_keys)
+    node.on_keys.append(lambda _: seen.append(node.doorway.config.ticket_keys))
     node.start()
     node.loop.call(lambda: node.control.on_keys(new)).result(30)
     assert seen == [new.ticket_keys] and node.ledger.desk.identity.ticket_keys == new.ticket_keys

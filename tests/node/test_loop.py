@@ -88,7 +88,7 @@ class InstantStore:
     ended: deque[StoreEnded] = field(default_factory=deque)
     waker: Callable[[], None] = lambda: None
 
-    def put(self, put: PutId, blocks: Groups, keys: tuple[bytes, ...]) -> None:
+    def put(self, put: PutId, blocks: Groups, keys: tuple[bytes, ...], origins: tuple[str, ...] = ()) -> None:
         threading.Thread(target=self._end, args=(put,), daemon=True).start()
 
     def cancel(self, put: PutId) -> None: ...

@@ -142,7 +142,7 @@ class FakeStore:
     cancelled: list[PutId] = field(default_factory=list)
     ended: list[StoreEnded] = field(default_factory=list)
 
-    def put(self, put: PutId, blocks: Groups, keys: tuple[bytes, ...]) -> None:
+    def put(self, put: PutId, blocks: Groups, keys: tuple[bytes, ...], origins: tuple[str, ...] = ()) -> None:
         if "put" in self.throws:
             raise RuntimeError("put threw")
         self.puts.append(put)

@@ -229,6 +229,9 @@ def card(world: World) -> m.Card:
 IDS = pack_blocks([7, 8, 9])
 TO_D: dict[type, Callable[[World], Any]] = {
     m.Granted: lambda w: m.Granted(handoff(4), w.attempt(PARKED), LeaseId(9), 1.5, TOKENS, (IDS,), whole([3]), True),
+    m.GrantedFrom: lambda w: m.GrantedFrom(
+        handoff(4), w.attempt(PARKED), LeaseId(9), 1.5, TOKENS, (IDS,), whole([3]), True, ("d9 key",)
+    ),
     m.ClaimRefused: lambda w: m.ClaimRefused(handoff(4), w.attempt(PARKED), Reason.BUSY, ""),
     m.Renewed: lambda w: m.Renewed(w.lease(PULL), w.attempt(PULL), 1.5, 1),
     m.RenewRefused: lambda w: m.RenewRefused(w.lease(STREAM), w.attempt(STREAM), Reason.LEASE_EXPIRED),

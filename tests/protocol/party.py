@@ -6,6 +6,7 @@ drop once per load, an unpin once per lease, bytes only into blocks that are hel
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -43,6 +44,7 @@ from kvbaton.protocol.wire.codec import decode, encode
 from kvbaton.protocol.wire.messages import ALL_FEATURES, Joined, Welcome
 from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
 from kvbaton.protocol.wire.versions import SPOKEN, Versions
+from kvbaton.transports.core.written import WriteRecord
 
 if TYPE_CHECKING:
     from pair import Pair
@@ -166,6 +168,7 @@ class Party:
         self.restless: dict[JobId, Moving] = {}
         self.loans: dict[JobId, tuple[int, fx.Loan]] = {}  # with the rank
         self.taken_back: list[JobId] = []
+        self.written: dict[JobId, WriteRecord] = {}  # what came under each loan, until its end is told
         self.fences: list[fx.StartFence] = []
         self.connected: dict[PeerId, fx.Connect] = {}
         self.holders: dict[PeerId, set[fx.Holder]] = {}
@@ -415,7 +418,8 @@ class Party:
 
     def lends(self, rank: int, peer: PeerId, direction: fx.Direction, blocks: set[int]) -> bool:
         """Whether a data plane that enforces it would let `peer` at these blocks."""
-        if not self.ledger.desk.identity.transports[0].enforces:
+        plane = self.ledger.desk.identity.transports[0]
+        if not (plane.enforces if direction is fx.Direction.READ else plane.lends_writes):
             return True
         lent = {
             block
@@ -448,7 +452,9 @@ class Party:
         elif self.habits.copies and self._end_a_copy():
             pass
         elif self.habits.loans and self.taken_back:
-            self.tell(ev.CopyEnded(self.taken_back.pop(0), Reason.CANCELLED))
+            loan = self.taken_back.pop(0)
+            record = self.written.pop(loan)
+            self.tell(ev.CopyEnded(loan, Reason.CANCELLED, unwritten=record.missing_bytes() if record.due else None))
         elif self.habits.fences and self.fences:
             self.end_fences()
         elif self.habits.store and self.storing:
@@ -490,6 +496,7 @@ class Party:
                 self.copies[copy.job] = Moving(rank, transport, copy, generation, due)
             case fx.Lend(rank, _, loan):
                 self.loans[loan.job] = rank, loan
+                self.written[loan.job] = WriteRecord(loan.due)
             case fx.CancelCopy(_, _, job) if job in self.loans or job not in self.copies:
                 if self.loans.pop(job, None) is not None:  # a loan that is being taken back may be asked for once more
                     self.taken_back.append(job)
@@ -617,7 +624,14 @@ class Party:
             remote.check_held(far, size)
             assert self.pins[self.shape.block_at(local)], f"{self.name}: writes from a block that is not pinned"
             there[far : far + size] = here[local : local + size]
+            remote.note_written(rank, self.me, copy.remote_region, far, size)
         return True
+
+    def note_written(self, rank: int, peer: PeerId, region: int, offset: int, size: int) -> None:
+        block = self.shape.block_at(offset)
+        for job, (at, loan) in self.loans.items():
+            if (at, loan.peer) == (rank, peer) and any(block in ids for ids in loan.blocks):
+                self.written[job].add(region, array("q", (offset, size)))
 
     def check_held(self, offset: int, size: int) -> None:
         """Bytes land only in blocks that are held for a handoff."""

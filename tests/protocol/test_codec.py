@@ -42,6 +42,7 @@ SAMPLES: list[m.Message] = [
     m.Goodbye(),
     m.Claim(HANDOFF, 1, "ticket", b"digest", False),
     m.Granted(HANDOFF, 1, LeaseId(1), 15.0, 5, (pack_blocks([1, 2, 3]),), READY, True),
+    m.GrantedFrom(HANDOFF, 1, LeaseId(1), 15.0, 5, (pack_blocks([1, 2, 3]),), READY, True, ("d0 key",)),
     m.ClaimRefused(HANDOFF, 1, Reason.TICKET_SPENT, "detail"),
     m.Renew(LeaseId(1), 1, (3,), True),
     m.Renewed(LeaseId(1), 1, 15.0, 2),

@@ -7,6 +7,7 @@ from array import array
 from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.proof.sim.world.sim_transport import SHM, TCP
 from kvbaton.protocol.effects import CancelCopy, Direction, StartCopy
+from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.geometry.spans import Move
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.protocol.machines.context import Identity, LedgerContext, Parts
@@ -54,7 +55,7 @@ def test_job_ids_never_repeat() -> None:
 def test_only_what_still_moves_is_cancelled() -> None:
     shared, parts = desk(), Parts(None)
     shared.start(parts, "tcp", PEER, Direction.READ, 1, MOVES)
-    parts.ended(JobId(1), at_rest=True)
+    parts.ended(CopyEnded(JobId(1)))
     shared.effects.clear()
     shared.cancel(parts)
     assert shared.effects == [CancelCopy(1, "tcp", JobId(2))]
@@ -64,9 +65,9 @@ def test_parts_are_at_rest_when_none_moves_and_none_may_still_land() -> None:
     shared, parts = desk(), Parts(None)
     assert parts.at_rest
     shared.start(parts, "tcp", PEER, Direction.READ, 0, MOVES)
-    parts.ended(JobId(1), at_rest=True)
+    parts.ended(CopyEnded(JobId(1)))
     assert not parts.at_rest
-    parts.ended(JobId(2), at_rest=False)
+    parts.ended(CopyEnded(JobId(2), at_rest=False))
     assert not parts.at_rest
     parts.rested(JobId(2))
     assert parts.at_rest

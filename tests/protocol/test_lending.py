@@ -1,19 +1,27 @@
-"""Rule 28: blocks are lent before the other is told of them, taken back when its right ends, and let go after that."""
+"""Rule 28: blocks are lent before the other is told of them, taken back when its right ends, and let go after that.
+Rule 35: what a P says that it has written is believed when the ranks say so."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 
+import msgspec
+import pytest
 from pair import Pair
+from party import Load
 
-from kvbaton.proof.sim.world.sim_transport import LENT_TCP
+from kvbaton.proof.sim.world.sim_transport import LENT_TCP, RDMA, TCP
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
+from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.events import CopyEnded, Departed
 from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.ids import JobId
 from kvbaton.protocol.machines.context import Parts
 from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.wire.messages import Commit, Offer, Written
 
 Make = Callable[..., Pair]
 
@@ -118,19 +126,116 @@ def test_a_writer_is_lent_the_reservation_until_it_says_written(make_pair: Make)
     assert load.end == fx.End() and not d.loans and load.drops == 1
 
 
-def test_a_writer_that_says_written_too_early_frees_no_block_that_it_may_still_write(
-    make_pair: Make,
-) -> None:
+def offered(pair: Pair) -> tuple[Load, Offer]:
+    """D has offered its blocks for a prompt that P has only begun."""
+    pair.p.begin(1, 5)
+    load = pair.d.want("r", pair.router_ticket(1), push=True)
+    pair.settle()
+    return load, pair.said(Offer)[-1]
+
+
+def written(pair: Pair, offer: Offer) -> None:
+    """P says so, whatever it wrote."""
+    pair.inject("p", "d", Written(offer.lease, offer.attempt, offer.reservation, offer.digest))
+    pair.settle()
+
+
+def test_written_is_judged_by_what_the_ranks_say_and_not_before_they_have(make_pair: Make) -> None:
     pair = lending(make_pair)
     p, d = pair.parties["p"], pair.parties["d"]
     d.habits.loans = False
     load = d.want("r", pair.router_ticket(1), push=True)
     p.stream(1)
     pair.settle()
-    assert load.end == fx.End() and not load.drops
+    assert load.end is None and not load.drops
+    d.habits.loans = True
+    pair.settle()
+    assert load.end == fx.End() and load.drops == 1
+
+
+@pytest.mark.parametrize("plane", [LENT_TCP, TCP, RDMA])
+def test_a_p_that_says_written_and_wrote_nothing_delivers_nothing(make_pair: Make, plane: Capabilities) -> None:
+    """Before, D decoded on what lay in its blocks: `End()` here, whatever had been written."""
+    pair = make_pair("p", "d", transports=(plane,))
+    load, offer = offered(pair)
+    written(pair, offer)
+    assert load.end is not None and load.end.reason is Reason.NOT_WRITTEN and load.drops == 1
+    assert load.end.detail.startswith("p said") and "bytes due never came" in load.end.detail
+
+
+def test_a_p_that_writes_less_than_it_had_to_delivers_nothing(make_pair: Make) -> None:
+    pair = lending(make_pair)
+    d = pair.parties["d"]
+    load, offer = offered(pair)
+    loans = [(job, loan) for job, (_, loan) in d.loans.items()]
+    for job, loan in loans:
+        (area,) = loan.due
+        first = area.rows[:-2]  # of the last block, nothing
+        for shift in area.shifts:
+            moved = array("q", [number + (shift if at % 2 == 0 else 0) for at, number in enumerate(first)])
+            d.written[job].add(area.region, moved)
+    written(pair, offer)
+    assert load.end is not None and load.end.reason is Reason.NOT_WRITTEN
+
+
+def test_what_came_under_one_handoff_counts_for_no_other(make_pair: Make) -> None:
+    pair = lending(make_pair)
+    p, d = pair.parties["p"], pair.parties["d"]
+    first = d.want("s", pair.router_ticket(2), 2, push=True)
+    p.stream(2)
+    pair.settle()
+    load, offer = offered(pair)
+    written(pair, offer)
+    assert first.end == fx.End() and load.end is not None and load.end.reason is Reason.NOT_WRITTEN
+
+
+def test_a_rank_that_does_not_know_what_was_written_has_proven_nothing(make_pair: Make) -> None:
+    pair = lending(make_pair)
+    d = pair.parties["d"]
+    d.habits.loans = False
+    load, offer = offered(pair)
+    written(pair, offer)
+    for job in list(d.taken_back):
+        d.taken_back.remove(job)
+        d.tell(CopyEnded(job, Reason.CANCELLED))
+    assert load.end is not None and load.end.reason is Reason.NOT_WRITTEN
+    assert "unknown" in load.end.detail
+
+
+def test_ranks_that_never_answer_end_the_wait_by_its_deadline(make_pair: Make) -> None:
+    pair = lending(make_pair)
+    d = pair.parties["d"]
+    d.habits.loans = False
+    load = d.want("r", pair.router_ticket(1), push=True)
+    pair.parties["p"].stream(1)
+    pair.run(40)
+    assert load.end is not None and load.end.reason is Reason.TRANSFER_TIMEOUT and not load.drops
     d.habits.loans = True
     pair.settle()
     assert load.drops == 1
+
+
+def test_a_source_that_leaves_after_written_costs_nothing(make_pair: Make) -> None:
+    pair = lending(make_pair)
+    d = pair.parties["d"]
+    d.habits.loans = False
+    load = d.want("r", pair.router_ticket(1), push=True)
+    pair.parties["p"].stream(1)
+    pair.settle()
+    d.tell(Departed(pair.p.name))
+    d.habits.loans = True
+    pair.settle()
+    assert load.end == fx.End()
+
+
+def test_a_plane_that_does_not_know_what_was_written_is_read_instead(make_pair: Make) -> None:
+    """What is not declared is not believed: a transport of somebody else's that can write and fence, and no more."""
+    blind = msgspec.structs.replace(TCP, knows_writes=False)
+    pair = make_pair("p", "d", transports=(blind,))
+    load = pair.d.want("r", pair.router_ticket(1), push=True)
+    pair.p.stream(1)
+    pair.settle()
+    assert load.end == fx.End() and not pair.said(Offer) and pair.said(Commit)
 
 
 def test_what_was_offered_is_taken_back_when_d_gives_up(make_pair: Make) -> None:

@@ -15,7 +15,7 @@ KINDS: tuple[type[msgspec.Struct], ...] = typing.get_args(m.Message)
 TAGS = {
     "Hello": 1, "Welcome": 2, "HelloRefused": 3, "Joined": 4, "Linked": 5, "Reset": 6, "Goodbye": 7,
     "Claim": 10, "Granted": 11, "ClaimRefused": 12, "Renew": 13, "Renewed": 14, "RenewRefused": 15, "Ready": 16,
-    "Commit": 17, "Committed": 18, "Stale": 19, "Abandon": 20, "SourceLost": 21,
+    "Commit": 17, "Committed": 18, "Stale": 19, "Abandon": 20, "SourceLost": 21, "GrantedFrom": 22,
     "Offer": 30, "Accepted": 31, "Written": 32, "Ack": 33, "Revoke": 34, "Quiesced": 35,
 }  # fmt: skip
 """The numbers on the wire. One that was ever used keeps its meaning."""
@@ -45,7 +45,7 @@ def test_messages_are_frozen_arrays(kind: type[msgspec.Struct]) -> None:
 def test_features_are_named_in_refusals() -> None:
     assert m.feature_names(m.Feature.PULL | m.Feature.PUSH) == "pull, push"
     assert m.feature_names(1 << 40 | m.Feature.STREAM) == "stream, bit 40"
-    assert m.feature_names((1 << 62) + 8) == "bit 3, bit 62"
+    assert m.feature_names((1 << 62) + 16) == "bit 4, bit 62"
     assert m.feature_names(0) == ""
 
 

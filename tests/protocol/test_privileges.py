@@ -40,6 +40,7 @@ def sample(kind: type[m.Message], pair: Pair) -> m.Message:
         m.HelloRefused: m.HelloRefused(1, "busy", ""), m.Joined: m.Joined(()), m.Linked: m.Linked(),
         m.Reset: m.Reset(1), m.Goodbye: m.Goodbye(), m.Claim: m.Claim(HANDOFF, 1, "t", b"", False),
         m.Granted: m.Granted(HANDOFF, 1, lease, 15.0, 4, (b"",), nothing(1), False),
+        m.GrantedFrom: m.GrantedFrom(HANDOFF, 1, lease, 15.0, 4, (b"",), nothing(1), False, ("d0 key",)),
         m.ClaimRefused: m.ClaimRefused(HANDOFF, 1, "busy", ""), m.Renew: m.Renew(lease, 1, (0,), False),
         m.Renewed: m.Renewed(lease, 1, 15.0, 1), m.RenewRefused: m.RenewRefused(lease, 1, "busy"),
         m.Ready: m.Ready(lease, 1, (0,), (b"",), nothing(1), False), m.Commit: m.Commit(lease, 1),

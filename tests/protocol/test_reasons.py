@@ -186,6 +186,23 @@ def _(make: Make) -> Load:
     return load
 
 
+@story(Reason.NOT_WRITTEN)
+def _(make: Make) -> Load:
+    pair = make()
+    pair.p.begin(1, 5)
+    load = asked(pair, pair.router_ticket(), push=True)
+    offer = pair.said(m.Offer)[0]
+    pair.inject("p", "d", m.Written(offer.lease, offer.attempt, offer.reservation, offer.digest))
+    return load
+
+
+@story(Reason.ORIGIN_GONE)
+def _(make: Make) -> Load:
+    pair = make()
+    pair.d.ledger.desk.identity.is_gone = lambda origin: origin == "p"
+    return asked(pair)
+
+
 @story(Reason.PEER_GONE)
 def _(make: Make) -> Load:
     load = reading(pair := make())

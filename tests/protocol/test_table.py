@@ -62,28 +62,31 @@ closed: nothing
     "intake": """
 greeting: linked -> claiming, failed -> settling
   late: unlinked, granted, rested
-  illegal: pull_begun, push_begun, copied, committed, written, quiesced
+  illegal: pull_begun, push_begun, copied, committed, written, judged, quiesced
 claiming: unlinked -> greeting, granted -> granted, failed -> settling
   late: linked, rested
-  illegal: pull_begun, push_begun, copied, committed, written, quiesced
+  illegal: pull_begun, push_begun, copied, committed, written, judged, quiesced
 granted: pull_begun -> copying, push_begun -> offered, failed -> settling
   late: linked, unlinked, granted, rested
-  illegal: copied, committed, written, quiesced
+  illegal: copied, committed, written, judged, quiesced
 copying: copied -> committing, failed -> settling
   late: linked, unlinked, granted, rested
-  illegal: pull_begun, push_begun, committed, written, quiesced
+  illegal: pull_begun, push_begun, committed, written, judged, quiesced
 committing: committed -> settling, failed -> settling
   late: linked, unlinked, granted, rested
-  illegal: pull_begun, push_begun, copied, written, quiesced
-offered: written -> settling, failed -> revoking
+  illegal: pull_begun, push_begun, copied, written, judged, quiesced
+offered: written -> judging, failed -> revoking
   late: linked, unlinked, granted, rested
-  illegal: pull_begun, push_begun, copied, committed, quiesced
+  illegal: pull_begun, push_begun, copied, committed, judged, quiesced
+judging: judged -> settling, failed -> settling
+  late: linked, unlinked, granted, written, quiesced, rested
+  illegal: pull_begun, push_begun, copied, committed
 revoking: written -> settling, quiesced -> settling
-  late: linked, unlinked, granted, pull_begun, push_begun, copied, committed, failed, rested
+  late: linked, unlinked, granted, pull_begun, push_begun, copied, committed, judged, failed, rested
 settling: rested -> done
-  late: linked, unlinked, granted, pull_begun, push_begun, copied, committed, written, failed, quiesced
+  late: linked, unlinked, granted, pull_begun, push_begun, copied, committed, written, judged, failed, quiesced
 done: nothing
-  late: linked, unlinked, granted, pull_begun, push_begun, copied, committed, written, failed, quiesced, rested
+  late: linked, unlinked, granted, pull_begun, push_begun, copied, committed, written, judged, failed, quiesced, rested
 """,
     "link": """
 greeting: welcomed -> joining, refused -> down, lost -> down

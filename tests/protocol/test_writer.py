@@ -356,10 +356,12 @@ class TestRevoking:
 
     def test_a_written_that_crosses_the_revoke_counts_as_quiet(self, pair: Pair) -> None:
         load, _ = offered(pair)
-        pair.hold(Revoke)
-        pair.d.give_up("r")
+        pair.hold(Written)
         pair.p.finish()
         pair.settle()
+        pair.hold(Revoke)
+        pair.d.give_up("r")
+        pair.release(Written)
         assert why(load) is Reason.ABORTED and load.drops == 1
         pair.release(Revoke)
         assert quiet(pair) == [(1, None)] and len(pair.done(Unpin)) == 1

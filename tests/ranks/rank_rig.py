@@ -181,7 +181,7 @@ class LinkedProcessHarness(ProcessHarness):
 
 def join(near: Side, far: Side) -> None:
     for side, other in ((near, far), (far, near)):
-        if getattr(side.transport, "capabilities", CAPABILITIES["shm"]).enforces:  # a far process has lent already
+        if getattr(side.transport, "capabilities", CAPABILITIES["shm"]).lends_reads:  # a far process has lent already
             lend_everything(side.transport, other.peer)
     far.transport.connect(near.peer, endpoint(near, far.peer))
     near.transport.connect(far.peer, endpoint(far, near.peer))

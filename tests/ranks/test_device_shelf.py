@@ -23,6 +23,7 @@ from kvbaton.ranks.rank_values import NotStorable, RankValues, Run
 from kvbaton.store.content_keys import Space, chain
 from kvbaton.store.interface import Backend, OrderEnded, OrderId
 from kvbaton.store.memory_backend import MemoryBackend
+from kvbaton.store.value_trust import ALONE
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton.transports.cuda.cuda_table import PIECE_BYTES, ROW_BYTES_MAX, ROWS_MAX
@@ -148,7 +149,7 @@ def test_blocks_of_one_device_land_in_the_blocks_of_another_and_nothing_else_is_
     order = d.order()
     assert d.shelf.lookup(order, HASHES, TIMEOUT_S) and d.ends()[order].count == 5
     target = [1, 5, 3, 4, 10, 8]
-    assert d.get(target) == OrderEnded(OrderId(2), 5), "the sixth is not there"
+    assert d.get(target) == OrderEnded(OrderId(2), 5, writers=(ALONE.me,)), "the sixth is not there"
     assert [d.block(block) for block in target[:5]] == [p.block(block) for block in source]
     for layer, memory in enumerate(d.memory):
         view, old = d.view(memory), bytearray(before[layer])

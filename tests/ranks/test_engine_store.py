@@ -14,6 +14,7 @@ from kvbaton.protocol.events import NO_BLOCK, StoreEnded
 from kvbaton.protocol.ids import PutId
 from kvbaton.ranks.engine_store import EngineStore, ShelfSettings, StoreTold
 from kvbaton.ranks.store_interface import OrderEnded, OrderId
+from kvbaton.ranks.store_trust import ShelfTrust
 
 HASHES = [bytes([number]) * 32 for number in range(6)]
 KEYS = tuple(HASHES)
@@ -40,7 +41,17 @@ class FakeRank:
     def get(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
         return self._take("get", order, tuple(blocks), timeout_s)
 
-    def put(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
+    def set_trust(self, trust: ShelfTrust) -> None:
+        pass
+
+    def put(
+        self,
+        order: OrderId,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        timeout_s: float,
+        origins: tuple[bytes, ...] = (),
+    ) -> bool:
         return self._take("put", order, tuple(blocks), timeout_s)
 
     def cancel(self, order: OrderId) -> None:

@@ -41,6 +41,7 @@ from kvbaton.ranks.rank_store_messages import (
     pack_ids,
 )
 from kvbaton.ranks.rank_stream import StreamEnvelope
+from kvbaton.ranks.store_trust import ShelfTrust
 from kvbaton.store.interface import OrderEnded, OrderId
 from kvbaton.testing import Side
 
@@ -76,7 +77,17 @@ class FakeShelf:
     def get(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
         return self._begin("get", order, tuple(hashes), tuple(blocks), timeout_s)
 
-    def put(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
+    def set_trust(self, trust: ShelfTrust) -> None:
+        pass
+
+    def put(
+        self,
+        order: OrderId,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        timeout_s: float,
+        origins: tuple[bytes, ...] = (),
+    ) -> bool:
         return self._begin("put", order, tuple(hashes), tuple(blocks), timeout_s)
 
     def cancel(self, order: OrderId) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 from pair import Pair
-from party import Party, Source, transfer
+from party import Party, Source, digest_of, transfer
 from stage import Stage
 from transcript import lines
 
@@ -185,6 +185,8 @@ class Script:
     def do_say(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
         """`say p d Renewed lease=1 attempt=1 ttl_s=0.001 work=0 [times=3]`: a lie, in the session that the two have."""
         values = {key: msgspec.json.decode(value) for key, value in options.items() if key != "times"}
+        if "digest" in values:  # `digest=1`: of prompt 1, of 5 tokens
+            values["digest"] = digest_of(values["digest"], 5)
         message = kind(words[2])(**values)
         for _ in range(int(options.get("times", 1))):
             self.pair.inject(words[0], words[1], message)

@@ -27,7 +27,7 @@ SEEN = {
     "drain_forgotten": (RULE, "a claim waits, and it drains"),
     "short_first_term": (NEEDLESS, "expired after"),
     "disconnects_one_rank_fewer": (LEAK, "is open to"),
-    "lent_over_any_plane": (DEATH, "lends nothing: see capabilities.enforces"),
+    "lent_over_any_plane": (DEATH, "lends nothing: see its capabilities"),
     "gives_up_early": (NEEDLESS, "ended after"),
     "every_other_grant_fails": (NEEDLESS, "failed for no cause"),
     "every_fifth_claim_is_busy": (NEEDLESS, "failed for no cause"),

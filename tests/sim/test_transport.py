@@ -36,9 +36,8 @@ class SimHarness:
             transport.register(0, memory)
             sides.append(Side(peer, transport, memory))
         near, far = sides
-        if self.capabilities.enforces:
-            lend_everything(near.transport, far.peer)
-            lend_everything(far.transport, near.peer)
+        lend_everything(near.transport, far.peer, able=self.capabilities)
+        lend_everything(far.transport, near.peer, able=self.capabilities)
         near.transport.connect(far.peer, far.transport.endpoint(near.peer))
         far.transport.connect(near.peer, near.transport.endpoint(far.peer))
         return Pair(near, far)

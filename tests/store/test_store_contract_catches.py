@@ -16,6 +16,7 @@ from kvbaton.store.interface import OrderEnded, Pins, Put
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.order_scripts import BackendCall, OrderKind, Script, Task
 from kvbaton.store.threaded_store import KeptStore
+from kvbaton.store.value_trust import ALONE
 
 CASES = {case.name: case for case in check_store.cases}
 
@@ -62,13 +63,12 @@ class ReadsLate(FaultyBackend):
     def put(self, keys: Sequence[str], values: Sequence[Any]) -> Sequence[str]:
         self._enter("put")
         late = [value.now() if isinstance(value, _Live) else value for value in values]
-        for key, frame in zip(keys, late, strict=True):
-            backend_threads.seal(frame, key, frame.nbytes - backend_threads.FRAME_BYTES)
+        backend_threads.seal_all(late, keys, (), ALONE)
         return self.backend.put(keys, late)
 
 
 ORIGINAL_PUT = order_scripts._put
-SEAL = backend_threads.seal
+SEAL = backend_threads.seal_all
 
 
 class EndsTwice(KeptStore):
@@ -120,11 +120,12 @@ def patch_store(store: type[KeptStore]) -> Callable[[pytest.MonkeyPatch], None]:
 def reads_late(patch: pytest.MonkeyPatch) -> None:
     patch_put(put_that_releases_early)(patch)
     patch.setattr(store_case, "FaultyBackend", ReadsLate)
-    patch.setattr(backend_threads, "seal", lambda frame, *_: None if isinstance(frame, _Live) else SEAL(frame, *_))
+    is_live = lambda frames: any(isinstance(frame, _Live) for frame in frames)  # noqa: E731
+    patch.setattr(backend_threads, "seal_all", lambda frames, *_: None if is_live(frames) else SEAL(frames, *_))
 
 
 def trusts_back_ends(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(backend_threads, "holds", lambda *_: True)
+    patch.setattr(backend_threads, "held", lambda *_: ())
 
 
 def never_gives_up(patch: pytest.MonkeyPatch) -> None:

@@ -1,50 +1,122 @@
-"""Frames: a value is good only for the key it was sealed for, at its length, with every bit as it was."""
+"""Frames: a value is good only for the key it was sealed for, at its length, with every bit as it was, from a writer
+that is trusted now and that took from nobody who was removed."""
 
 from __future__ import annotations
 
-import hashlib
-import random
-import struct
-import zlib
+import msgspec
+import pytest
 
-from kvbaton.store.value_header import FRAME_BYTES, holds, seal
+from kvbaton.control.signing import Signer
+from kvbaton.ranks.store_trust import ShelfTrust
+from kvbaton.store import value_header
+from kvbaton.store.value_header import DIGESTS, FRAME_BYTES, ORIGINS_MAX, held, seal_all, writers_of
+from kvbaton.store.value_trust import ALONE, StoreTrust, writer_id
 
-SIZE = 300
+SIZE = 40
+P0, P1 = writer_id("p0 key"), writer_id("p1 key")
+LIAR, OTHER = b"liar....", b"other..."
 
 
-def sealed(key: str = "key") -> memoryview:
-    frame = memoryview(bytearray(FRAME_BYTES + SIZE))
-    frame[FRAME_BYTES:] = random.Random(3).randbytes(SIZE)
-    seal(frame, key, SIZE)
-    return frame
+def signer(number: int) -> Signer:
+    return Signer.from_private(bytes([number]) * 32)
+
+
+def trust(me: bytes = P0, number: int = 1, **changes: object) -> StoreTrust:
+    writers = {P0: (signer(1).public,), P1: (signer(2).public,)}
+    told = ShelfTrust(me, signer(number).private, writers)
+    return msgspec.structs.replace(told, **changes).trust
+
+
+def sealed(*keys: str, by: StoreTrust = ALONE, origins: tuple[bytes, ...] = ()) -> list[memoryview]:
+    frames = [memoryview(bytearray(FRAME_BYTES + SIZE)) for _ in keys]
+    for index, frame in enumerate(frames):
+        frame[FRAME_BYTES:] = bytes([index + 1]) * SIZE
+    seal_all(frames, keys, origins, by)
+    return frames
 
 
 def test_a_sealed_frame_holds_its_value() -> None:
-    assert holds(sealed(), "key", SIZE)
+    [frame] = sealed("key")
+    assert held(frame, "key", ALONE) == (ALONE.me,)
 
 
-def test_a_frame_of_another_key_or_length_does_not() -> None:
-    assert not holds(sealed("other"), "key", SIZE)
-    assert not holds(sealed(), "key", SIZE - 1)
-    assert not holds(sealed()[:-1], "key", SIZE)
-    assert not holds(memoryview(b""), "key", 0)
-    assert not holds(memoryview(bytes(FRAME_BYTES + SIZE)), "key", SIZE)
+def test_of_another_key_or_length_it_holds_nothing() -> None:
+    [frame] = sealed("other")
+    assert held(frame, "key", ALONE) is None
+    assert held(sealed("key")[0][:-1], "key", ALONE) is None
+    assert held(memoryview(bytes(FRAME_BYTES)), "key", ALONE) is None
+    assert held(memoryview(bytes(FRAME_BYTES + SIZE)), "key", ALONE) is None
 
 
-def test_any_bit_that_turned_is_seen() -> None:
-    frame = sealed()
+def test_a_change_of_any_bit_is_noticed() -> None:
+    frame = sealed("a", "key", "c", origins=(LIAR, OTHER))[1]
     for index in range(len(frame)):
-        for bit in range(8):
-            frame[index] ^= 1 << bit
-            assert not holds(frame, "key", SIZE), f"byte {index}, bit {bit}"
-            frame[index] ^= 1 << bit
-    assert holds(frame, "key", SIZE)
+        frame[index] ^= 1 << index % 8
+        assert held(frame, "key", ALONE) is None, f"byte {index}"
+        frame[index] ^= 1 << index % 8
+    assert held(frame, "key", ALONE) == (ALONE.me, LIAR, OTHER)
 
 
-def test_a_frame_of_an_older_version_is_none() -> None:
-    """As version 1 made them, with sums of 32 bits."""
-    frame = sealed()
-    named = hashlib.blake2b(b"key", digest_size=32).digest()
-    head = struct.pack("<4sBxxxQ32s8xI", b"KVBS", 1, SIZE, named, zlib.crc32(frame[FRAME_BYTES:]))
-    frame[:FRAME_BYTES] = head + zlib.crc32(head).to_bytes(4, "little")
-    assert not holds(frame, "key", SIZE)
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 64])
+def test_one_signature_is_of_a_whole_batch_and_each_value_stands_alone(count: int) -> None:
+    signed = []
+    by = trust()
+    by = StoreTrust(
+        by.me, lambda root: signed.append(root) or signer(1).sign("store value", root), by.writers, by.check
+    )
+    keys = [f"key{number}" for number in range(count)]
+    frames = sealed(*keys, by=by)
+    assert len(signed) == 1
+    assert all(held(frame, key, trust(P1, 2)) == (P0,) for frame, key in zip(frames, keys, strict=True))
+    if count > 1:
+        assert held(frames[0], keys[1], trust()) is None
+
+
+def test_nobody_writes_in_anothers_name() -> None:
+    [forged] = sealed("key", by=trust(P0, 2))
+    assert held(forged, "key", trust()) is None
+
+
+def test_a_value_put_under_an_honest_writers_header_is_no_value() -> None:
+    """What a liar can do with the honest value's header: nothing."""
+    [honest], [false] = sealed("key", by=trust()), sealed("key", by=trust(P1, 2))
+    false[FRAME_BYTES:] = b"\x07" * SIZE
+    false[:FRAME_BYTES] = honest[:FRAME_BYTES]
+    assert held(false, "key", trust()) is None
+
+
+def test_a_writer_that_is_no_member_any_more_is_not_believed() -> None:
+    [frame] = sealed("key", by=trust(P1, 2))
+    assert held(frame, "key", trust()) == (P1,)
+    assert held(frame, "key", trust(writers={P0: (signer(1).public,)})) is None
+
+
+def test_a_value_computed_on_kv_of_a_removed_member_is_not_believed() -> None:
+    [frame] = sealed("key", by=trust(), origins=(LIAR,))
+    assert held(frame, "key", trust()) == (P0, LIAR)
+    assert held(frame, "key", trust(gone=(LIAR,))) is None
+    assert held(frame, "key", trust(gone=(OTHER,))) is not None
+
+
+def test_who_may_not_grant_seals_nothing() -> None:
+    with pytest.raises(PermissionError, match="does not allow it to grant"):
+        sealed("key", by=trust(private=b""))
+    with pytest.raises(PermissionError, match="origins: 85 members"):
+        sealed("key", origins=(LIAR,) * (ORIGINS_MAX + 1))
+    assert held(sealed("key", origins=(OTHER,) * ORIGINS_MAX)[0], "key", ALONE) is not None
+
+
+def test_where_the_fast_digest_is_missing_its_values_are_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = [memoryview(bytearray(FRAME_BYTES + SIZE)) for _ in range(2)]
+    for frame, kind in zip(frames, (1, max(DIGESTS)), strict=True):
+        seal_all([frame], ["key"], (), ALONE, kind)
+    monkeypatch.setattr(value_header, "DIGESTS", {1: DIGESTS[1]})
+    assert held(frames[0], "key", ALONE) is not None
+    assert max(DIGESTS) == 1 or held(frames[1], "key", ALONE) is None
+
+
+def test_a_header_tells_its_writers_without_the_value() -> None:
+    [frame] = sealed("key", by=trust(), origins=(LIAR,))
+    assert writers_of(bytes(frame[:FRAME_BYTES])) == (P0, LIAR)
+    assert writers_of(b"KVBS") == writers_of(bytes(FRAME_BYTES)) == ()
+    assert "private" not in repr(ShelfTrust(P0, b"x" * 32, {}))

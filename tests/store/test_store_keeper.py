@@ -13,6 +13,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.store.interface import Get, Lookup, Order, OrderEnded, OrderId, Put, StoreSettings
 from kvbaton.store.order_scheduler import Keeper
 from kvbaton.store.order_scripts import BackendCall, CallAnswer, OrderKind, Task
+from kvbaton.store.value_header import FRAME_BYTES
 
 SETTINGS = StoreSettings(value_bytes_max=VALUE_BYTES, values_per_call_max=2, stuck_max=2, retry_s_min=1, retry_s_max=4)
 DOWN = RuntimeError("down")
@@ -239,7 +240,7 @@ def test_a_get_lands_only_what_was_good_from_the_first_on() -> None:
     into = blank(5)
     rig.order(Get(OrderId(1), names(5), into, 10))
     for frame, pieces in zip(rig.under_way[0].frames, values(2), strict=True):
-        frame[64:] = b"".join(pieces)
+        frame[FRAME_BYTES:] = b"".join(pieces)
     rig.answer([True, True])
     assert data(into)[:2] == data(values(2))
     rig.answer([False, True])

@@ -115,7 +115,7 @@ class DeviceHarness:
         near_id, far_id = (PeerId(WorkerId(name), Incarnation(self._count)) for name in ("near", "far"))
         near = self._here(near_id, near_bytes)
         far = self._here(far_id, far_bytes) if self._together else self._there(far_id, far_bytes)
-        if self.capabilities.enforces:
+        if self.capabilities.lends_reads:
             lend_everything(near.transport, far_id)
             lend_everything(far.transport, near_id)
         near.transport.connect(far_id, far.transport.endpoint(near_id))

@@ -12,6 +12,7 @@ from typing import Literal, cast
 
 import msgspec
 
+from kvbaton.protocol.geometry.strided_spans import Area
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.core.shared_memory import Region
@@ -61,6 +62,7 @@ class Lend(Call):
     peer: PeerId
     direction: Direction
     blocks: tuple[tuple[int, ...], ...]
+    due: list[tuple[int, list[int], list[int]]]  # region, rows, shifts
 
 
 class Submit(Call):
@@ -120,7 +122,8 @@ def carry_out(call: Calls, transports: dict[PeerId, Transport]) -> Answer:
             transports[call.me].disconnect(call.peer)
         case Lend():
             lending = cast(LendingTransport, transports[call.me])
-            lending.lend(Loan(JobId(call.job), call.peer, call.direction, call.blocks))
+            due = tuple(Area(region, array("q", rows), array("q", shifts)) for region, rows, shifts in call.due)
+            lending.lend(Loan(JobId(call.job), call.peer, call.direction, call.blocks, due))
         case Submit():
             spans = array("q", call.spans)
             regions = call.local_region, call.remote_region

@@ -98,7 +98,8 @@ class FarTransport:
         self._process.call(Disconnect(self._me, peer))
 
     def lend(self, loan: Loan) -> None:
-        self._process.call(Lend(self._me, loan.job, loan.peer, loan.direction, loan.blocks))
+        due = [(area.region, area.rows.tolist(), area.shifts.tolist()) for area in loan.due]
+        self._process.call(Lend(self._me, loan.job, loan.peer, loan.direction, loan.blocks, due))
 
     def submit(self, copy: Copy) -> bool:
         place = copy.direction, copy.local_region, copy.remote_region
@@ -148,7 +149,7 @@ class ProcessHarness:
         transport.register(0, here.view)
         near = Side(near_id, transport, here.view)
         far = Side(far_id, FarTransport(self._process, far_id, self._kind, there), there.view)
-        if self.capabilities.enforces:
+        if self.capabilities.lends_reads:
             lend_everything(near.transport, far_id)
             lend_everything(far.transport, near_id)
         near.transport.connect(far_id, far.transport.endpoint(near_id))

@@ -36,7 +36,7 @@ class SummedHarness(ProcessHarness):
         near = Side(near_id, transport, here.view)
         far = Side(far_id, FarTransport(self._process, far_id, "tcp", there), there.view)
         self._sides += [near, far]
-        if self.capabilities.enforces:
+        if self.capabilities.lends_reads:
             lend_everything(near.transport, far_id)
             lend_everything(far.transport, near_id)
         near.transport.connect(far_id, far.transport.endpoint(near_id))

@@ -19,6 +19,7 @@ import pytest
 from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.ids import JobId
 from kvbaton.transports.core import adoption
+from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.shared_memory import Region, adopt, allocate, region_of
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction
 from kvbaton.transports.shm.shm_transport import ShmTransport
@@ -148,6 +149,7 @@ def test_a_peer_reads_what_the_owner_writes_later() -> None:
         p.register(0, region.view)
         d.register(0, backing.view)
         d.connect(P, p.endpoint(D))
+        lend_everything(p, D)
         for value in (5, 6):
             buffer[SIZE - 4096 :] = value
             assert d.submit(Copy(JobId(value), P, Direction.READ, 0, 0, array("q", [0, SIZE - 4096, 4096])))

@@ -253,6 +253,17 @@ def test_a_bad_span_never_reaches_a_socket(
 
 
 @both
+@pytest.mark.parametrize("size", [-(2**63), -(2**63) + 1, -1, 0, 7])
+@pytest.mark.parametrize("skip", [8, 2**63 - 1])
+def test_extreme_sizes_and_places_are_refused_before_anything_is_computed_of_them(
+    mover: Mover, size: int, skip: int, sockets: tuple[socket.socket, socket.socket]
+) -> None:
+    """Built with -ftrapv, the extension died here before: it subtracted one from the other, then looked at both."""
+    with pytest.raises(ValueError):
+        mover.stream_spans(sockets[0], bytearray(8), array("q", [0, size]), 2, 0, skip, 8, True, NO_WAIT)
+
+
+@both
 def test_a_place_that_cannot_be_is_refused(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
     for place in ((-1, 0, 8), (0, -1, 8), (0, 0, -8)):
         with pytest.raises(ValueError):

@@ -18,11 +18,12 @@ import pytest
 
 from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.ids import Incarnation, JobId, PeerId
+from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing import Log
 from kvbaton.transports.core.host_identity import host_identity
+from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.shared_memory import Region, allocate
-from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceEvent, Direction
+from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceEvent, Direction, Loan
 from kvbaton.transports.local import region_listener
 from kvbaton.transports.local.region_listener import LENGTH, ShmEndpoint, SocketPlace
 from kvbaton.transports.net.connection_handshake import SecretRing, admit, greet
@@ -40,9 +41,11 @@ class Rig:
         self.regions: list[Region] = []
         self.transports: list[ShmTransport] = []
 
-    def make(self, me: PeerId, **options: object) -> ShmTransport:
+    def make(self, me: PeerId, lends: bool = True, **options: object) -> ShmTransport:
         transport = ShmTransport(me, ShmConfig(**options))  # type: ignore[arg-type]
         transport.register(0, self.memory(SIZE).view)
+        if lends:
+            lend_everything(transport, D, P)
         self.transports.append(transport)
         return transport
 
@@ -202,6 +205,7 @@ def test_a_disconnected_peer_gets_nothing_new_and_a_new_endpoint_lets_it_in_agai
     d.connect(P, old)
     assert d.submit(read()) and end(d).reason is Reason.UNREACHABLE
     d.connect(P, p.endpoint(D))
+    p.lend(Loan(JobId(8), D, Direction.READ, ((0,),)))
     assert d.submit(read(2)) and end(d).reason is None
 
 
@@ -398,7 +402,7 @@ def test_an_unknown_local_region_is_refused_before_anything_is_dialled(rig: Rig)
 
 
 def test_closing_under_load_ends_every_copy_and_leaves_no_thread(rig: Rig) -> None:
-    p, d = rig.make(P), rig.make(D)
+    p, d = rig.make(P), rig.make(D, lends=False)
     d.connect(P, p.endpoint(D))
     for job in range(200):
         assert d.submit(read(job, SIZE))
@@ -415,3 +419,54 @@ def test_threads_are_named_and_bounded(rig: Rig) -> None:
     assert d.submit(read(1, SIZE)) and end(d).reason is None
     mine = [thread.name for thread in set(threading.enumerate()) - before if str(D) in thread.name]
     assert len(mine) == 4
+
+
+def mapped(transport: ShmTransport) -> bool:
+    return transport._links[P]._mapped is not None
+
+
+def test_who_has_only_greeted_gets_no_memory(rig: Rig) -> None:
+    """Before, any member that had said Hello could map all KV of a rank, without a ticket."""
+    p, d = rig.make(P, lends=False), rig.make(D, lends=False)
+    d.connect(P, p.endpoint(D))
+    assert d.submit(Copy(JobId(1), P, Direction.READ, 0, 0, array("q")))
+    assert end(d).reason is None, "a pair finds out that it can be reached"
+    assert d.submit(read(2))
+    assert not poll(lambda: bool(d.drain()), 0.3) and not mapped(d)
+    p.lend(Loan(JobId(7), PeerId(WorkerId("other"), D.incarnation), Direction.READ, ((0,),)))
+    assert not poll(lambda: bool(d.drain()), 0.2) and not mapped(d), "what is lent to another opens nothing"
+    p.lend(Loan(JobId(8), D, Direction.READ, ((0,),)))
+    assert end(d).reason is None and mapped(d)
+    for job in (7, 8):
+        p.cancel(JobId(job))
+        assert end(p) == CopyEnded(JobId(job), Reason.CANCELLED)
+
+
+def test_a_new_pairing_needs_a_new_loan(rig: Rig) -> None:
+    p, d = rig.make(P), rig.make(D)
+    d.connect(P, p.endpoint(D))
+    assert d.submit(read(1)) and end(d).reason is None
+    d.disconnect(P)
+    p.disconnect(D)
+    d.connect(P, p.endpoint(D))
+    assert d.submit(read(2))
+    assert not poll(lambda: bool(d.drain()), 0.3)
+    p.lend(Loan(JobId(8), D, Direction.READ, ((0,),)))
+    assert end(d).reason is None
+
+
+def test_lines_that_wait_are_bounded_and_one_for_each_peer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region_listener, "WAITING_MAX", 1)
+    p, d, other = rig.make(P, lends=False), rig.make(D), rig.make(PeerId(WorkerId("e"), Incarnation(9)))
+    for reader, me in ((d, D), (other, PeerId(WorkerId("e"), Incarnation(9)))):
+        reader.connect(P, p.endpoint(me))
+        assert reader.submit(Copy(JobId(1), P, Direction.READ, 0, 0, array("q")))
+        assert (end(reader).reason is None) is (reader is d)
+    assert p.refusals["full"] >= 1 and len(p._door._waiting) == 1
+
+
+def test_a_transport_that_closes_ends_what_it_has_lent(rig: Rig) -> None:
+    p = rig.make(P, lends=False)
+    p.lend(Loan(JobId(8), D, Direction.READ, ((0,),)))
+    p.close()
+    assert CopyEnded(JobId(8), Reason.CANCELLED) in p.drain()

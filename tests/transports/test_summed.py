@@ -77,7 +77,7 @@ class Rig:
         self.regions.append(allocate(SIZE))
         self.transports.append(transport)
         transport.register(0, self.regions[-1].view)
-        if transport.capabilities.enforces:
+        if transport.capabilities.lends_reads:
             lend_everything(transport, D, P)
         return Side(me, transport, self.regions[-1].view)
 

@@ -54,7 +54,7 @@ class Rig:
             self.memory[me] = gpu.allocate(SIZE)
             self.transports[me].register(0, DeviceMemory(self.memory[me], SIZE))
             self.view(me)[:] = random.Random(str(me)).randbytes(SIZE)
-            if inner.capabilities.enforces:
+            if inner.capabilities.lends_reads:
                 lend_everything(self.transports[me], D, P)
         self.d.connect(P, self.transports[P].endpoint(D))
 

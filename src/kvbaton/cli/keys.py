@@ -29,6 +29,10 @@ ACTIONS = {
     "remove": "names that are no longer let in, also of members that joined",
     "token": f"token {'|'.join(key_tokens.ACTIONS)} DIR [ID…]: tokens by which members join by themselves",
 }
+AFTERMATH = (
+    "engines that took KV from it, or from others that did, then reset their prefix caches at their next step, and "
+    "values that it put into the store count as missing; answers given, or begun, before that may be wrong"
+)
 SETTLE_S = 2 * LOOK_S + 1.0
 """How long a new ticket key only verifies, so that every process that sees the directory has loaded it."""
 
@@ -124,12 +128,15 @@ def _remove(args: argparse.Namespace) -> int:
         key_rotation.remove(args.directory, name)
     came = sorted({came_by[name] for name in args.names if name in came_by})
     who = f"removed {', '.join(args.names)} from {args.directory}"
-    rest = "remove public/NAME.json on every other host too; tickets need no new key unless a host was lost:"
+    rest = (
+        "on every other host remove public/NAME.json and copy removed.json; tickets need a new key if a host is lost:"
+    )
     then = [f"{rest} kvbaton keys rotate {args.directory} --tickets"]
     if came:
         again = f"kvbaton keys token revoke {args.directory} {' '.join(came)}"
         then.append(f"who holds the token can join again under another name, unless it is revoked: {again}")
-    return _tell(args, args.names, [f"{who}; running processes reject it within {LOOK_S:g} s"], then)
+    did = [f"{who}; running processes reject it within {LOOK_S:g} s", AFTERMATH]
+    return _tell(args, args.names, did, then)
 
 
 def _rotate(args: argparse.Namespace) -> int:

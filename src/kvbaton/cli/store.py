@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import msgspec
 
 from kvbaton.cli import log_arguments
 from kvbaton.cli.arguments import host_port, port
-from kvbaton.control.keyring import load
+from kvbaton.control.keyring import Keyring, load
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.observe.metrics.exposition import Family
 from kvbaton.observe.metrics.service_metrics import store_families
@@ -32,10 +32,12 @@ from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.privileges import Act, may
 from kvbaton.ranks.store_address import STORE_NAME, bytes_of
+from kvbaton.ranks.store_trust import trust_of
 from kvbaton.store.disk_tier import DiskError, DiskTier
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.store_server import StoreServer
 from kvbaton.store.tcp_server_side import LineServer
+from kvbaton.store.value_header import writers_of
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +87,14 @@ def run(args: argparse.Namespace) -> int:
     control = ZmqControl(keyring, f"tcp://{host}:{args.port}")
     lines = LineServer(memory, args.host, value_bytes_max=args.value_bytes_max)
     roles = [keyring]
-    control.on_keys = lambda fresh: roles.__setitem__(0, fresh)
+    sweeper = Sweeper(memory)
+    sweeper.sweep(keyring)
+
+    def take(fresh: Keyring) -> None:
+        roles[0] = fresh
+        sweeper.sweep(fresh)
+
+    control.on_keys = take
     server = StoreServer(control, memory, lines, may_ask=lambda member: may(roles[0].role_of(member), Act.KEEP))
     try:
         first = {"name": args.name, "endpoint": control.endpoint, "pid": os.getpid(), "bytes_max": args.bytes}
@@ -144,6 +153,28 @@ async def _status(
         raise CommandError(f"argument --health: needs {error.name}: pip install 'kvbaton[serve]'") from None
     async with status_page(address, lambda: {"status": "ok", **figures()}, families) as url:
         yield f"{url}/health"
+
+
+class Sweeper:
+    """Drops values of writers that are gone, on a thread of its own: a disk may be slow."""
+
+    def __init__(self, memory: MemoryBackend) -> None:
+        self._memory = memory
+        self._next: deque[Keyring] = deque(maxlen=1)  # of several only the last matters
+        self._turn = threading.Lock()
+
+    def sweep(self, keyring: Keyring) -> None:
+        self._next.append(keyring)
+        threading.Thread(target=self._run, name="kvbaton-store-sweep", daemon=True).start()
+
+    def _run(self) -> None:
+        with self._turn:
+            if not self._next:
+                return
+            trust = trust_of(self._next.pop()).trust
+            dropped = self._memory.sweep(lambda head: trust.believes(writers_of(head)))
+        if dropped:
+            log.warning("[store-swept] dropped %d values: of members that are gone, or that took from such", dropped)
 
 
 def _disk(args: argparse.Namespace) -> DiskTier | None:

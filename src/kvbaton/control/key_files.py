@@ -6,6 +6,8 @@
     DIR/public/NAME.signing    {"name": NAME, "keys": {z85: hex}}  copied with it: by which key each of its keys signs
                            (`control.signing`). A file of its own, since earlier releases refuse fields that they do not
                            know; a process that has NAME's secret writes it where it is missing
+    DIR/removed.json       {"names": [NAME, ...]}              copied with it: who was removed, also where the name was
+                           given again; engines drop what they took from them
     DIR/secret/NAME.json   {"name": NAME, "secret": z85}       only where NAME runs; mode 0600
     DIR/tickets.json       {"keys": [hex, ...]}                everywhere; mode 0600; the first signs, all verify;
                            "next": hex only verifies, until everybody has it; "since" is when the first began to sign
@@ -42,6 +44,8 @@ TICKET_KEY_BYTES = 32
 TICKET_KEYS_MAX = 8
 IDENTITIES_MAX = 4096
 FILE_BYTES_MAX = 16 << 10
+REMOVED_MAX = 200
+"""Names of removed identities that are remembered: as many of the longest as a file may hold."""
 
 _KEY = re.compile(r"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 
@@ -87,6 +91,10 @@ class Tickets(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 class PublicAdmission(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     admission: TicketKey  # Ed25519, by which membership certificates are checked
+
+
+class Removed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    names: Annotated[tuple[str, ...], Meta(max_length=REMOVED_MAX)]  # the last of them
 
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -156,11 +164,25 @@ def admission(base: Path) -> bytes:
     return bytes.fromhex(read(path, PublicAdmission, private=False).admission) if path.exists() else b""
 
 
+def removed(base: Path) -> tuple[str, ...]:
+    """Identities that were removed from this directory, the latest last."""
+    path = base / "removed.json"
+    return read(path, Removed, private=False).names if path.exists() else ()
+
+
+def put_removed(base: Path, name: str) -> None:
+    """Write down that an identity was removed. Under the directory's lock."""
+    names = (*(each for each in removed(base) if each != name), name)
+    replace(base / "removed.json", Removed(names[-REMOVED_MAX:]))
+
+
 def stamp(base: Path) -> Stamp:
     """Differs whenever a file that makes up a keyring was changed, added or removed."""
     found = [*_stamps(base / "public", "public")]
     with contextlib.suppress(FileNotFoundError):
         found += _stamps(base / "joined", "joined")
+    with contextlib.suppress(FileNotFoundError):
+        found.append(_stamp("removed", os.stat(base / "removed.json")))
     with contextlib.suppress(FileNotFoundError):
         found.append(_stamp("admission", os.stat(base / "public-admission.json")))
     return (*sorted(found), _stamp("tickets", os.stat(base / "tickets.json")))

@@ -112,6 +112,7 @@ def remove(directory: str | Path, name: str) -> None:
         return
     with files.locked(base):
         _card(base, wanted)
+        files.put_removed(base, wanted)  # before it is gone: broken off between the two, it is removed again
         (base / "public" / f"{wanted}.json").unlink()
         (base / "public" / f"{wanted}.signing").unlink(missing_ok=True)
         with contextlib.suppress(FileNotFoundError):  # kept elsewhere

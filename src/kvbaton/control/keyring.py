@@ -15,7 +15,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from kvbaton.control.joining.certificate import Membership
 from kvbaton.control.key_files import (
     FILE_BYTES_MAX,
     IDENTITIES_MAX,
+    REMOVED_MAX,
     TICKET_KEY_BYTES,
     TICKET_KEYS_MAX,
     is_public_key,
@@ -36,7 +37,8 @@ from kvbaton.control.key_files import (
 from kvbaton.control.rank_names import owners
 from kvbaton.control.signing import Signer
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.privileges import Role, role_by_name
+from kvbaton.protocol.machines.origins import mark_of
+from kvbaton.protocol.privileges import Act, Role, may, role_by_name
 
 __all__ = [
     "FILE_BYTES_MAX", "IDENTITIES_MAX", "TICKET_KEYS_MAX", "TICKET_KEY_BYTES", "Keyring", "add", "is_public_key",
@@ -64,6 +66,22 @@ class Keyring(msgspec.Struct, frozen=True):
     certificate: bytes = b""  # its own, of an identity that joined
     signing: Mapping[str, bytes] = {}  # by CURVE key, the key by which its holder signs, of who has one
     removed: frozenset[str] = frozenset()  # keys of members that joined and were removed
+    removed_names: frozenset[WorkerId] = frozenset()  # who was removed, minted or joined, as far as is known here
+
+    def origin_of(self, name: WorkerId) -> str:
+        """A member as an origin of KV: a name that was removed may be given again, to another key."""
+        return f"{name} {self.peers.get(name, '')}"
+
+    def is_gone(self, origin: str) -> bool:
+        """Whether KV of that member is not to be used any more: it was removed, or is not one that grants. One that
+        only left is not gone, nor one whose key was rotated; where its name had been removed once, it counts so."""
+        if origin.startswith("#"):  # named by a value of the store; a name that was removed once stays bad there
+            return mark_of(origin) in map(mark_of, self.removed_names)
+        told, _, key = origin.partition(" ")
+        name = WorkerId(told)
+        if name in self.removed_names and key not in (self.peers.get(name), *self.also.get(name, ())):
+            return True
+        return name in self.peers and not may(self.role_of(name), Act.GRANT)
 
     @property
     def signer(self) -> Signer:
@@ -145,7 +163,8 @@ def load(directory: str | Path, name: str) -> Keyring:
     if signing.get(public) != _signer(secret).public:
         signing |= _sign_up(base, wanted, secret)
     found = Keyring(wanted, public, secret, *_peers(cards, tickets), str(base), _roles(cards), files.admission(base))
-    return _with_files(msgspec.structs.replace(found, signing=signing), base)
+    removed = frozenset(map(WorkerId, files.removed(base)))
+    return _with_files(msgspec.structs.replace(found, signing=signing, removed_names=removed), base)
 
 
 def reload(keyring: Keyring) -> Keyring:
@@ -159,7 +178,8 @@ def reload(keyring: Keyring) -> Keyring:
     peers, ticket_keys, also = _peers(cards, files.tickets(base))
     fresh = msgspec.structs.replace(
         keyring, peers=peers, ticket_keys=ticket_keys, also=also, roles=_roles(cards), admission=files.admission(base),
-        joined={}, signing={**files.signing(base, cards), keyring.public: keyring.signer.public},
+        joined={}, removed_names=_removed(keyring, cards, base),
+        signing={**files.signing(base, cards), keyring.public: keyring.signer.public},
     )  # fmt: skip
     return _with_files(fresh, base)
 
@@ -182,11 +202,14 @@ def with_joined(keyring: Keyring, members: Mapping[WorkerId, Membership]) -> Key
 
 
 def _with_files(keyring: Keyring, base: Path) -> Keyring:
+    joined = list(admission_files.joined_files(base))
+    names = keyring.removed_names | {WorkerId(each.name) for each in joined if each.removed}
+    keyring = msgspec.structs.replace(keyring, removed_names=names)  # engines too, where a registry's files are theirs
     if keyring.role_of(keyring.name) not in READS_JOINED:
         return keyring
-    removed = frozenset(each.public for each in admission_files.joined_files(base) if each.removed)
+    removed = frozenset(each.public for each in joined if each.removed)
     keyring = msgspec.structs.replace(keyring, removed=removed)
-    return with_joined(keyring, admission_files.members(base, keyring.admission, time.time()))
+    return with_joined(keyring, admission_files.members(joined, keyring.admission, time.time()))
 
 
 def _sign_up(base: Path, name: WorkerId, secret: str) -> dict[str, bytes]:
@@ -204,6 +227,15 @@ def _sign_up(base: Path, name: WorkerId, secret: str) -> dict[str, bytes]:
 @functools.lru_cache(maxsize=64)
 def _signer(secret: str) -> Signer:
     return Signer.of(secret)
+
+
+def _removed(before: Keyring, cards: Sequence[files.Public], base: Path) -> frozenset[WorkerId]:
+    """As the directory says, and whose file was taken away, or replaced by one with another key, while we looked on."""
+    now = {card.name: {card.public, *card.also} for card in cards}
+    minted = (name for name in before.peers if name not in before.joined)
+    missed = {name for name in minted if not {before.peers[name], *before.also.get(name, ())} & now.get(name, set())}
+    told = frozenset(map(WorkerId, files.removed(base))) | missed
+    return told | before.removed_names if len(before.removed_names) <= REMOVED_MAX else told
 
 
 def _lists(cards: Iterable[files.Public], name: str, public: str) -> bool:

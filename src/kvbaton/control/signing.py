@@ -49,6 +49,15 @@ class Signer:
         derive = hkdf.HKDF(algorithm=hashes.SHA256(), length=SIGNING_KEY_BYTES, salt=None, info=_INFO)
         return cls(_ed25519().Ed25519PrivateKey.from_private_bytes(derive.derive(z85.decode(secret.encode()))))
 
+    @classmethod
+    def from_private(cls, raw: bytes) -> Signer:
+        """Of a process that has a member's signing key, and not its CURVE secret: a rank of its engine."""
+        return cls(_ed25519().Ed25519PrivateKey.from_private_bytes(raw))
+
+    @property
+    def private(self) -> bytes:
+        return bytes(self._private.private_bytes_raw())
+
     def sign(self, context: str, payload: bytes) -> bytes:
         return bytes(self._private.sign(_said(context, payload)))
 

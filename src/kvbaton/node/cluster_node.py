@@ -155,7 +155,7 @@ class ClusterNode:
         self.doorway = doorway
         self.store = store
         self.book = AddressBook()
-        self.on_keys: Callable[[Keyring], None] = lambda _: None  # after the node has taken them; on its thread
+        self.on_keys: list[Callable[[Keyring], object]] = []  # after the node has taken them; on its thread
         self.client: RegistryGroup | None = None
         self._links = links
         self._member = member
@@ -335,7 +335,8 @@ class ClusterNode:
         for event in renewed_keys(self.node, self.keyring, keyring):
             self.loop.tell(event)
         self.keyring = keyring
-        self.on_keys(keyring)
+        for take in self.on_keys:
+            take(keyring)
 
 
 def _identity(facts: EngineFacts, keyring: Keyring, ranks: Sequence[Rank]) -> Identity:
@@ -351,6 +352,8 @@ def _identity(facts: EngineFacts, keyring: Keyring, ranks: Sequence[Rank]) -> Id
         wall_offset_s=time.time() - time.monotonic(),
         exact_epochs=facts.exact_epochs,
         role_of=keyring.role_of,
+        origin_of=keyring.origin_of,
+        is_gone=keyring.is_gone,
     )
 
 

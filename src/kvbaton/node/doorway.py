@@ -11,6 +11,7 @@ report per rank and load, also after an abort) is kept in one place.
 from __future__ import annotations
 
 import enum
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
@@ -26,6 +27,8 @@ from kvbaton.protocol.events import NO_BLOCK, Groups
 from kvbaton.protocol.geometry.progress import Progress, whole
 from kvbaton.protocol.ids import HandoffId, LeaseId, PeerId, PutId, RequestId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
+
+log = logging.getLogger(__name__)
 
 ANYBODY = WorkerId("")
 NOBODYS = RequestId("")
@@ -68,7 +71,14 @@ class DropBlocks(msgspec.Struct, frozen=True):
     blocks: tuple[int, ...]
 
 
-Duty = UnpinBlocks | LoadReport | DropBlocks
+class ForgetCached(msgspec.Struct, frozen=True):
+    """These members are gone, and the prefix cache may hold KV of theirs: let no request find what is cached now, nor
+    a request under way cache or hand over what it has; then say so (`cache_forgotten`)."""
+
+    origins: tuple[str, ...]
+
+
+Duty = UnpinBlocks | LoadReport | DropBlocks | ForgetCached
 
 
 class DoorwayConfig(msgspec.Struct, frozen=True):
@@ -327,6 +337,8 @@ class Doorway:
                     # one per rank: engines count the workers that have finished a load, and wait for as many
                     self.taken.append((request, self.config.wall()))
                     found += [LoadReport(request, rank, end) for rank in range(self.config.ranks)]
+                case fx.ForgetCache(origins):
+                    found.append(ForgetCached(origins))
                 case fx.DropHold(request):
                     held = self._holds.pop(request, None)
                     if held is not None:
@@ -336,6 +348,19 @@ class Doorway:
     def cache_replaced(self) -> None:
         """Leased blocks, and blocks being loaded, can no longer be trusted; processed in order."""
         self._post(ev.CacheReplaced())
+
+    def cache_forgotten(self, duty: ForgetCached, blocks: int) -> None:
+        """The engine has done it: so many blocks can be found by no request any more."""
+        self._post(ev.CacheReplaced(forgotten=True, blocks=blocks))
+        names = ", ".join(origin.partition(" ")[0] for origin in duty.origins)
+        log.warning(
+            "[cache-reset] the prefix cache was reset: it may have held KV of %s, gone from the cluster since; "
+            "%d cached blocks are computed again when they are asked for", names, blocks,
+        )  # fmt: skip
+
+    def cache_not_forgotten(self, duty: ForgetCached) -> None:
+        """The engine has failed at it: it is due again."""
+        self._to_engine.append(fx.ForgetCache(duty.origins))
 
     @property
     def holding(self) -> bool:

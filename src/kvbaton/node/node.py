@@ -45,7 +45,7 @@ Rank = Mapping[str, Transport]
 """One rank's data planes by name."""
 
 _AWAITED = (fx.CancelCopy, fx.CancelPut, fx.StartFence)
-_ENGINE_EFFECTS = (fx.Unpin, fx.UnpinPut, fx.MatchFound, fx.MatchFailed, fx.Report, fx.DropHold)
+_ENGINE_EFFECTS = (fx.Unpin, fx.UnpinPut, fx.MatchFound, fx.MatchFailed, fx.Report, fx.DropHold, fx.ForgetCache)
 
 
 def log_fault(what: str, count: int, error: Exception) -> None:
@@ -276,7 +276,7 @@ class Node:
         """Tell transports that lend blocks, rather than memory, where the blocks are."""
         for index, rank in enumerate(self.ranks):
             for name, transport in rank.items():
-                if transport.capabilities.enforces:
+                if transport.capabilities.lends_writes:
                     with self._guarded(f"lay_out.{name}"):
                         lending = cast(LendingTransport, transport)
                         lending.lay_out(())  # if the rest fails, nothing can be lent
@@ -418,7 +418,7 @@ class Node:
                 self._next_events.append(StoreEnded(effect.put, Reason.STORE_FAILED))
                 return
             try:
-                self.store.put(effect.put, effect.blocks, effect.keys)
+                self.store.put(effect.put, effect.blocks, effect.keys, effect.origins)
             except Exception:  # seed 003: a store that raises must not keep the pin
                 self._next_events.append(StoreEnded(effect.put, Reason.STORE_FAILED))
                 raise

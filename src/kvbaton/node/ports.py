@@ -22,7 +22,8 @@ class ControlPort(Protocol):
 class StorePort(Protocol):
     """Accepts blocks for a shared store. Never blocks; each put ends exactly once, when it no longer reads."""
 
-    def put(self, put: PutId, blocks: Groups, keys: tuple[bytes, ...]) -> None: ...
+    def put(self, put: PutId, blocks: Groups, keys: tuple[bytes, ...], origins: tuple[str, ...] = ()) -> None:
+        """`origins`: members on whose KV these blocks may be computed."""
 
     def cancel(self, put: PutId) -> None: ...
 

@@ -10,7 +10,7 @@ import msgspec
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.strided_spans import Area, Weave
 from kvbaton.protocol.ids import HandoffId, Incarnation, JobId, LeaseId, PeerId, PutId, RequestId, WorkerId
 from kvbaton.protocol.wire.messages import Message
 from kvbaton.protocol.wire.versions import NEWEST
@@ -67,6 +67,7 @@ class Loan(msgspec.Struct, frozen=True):
     peer: PeerId  # the engine
     direction: Direction  # what the peer may do: READ these blocks, or WRITE into them
     blocks: Groups
+    due: tuple[Area, ...] = ()  # of WRITE: what the peer must have written when it says so
 
 
 class _Effect(msgspec.Struct, frozen=True):
@@ -185,10 +186,17 @@ class DropHold(_Effect, frozen=True):
     handoff: HandoffId
 
 
+class ForgetCache(_Effect, frozen=True):
+    """The engine's prefix cache may hold KV of these members, who are gone: let no request find it any more."""
+
+    origins: tuple[str, ...]
+
+
 class StorePut(_Effect, frozen=True):
     put: PutId
     blocks: Groups
     keys: tuple[bytes, ...]
+    origins: tuple[str, ...] = ()  # of this engine's cache: whose KV these blocks may be computed on
 
 
 class CancelPut(_Effect, frozen=True):
@@ -210,6 +218,7 @@ Effect = (
     | MatchFailed
     | Report
     | DropHold
+    | ForgetCache
     | StorePut
     | CancelPut
 )

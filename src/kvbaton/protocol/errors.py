@@ -37,6 +37,8 @@ class Reason(enum.StrEnum):
     INCOMPATIBLE = "incompatible"
     LEASE_EXPIRED = "lease_expired"
     NO_TRANSPORT = "no_transport"
+    NOT_WRITTEN = "not_written"
+    ORIGIN_GONE = "origin_gone"
     OTHER = "other"
     PEER_GONE = "peer_gone"
     PEER_UNKNOWN = "peer_unknown"
@@ -75,6 +77,8 @@ MEANING: dict[Reason, tuple[Blame, str]] = {
     Reason.INCOMPATIBLE: (Blame.OPERATOR, "P and D differ in a field that the KV depends on; the detail names it."),
     Reason.LEASE_EXPIRED: (Blame.OPERATOR, "The lease expired before D could read."),
     Reason.NO_TRANSPORT: (Blame.OPERATOR, "P and D have no data plane in common."),
+    Reason.NOT_WRITTEN: (Blame.PEER, "P said that it had written all blocks of a push, and had not."),
+    Reason.ORIGIN_GONE: (Blame.OPERATOR, "P's cache still holds KV of a member that was removed."),
     Reason.OTHER: (Blame.PEER, "The peer gave a reason that this version does not know."),
     Reason.PEER_GONE: (Blame.PEER, "The peer shut down or was replaced by a new incarnation."),
     Reason.PEER_UNKNOWN: (Blame.CALLER, "No registered peer has that name."),

@@ -136,6 +136,7 @@ class CopyEnded(_Event, frozen=True):
     reason: Reason | None = None
     at_rest: bool = True
     detail: str = ""
+    unwritten: int | None = None  # of a loan for writing: bytes that were due and did not come; None: not known
 
 
 class CopyRested(_Event, frozen=True):
@@ -197,6 +198,13 @@ class Discarded(_Event, frozen=True):
 class CacheReplaced(_Event, frozen=True):
     """The engine dropped its cache, or its weights: leased blocks and blocks in transfer can no longer be trusted."""
 
+    forgotten: bool = False  # and no request finds a block from before, nor will one under way cache what it has
+    blocks: int = 0  # that could be found until then
+
+
+class MembersGone(_Event, frozen=True):
+    """Members were removed, or their keys no longer allow them to grant."""
+
 
 class DrainStarted(_Event, frozen=True):
     """Park no more claims; granted leases can still be read, and transfers still arrive."""
@@ -224,4 +232,5 @@ Event = (
     | Discarded
     | DrainStarted
     | CacheReplaced
+    | MembersGone
 )

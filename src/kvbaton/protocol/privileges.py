@@ -69,6 +69,7 @@ SAYS: Mapping[type, frozenset[Act]] = {
     m.HelloRefused: frozenset({Act.GRANT}),
     m.Linked: frozenset({Act.GRANT}),
     m.Granted: frozenset({Act.GRANT}),
+    m.GrantedFrom: frozenset({Act.GRANT}),
     m.ClaimRefused: frozenset({Act.GRANT}),
     m.Renewed: frozenset({Act.GRANT}),
     m.RenewRefused: frozenset({Act.GRANT}),

@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -25,6 +26,7 @@ import numpy as np
 from kvbaton.protocol.errors import Reason
 from kvbaton.ranks.rank_store import LocalShelf, shelf_settings
 from kvbaton.ranks.rank_values import NotStorable, RankValues, Run
+from kvbaton.ranks.store_trust import ShelfTrust
 from kvbaton.store.interface import Backend, OrderEnded, OrderId
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.transport import Spans
@@ -88,6 +90,8 @@ class _Job:
     asked: OrderId | None = None  # of the store below, now
     cancelled: bool = False
     ended: OrderEnded | None = None  # of the get that filled the slot
+    origins: tuple[bytes, ...] = ()  # of a put
+    writers: dict[bytes, None] = field(default_factory=dict)  # of a get: whose values have landed
 
 
 @dataclass(slots=True)
@@ -195,8 +199,18 @@ class DeviceRankStore:
     def get(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
         return self._submit("get", order, hashes, blocks, timeout_s)
 
-    def put(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
-        return self._submit("put", order, hashes, blocks, timeout_s)
+    def set_trust(self, trust: ShelfTrust) -> None:
+        self._below.store.set_trust(trust)
+
+    def put(
+        self,
+        order: OrderId,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        timeout_s: float,
+        origins: tuple[bytes, ...] = (),
+    ) -> bool:
+        return self._submit("put", order, hashes, blocks, timeout_s, origins)
 
     def cancel(self, order: OrderId) -> None:
         job = self._jobs.get(order)
@@ -239,12 +253,19 @@ class DeviceRankStore:
         return self._closed or self._open >= self._settings.orders_max
 
     def _submit(
-        self, kind: Kind, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float
+        self,
+        kind: Kind,
+        order: OrderId,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        timeout_s: float,
+        origins: tuple[bytes, ...] = (),
     ) -> bool:
         if self._is_full:
             return False
         self._open += 1
         job = self._jobs[order] = _Job(kind, order, hashes, blocks, self._clock() + timeout_s)
+        job.origins = origins
         problem = self._problem(hashes, blocks, timeout_s)
         if problem:
             self._finish(job, Reason.BAD_SPAN, problem)
@@ -319,7 +340,8 @@ class DeviceRankStore:
     def _ask(self, job: _Job, left_s: float) -> None:
         """Let the store below fetch into the slot, or store its contents."""
         store, gets = self._below.store, job.kind == "get"
-        act, ended = (store.get, self._got) if gets else (store.put, self._kept)
+        act = store.get if gets else partial(store.put, origins=job.origins)
+        ended = self._got if gets else self._kept
         first = job.slot * self._shape.stride
         hashes, slots = job.hashes[job.at : job.at + job.part], range(first, first + job.part)
         job.asked = self._below.ask(lambda order: act(order, hashes, slots, left_s), lambda end: ended(job, end))
@@ -365,6 +387,7 @@ class DeviceRankStore:
             self._finish(job, Reason.STORE_FAILED, problem)
             return
         job.count += job.ended.count
+        job.writers.update(dict.fromkeys(job.ended.writers))
         self._go_on(job, job.ended)
 
     def _go_on(self, job: _Job, end: OrderEnded) -> None:
@@ -380,7 +403,7 @@ class DeviceRankStore:
         del self._jobs[job.order]
         if job.slot >= 0:
             self._lanes[job.kind].free.append(job.slot)
-        self._end(OrderEnded(job.order, job.count, reason, detail))
+        self._end(OrderEnded(job.order, job.count, reason, detail, tuple(job.writers)))
 
     def _end(self, end: OrderEnded) -> None:
         self._ends.append(end)

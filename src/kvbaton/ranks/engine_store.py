@@ -20,7 +20,10 @@ import msgspec
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK, Groups, StoreEnded
 from kvbaton.protocol.ids import PutId
+from kvbaton.protocol.machines.origins import ANYBODY, mark_of
 from kvbaton.ranks.store_interface import OrderEnded, OrderId, RankStoreInterface
+from kvbaton.ranks.store_trust import ShelfTrust
+from kvbaton.store.value_header import ORIGINS_MAX
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +81,7 @@ class _Open:
     left: set[int] = field(default_factory=set)  # ranks that have not ended it
     reason: Reason | None = None
     detail: str = ""
+    writers: dict[bytes, None] = field(default_factory=dict)  # of a get: whose KV has landed
 
     @property
     def source(self) -> tuple[bool, int]:
@@ -86,6 +90,15 @@ class _Open:
     def fail(self, reason: Reason, detail: str) -> None:
         if self.reason is None:
             self.reason, self.detail = reason, detail
+
+
+@dataclass(slots=True)
+class StoreProvenance:
+    """Whether others would take this engine's values, and who is told from whom values came."""
+
+    may_write: bool = True
+    on_taken: Callable[[tuple[bytes, ...]], bool] = lambda writers: True
+    """On the node's thread, before the engine can cache them; False: not to be used."""
 
 
 class EngineStore:
@@ -98,12 +111,12 @@ class EngineStore:
         self.counters: Counter[str] = Counter()
         self.wake_engine: Callable[[], None] = lambda: None
         self._ranks = ranks
+        self.provenance = StoreProvenance()
         self._waker: Callable[[], None] = lambda: None
         self._closed = False
         self._asked: deque[_Lookup | _Get | _Forget] = deque()  # engine to node
         self._told: deque[StoreTold] = deque()  # node to engine
         self._asks = 0  # ever; the engine's
-        self._asks_taken = 0  # the engine's
         self._last = 0
         self._open: dict[OrderId, _Open] = {}
         self._orders: dict[tuple[bool, int], OrderId] = {}  # by purpose
@@ -137,11 +150,11 @@ class EngineStore:
         told = []
         while self._told:
             told.append(self._told.popleft())
-        self._asks_taken += len(told)
+        self.counters["asks_taken"] += len(told)
         return told
 
     def _ask(self, hashes: Sequence[bytes], make: Callable[[AskId], _Lookup | _Get]) -> AskId | None:
-        if not hashes or self._closed or self._asks - self._asks_taken >= self.settings.asks_max:
+        if not hashes or self._closed or self._asks - self.counters["asks_taken"] >= self.settings.asks_max:
             return None
         self._asks += 1
         ask = AskId(self._asks)
@@ -151,15 +164,25 @@ class EngineStore:
 
     # --- node's thread
 
-    def put(self, put: PutId, blocks: Groups, keys: tuple[bytes, ...]) -> None:
+    def set_trust(self, trust: ShelfTrust) -> None:
+        """Whose values count from now on, and what the ranks sign theirs with."""
+        self.provenance.may_write = bool(trust.private)
+        for rank in self._ranks:
+            with self._guarded("trust"):
+                rank.set_trust(trust)
+
+    def put(self, put: PutId, blocks: Groups, keys: tuple[bytes, ...], origins: tuple[str, ...] = ()) -> None:
         row = blocks[0] if len(blocks) == 1 else ()
         opened = _Open(put, "put", len(keys))
         if not row or len(row) != len(keys) or NO_BLOCK in row:
             opened.fail(Reason.BAD_SPAN, f"{len(keys)} keys for blocks of {[len(each) for each in blocks]}")
         elif sum(is_put for is_put, _ in self._orders) >= self.settings.puts_max:
             opened.fail(Reason.BUSY, f"{self.settings.puts_max} puts are in flight")
+        elif not self.provenance.may_write or len(origins) > ORIGINS_MAX or ANYBODY in origins:
+            opened.fail(Reason.FORBIDDEN, "nobody would take these values: see docs/security.md")
         most, timeout_s = self.settings.hashes_max, self.settings.put_timeout_s
-        self._begin(opened, lambda rank, order: rank.put(order, keys[:most], row[:most], timeout_s))
+        names = tuple(map(mark_of, origins)) if opened.reason is None else ()
+        self._begin(opened, lambda rank, order: rank.put(order, keys[:most], row[:most], timeout_s, names))
 
     def cancel(self, put: PutId) -> None:
         """The timeout of a put has passed."""
@@ -255,6 +278,7 @@ class EngineStore:
             return
         opened.left.discard(index)
         opened.count = min(opened.count, end.count)
+        opened.writers.update(dict.fromkeys(end.writers))
         if end.reason is not None:
             opened.fail(end.reason, end.detail)
         if not opened.left:
@@ -268,6 +292,9 @@ class EngineStore:
             self.counters["puts.stored"] += not failed
             self._ended.append(StoreEnded(PutId(opened.of), Reason.STORE_FAILED if failed else None))
             return
+        if opened.writers and not self.provenance.on_taken(tuple(opened.writers)):
+            opened.count = 0
+            opened.fail(Reason.ORIGIN_GONE, "the writer was removed meanwhile")
         self._told.append(StoreTold(AskId(opened.of), opened.count, opened.reason, opened.detail))
         self.wake_engine()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from array import array
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -26,13 +27,14 @@ from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.geometry.pages import PageTable
 from kvbaton.protocol.geometry.progress import Progress
 from kvbaton.protocol.geometry.spans import SPANS_MAX
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.strided_spans import Area, Weave
 from kvbaton.protocol.ids import JobId, LeaseId, PeerId, WorkerId
 from kvbaton.protocol.numbers import GROUPS_MAX, RANKS_MAX
 from kvbaton.ranks.rank_store_messages import ShelfCommand, ShelfNews
 
 SPAN_BYTES = 24
 SHIFT_BYTES = 16
+PAIR_BYTES = 16
 TABLE_BYTES_MAX = SPANS_MAX * SPAN_BYTES
 PART_BYTES_MAX = (4 << 20) // SPAN_BYTES * SPAN_BYTES
 FRAME_BYTES_MAX = PART_BYTES_MAX + (1 << 20)
@@ -120,22 +122,15 @@ class LayOut(_Command, frozen=True):
 
 class RankLend(_Command, frozen=True):
     """Give a peer access to some blocks; `Cancel` revokes it, and `RankEnded` says that nothing moves by it any
-    more."""
+    more. What the peer must write crosses as a copy's table does: (region, bytes of rows, bytes of shifts) of each
+    area, and all these rows and shifts one after another, of which `table` is the last part."""
 
     job: JobId
     peer: PeerId
     direction: Direction
     blocks: Annotated[tuple[Annotated[bytes, Meta(max_length=LENT_BYTES_MAX)], ...], Meta(max_length=GROUPS_MAX)]
-
-    @classmethod
-    def of(cls, transport: str, loan: Loan) -> RankLend:
-        packed = tuple(array("i", ids).tobytes() for ids in loan.blocks)
-        return cls(transport, loan.job, loan.peer, loan.direction, packed)
-
-    @property
-    def loan(self) -> Loan:
-        """ValueError when a list is incomplete."""
-        return Loan(self.job, self.peer, self.direction, tuple(tuple(_int32(ids)) for ids in self.blocks))
+    due: Annotated[tuple[tuple[Number, Size, Size], ...], Meta(max_length=TABLES_MAX)] = ()
+    table: Part = b""
 
 
 class Fence(_Command, frozen=True):
@@ -183,10 +178,16 @@ class RankEnded(_News, frozen=True):
     reason: Reason | None
     at_rest: bool
     detail: Detail
+    unwritten: Number | None = None
 
     @classmethod
     def of(cls, transport: str, event: CopyEnded) -> RankEnded:
-        return cls(transport, event.job, event.reason, event.at_rest, event.detail[:DETAIL_CHARS_MAX])
+        detail = event.detail[:DETAIL_CHARS_MAX]
+        return cls(transport, event.job, event.reason, event.at_rest, detail, event.unwritten)
+
+    @property
+    def event(self) -> CopyEnded:
+        return CopyEnded(self.job, self.reason, self.at_rest, self.detail, self.unwritten)
 
 
 class Rested(_News, frozen=True):
@@ -265,27 +266,57 @@ def submit_commands(transport: str, copy: Copy, part_bytes: int = PART_BYTES_MAX
     spans, column, shifts = (_little_endian(each).tobytes() for each in _table(copy))
     sizes = len(spans), len(column), len(shifts)
     _check_sizes(*sizes)
-    table = memoryview(b"".join((spans, column, shifts)))
+    parts, last = _in_parts(transport, copy.job, (spans, column, shifts), part_bytes)
+    place = copy.direction, copy.local_region, copy.remote_region
+    return [*parts, Submit(transport, copy.job, copy.peer, *place, *sizes, last)]
+
+
+def lend_commands(transport: str, loan: Loan, part_bytes: int = PART_BYTES_MAX) -> list[Command]:
+    """A loan as the commands that carry it, in order; ValueError for one that cannot cross."""
+    due = tuple((area.region, PAIR_BYTES * (len(area.rows) // 2), 8 * len(area.shifts)) for area in loan.due)
+    _check_due(due)
+    tables = [_little_endian(each).tobytes() for area in loan.due for each in (area.rows, area.shifts)]
+    parts, last = _in_parts(transport, loan.job, tables, part_bytes)
+    packed = tuple(array("i", ids).tobytes() for ids in loan.blocks)
+    return [*parts, RankLend(transport, loan.job, loan.peer, loan.direction, packed, due, last)]
+
+
+def loan_of(command: RankLend, before: bytes | bytearray = b"") -> Loan:
+    """The loan that a `RankLend` makes; `before` are the earlier parts. ValueError when something is incomplete."""
+    _check_due(command.due)
+    numbers = _numbers(sum(rows + shifts for _, rows, shifts in command.due), before, command.table)
+    areas: list[Area] = []
+    at = 0
+    for region, rows_bytes, shifts_bytes in command.due:
+        middle, end = at + rows_bytes // 8, at + (rows_bytes + shifts_bytes) // 8
+        areas.append(Area(region, numbers[at:middle], numbers[middle:end]))
+        at = end
+    blocks = tuple(tuple(_int32(ids)) for ids in command.blocks)
+    return Loan(command.job, command.peer, command.direction, blocks, tuple(areas))
+
+
+def _in_parts(transport: str, job: JobId, tables: Sequence[bytes], part_bytes: int) -> tuple[list[TablePart], bytes]:
+    """All parts but the last, and the last."""
+    table = memoryview(b"".join(tables))
     starts = range(0, table.nbytes, part_bytes) or range(1)
     parts = [bytes(table[start : start + part_bytes]) for start in starts]
-    place = copy.direction, copy.local_region, copy.remote_region
-    return [
-        *(TablePart(transport, copy.job, part) for part in parts[:-1]),
-        Submit(transport, copy.job, copy.peer, *place, *sizes, parts[-1]),
-    ]
+    return [TablePart(transport, job, part) for part in parts[:-1]], parts[-1]
+
+
+def _numbers(size_bytes: int, before: bytes | bytearray, last: bytes) -> array[int]:
+    if len(before) + len(last) != size_bytes:
+        raise ValueError(f"table: received {len(before) + len(last)} of its {size_bytes} bytes")
+    numbers = array("q")
+    numbers.frombytes(before)
+    numbers.frombytes(last)
+    return _little_endian(numbers)
 
 
 def copy_of(submit: Submit, before: bytes | bytearray = b"") -> Copy:
     """The copy that a `Submit` starts; `before` are the earlier parts. ValueError when the table is incomplete."""
     sizes = submit.spans_bytes, submit.column_bytes, submit.shifts_bytes
     _check_sizes(*sizes)
-    came_bytes = len(before) + len(submit.table)
-    if came_bytes != sum(sizes):
-        raise ValueError(f"copy: received {came_bytes} of {sum(sizes)} bytes of its table")
-    numbers = array("q")
-    numbers.frombytes(before)
-    numbers.frombytes(submit.table)
-    numbers = _little_endian(numbers)
+    numbers = _numbers(sum(sizes), before, submit.table)
     spans_end = submit.spans_bytes // numbers.itemsize
     column_end = spans_end + submit.column_bytes // numbers.itemsize
     weave = Weave(numbers[spans_end:column_end], numbers[column_end:]) if submit.column_bytes else None
@@ -307,6 +338,16 @@ def _check_sizes(spans: int, column: int, shifts: int) -> None:
     if spans + column + shifts > TABLE_BYTES_MAX or rows > SPANS_MAX:
         told = f"a table of {spans + column + shifts} bytes with a weave of {rows} rows"
         raise ValueError(f"copy: {told}; at most {TABLE_BYTES_MAX} bytes and {SPANS_MAX} rows can cross")
+
+
+def _check_due(due: Sequence[tuple[int, int, int]]) -> None:
+    """Whole rows and shifts, and no more rows in all than a table can have."""
+    for _, rows, shifts in due:
+        if rows % PAIR_BYTES or shifts % 8 or rows // PAIR_BYTES * (shifts // 8) > SPANS_MAX:
+            raise ValueError(f"due: an area of {rows} bytes of rows and {shifts} of shifts")
+    total = sum(rows + shifts for _, rows, shifts in due)
+    if total > TABLE_BYTES_MAX or len(due) > TABLES_MAX:
+        raise ValueError(f"due: {len(due)} areas of {total} bytes; at most {TABLES_MAX} of {TABLE_BYTES_MAX} can cross")
 
 
 def _int32(data: bytes) -> array[int]:

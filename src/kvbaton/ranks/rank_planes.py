@@ -44,6 +44,7 @@ from kvbaton.ranks.rank_messages import (
     Submit,
     TablePart,
     copy_of,
+    loan_of,
 )
 from kvbaton.transports.core.device_memory import mapped_bytes_of
 from kvbaton.transports.core.late_identity import UnnamedTransport
@@ -189,7 +190,7 @@ class HostedPlane:
 
     def _lend(self, command: RankLend) -> None:
         try:
-            cast(LendingTransport, self.transport).lend(command.loan)
+            cast(LendingTransport, self.transport).lend(loan_of(command, self._parts.pop(command.job, b"")))
         except Exception as error:  # noqa: BLE001 - an adapter may throw anything
             self._end(command.job, Reason.TRANSFER_FAILED, _told(error))
 

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.ranks.rank_values import RankValues
+from kvbaton.ranks.store_trust import ShelfTrust
 from kvbaton.store.content_keys import keys, prefix
 from kvbaton.store.interface import (
     Backend,
@@ -29,6 +30,7 @@ from kvbaton.store.interface import (
     StoreSettings,
 )
 from kvbaton.store.threaded_store import KeptStore
+from kvbaton.store.value_trust import StoreTrust
 
 SLOT_BYTES_MAX = 64 << 20
 """What one call moves at most; a store has ten such slots of address space, and uses two unless calls get stuck."""
@@ -39,6 +41,8 @@ class KeepingStore(Store, Protocol):
     @property
     def stuck(self) -> int:
         """Abandoned calls that have not returned."""
+
+    def set_trust(self, trust: StoreTrust) -> None: ...
 
 
 Keep = Callable[[Backend, Pins, StoreSettings], KeepingStore]
@@ -104,10 +108,21 @@ class LocalShelf:
     def get(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
         return self._submit(order, lambda: Get(order, keys(self._front, hashes), self._pieces(blocks), timeout_s))
 
-    def put(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
-        return self._submit(
-            order, lambda: Put(order, keys(self._front, hashes), self._pieces(blocks), tuple(blocks), timeout_s)
-        )
+    def set_trust(self, trust: ShelfTrust) -> None:
+        self._store.set_trust(trust.trust)
+
+    def put(
+        self,
+        order: OrderId,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        timeout_s: float,
+        origins: tuple[bytes, ...] = (),
+    ) -> bool:
+        def made() -> Put:
+            return Put(order, keys(self._front, hashes), self._pieces(blocks), tuple(blocks), timeout_s, origins)
+
+        return self._submit(order, made)
 
     def cancel(self, order: OrderId) -> None:
         self._store.cancel(order)

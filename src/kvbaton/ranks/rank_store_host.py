@@ -31,6 +31,7 @@ from kvbaton.ranks.rank_store_messages import (
     pack_ids,
 )
 from kvbaton.ranks.store_interface import RankStoreInterface
+from kvbaton.ranks.store_trust import ShelfTrust
 from kvbaton.store.interface import OrderEnded, OrderId
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class HostedShelf:
         self._told: dict[str, int] = {}
         self._why = "the engine has not named the store's owner yet"
         self._closed = False
+        self._trust: ShelfTrust | None = None  # it may come before the store is opened
 
     def set_waker(self, waker: Callable[[], None]) -> None:
         self._waker = waker
@@ -60,6 +62,9 @@ class HostedShelf:
     def carry_out(self, command: ShelfCommand) -> None:
         if isinstance(command, ShelfOpen):
             self._open_shelf(command)
+        elif isinstance(command, ShelfTrust):
+            self._trust = command
+            self._guarded(self._pass_trust)
         elif isinstance(command, ShelfCancel):
             self._guarded(lambda: self._shelf.cancel(OrderId(command.order)) if self._shelf is not None else None)
         elif isinstance(command, ShelfAsk):
@@ -99,6 +104,7 @@ class HostedShelf:
             return
         try:
             self._shelf = self._make(command.compat)
+            self._pass_trust()
             self._shelf.set_waker(self._waker)
         except Exception as error:  # noqa: BLE001 - a library of a back end may throw anything
             self._why = _told(error)
@@ -129,8 +135,13 @@ class HostedShelf:
         blocks = ids_of(command.blocks)
         if len(blocks) != len(hashes):
             raise ValueError(f"blocks: {len(blocks)} for {len(hashes)} hashes")
-        act = shelf.get if isinstance(command, ShelfGet) else shelf.put
-        return act(order, hashes, blocks, command.timeout_s)
+        if isinstance(command, ShelfGet):
+            return shelf.get(order, hashes, blocks, command.timeout_s)
+        return shelf.put(order, hashes, blocks, command.timeout_s, command.origins)
+
+    def _pass_trust(self) -> None:
+        if self._shelf is not None and self._trust is not None:
+            self._shelf.set_trust(self._trust)
 
     # --- news
 

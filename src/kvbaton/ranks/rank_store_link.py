@@ -33,6 +33,7 @@ from kvbaton.ranks.rank_store_messages import (
     pack_hashes,
     pack_ids,
 )
+from kvbaton.ranks.store_trust import ShelfTrust
 from kvbaton.store.interface import OrderEnded, OrderId
 
 
@@ -84,8 +85,18 @@ class RemoteShelf:
     def get(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
         return self._submit(ShelfGet(order, pack_hashes(hashes), _packed(hashes, blocks), timeout_s))
 
-    def put(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
-        return self._submit(ShelfPut(order, pack_hashes(hashes), _packed(hashes, blocks), timeout_s))
+    def set_trust(self, trust: ShelfTrust) -> None:
+        self._link.post([trust])
+
+    def put(
+        self,
+        order: OrderId,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        timeout_s: float,
+        origins: tuple[bytes, ...] = (),
+    ) -> bool:
+        return self._submit(ShelfPut(order, pack_hashes(hashes), _packed(hashes, blocks), timeout_s, origins))
 
     def cancel(self, order: OrderId) -> None:
         with self._lock:

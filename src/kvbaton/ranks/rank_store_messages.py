@@ -15,8 +15,10 @@ import msgspec
 from msgspec import Meta
 
 from kvbaton.protocol.errors import Reason
+from kvbaton.ranks.store_trust import WRITERS_MAX, ShelfTrust
 from kvbaton.store.content_keys import HASH_BYTES
 from kvbaton.store.interface import OrderEnded, OrderId
+from kvbaton.store.value_trust import WRITER_BYTES
 
 KEYS_MAX = 4096  # of one order, as in `store.base.StoreSettings`
 ORDERS_MAX = 256  # of one rank, accepted, end not drained
@@ -30,6 +32,7 @@ _Blocks = Annotated[bytes, Meta(min_length=_ID_BYTES, max_length=KEYS_MAX * _ID_
 _Orders = Annotated[bytes, Meta(max_length=ORDERS_MAX * _ID_BYTES)]
 _Seconds = Annotated[float, Meta(gt=0, le=3600)]
 _Detail = Annotated[str, Meta(max_length=DETAIL_CHARS_MAX)]
+_Writers = Annotated[tuple[Annotated[bytes, Meta(max_length=WRITER_BYTES)], ...], Meta(max_length=WRITERS_MAX)]
 _Counter = Annotated[str, Meta(max_length=64)]
 
 
@@ -64,6 +67,7 @@ class ShelfPut(_Tagged, frozen=True):
     hashes: _Hashes
     blocks: _Blocks
     timeout_s: _Seconds
+    origins: _Writers = ()
 
 
 class ShelfCancel(_Tagged, frozen=True):
@@ -77,7 +81,7 @@ class ShelfAsk(_Tagged, frozen=True):
 
 
 ShelfOrder = ShelfLookup | ShelfGet | ShelfPut
-ShelfCommand = ShelfOpen | ShelfOrder | ShelfCancel | ShelfAsk
+ShelfCommand = ShelfOpen | ShelfTrust | ShelfOrder | ShelfCancel | ShelfAsk
 
 
 # --- news
@@ -90,14 +94,15 @@ class ShelfEnded(_Tagged, frozen=True):
     count: Annotated[int, Meta(ge=0, le=KEYS_MAX)]
     reason: Reason | None
     detail: _Detail
+    writers: _Writers = ()
 
     @classmethod
     def of(cls, ended: OrderEnded) -> ShelfEnded:
-        return cls(ended.order, ended.count, ended.reason, ended.detail[:DETAIL_CHARS_MAX])
+        return cls(ended.order, ended.count, ended.reason, ended.detail[:DETAIL_CHARS_MAX], ended.writers)
 
     @property
     def end(self) -> OrderEnded:
-        return OrderEnded(OrderId(self.order), self.count, self.reason, self.detail)
+        return OrderEnded(OrderId(self.order), self.count, self.reason, self.detail, self.writers)
 
 
 class ShelfHas(_Tagged, frozen=True):

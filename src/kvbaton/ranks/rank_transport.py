@@ -41,9 +41,9 @@ from kvbaton.ranks.rank_messages import (
     RankConnect,
     RankDisconnect,
     RankEnded,
-    RankLend,
     RankRefusals,
     Rested,
+    lend_commands,
     submit_commands,
     table_bytes,
 )
@@ -52,7 +52,6 @@ from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.core.transport import (
     Capabilities,
     Copy,
-    CopyEnded,
     FenceEnded,
     Loan,
     OpenFailed,
@@ -161,9 +160,10 @@ class RemoteTransport:
 
     def lend(self, loan: Loan) -> None:
         """While the link is lost the rank's state is unknown: its loans end when it says so, or never."""
+        commands = lend_commands(self._name, loan, self.part_bytes)
         with self._jobs:
             self._loans.add(loan.job)
-        self._link.post([RankLend.of(self._name, loan)])
+        self._link.post(commands)
 
     def cancel(self, job: JobId) -> None:
         with self._jobs:
@@ -220,7 +220,7 @@ class RemoteTransport:
         with self._jobs:
             if news.job in self._loans:
                 self._loans.discard(news.job)
-                self._jobs.loan_ended(CopyEnded(news.job, news.reason, news.at_rest, news.detail))
+                self._jobs.loan_ended(news.event)
                 return
             job = self._jobs.find(news.job)
             if job is None:

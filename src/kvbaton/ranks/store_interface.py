@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+from kvbaton.ranks.store_trust import ShelfTrust
 from kvbaton.store.interface import OrderEnded, OrderId
 
 __all__ = ["OrderEnded", "OrderId", "RankStoreInterface"]
@@ -30,8 +31,19 @@ class RankStoreInterface(Protocol):
     def get(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
         """Load the longest prefix of these into the blocks, one hash each."""
 
-    def put(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
-        """Store the contents of the blocks. The caller has pinned them, and unpins at the end of the order."""
+    def set_trust(self, trust: ShelfTrust) -> None:
+        """Who this engine writes as, and whose values count, from now on."""
+
+    def put(
+        self,
+        order: OrderId,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        timeout_s: float,
+        origins: tuple[bytes, ...] = (),
+    ) -> bool:
+        """Store the contents of the blocks. The caller has pinned them, and unpins at the end of the order.
+        `origins`: on whose KV they may be computed."""
 
     def cancel(self, order: OrderId) -> None: ...
 

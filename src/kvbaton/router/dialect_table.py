@@ -109,7 +109,9 @@ class Dialect(msgspec.Struct, frozen=True):
 def _kvbaton(pair: Pair, mode: Mode, minter: TicketMinter | None) -> HandoffAsk:
     if mode is Mode.PULL:
         # P signs the ticket of the lease itself. This one says for whom it computes: P keeps room for whom it knows.
-        return _PULL if minter is None else HandoffAsk(_encode(source_params(mode, minter.mint(pair))), None)
+        if minter is None or not pair.prefill.is_own:
+            return _PULL
+        return HandoffAsk(_encode(source_params(mode, minter.mint(pair))), None)
     assert minter is not None
     handoff, ticket = minter.minted(pair)
     source, target = source_params(mode, ticket), target_params(mode, ticket)

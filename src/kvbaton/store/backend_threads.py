@@ -1,7 +1,7 @@
 """Performs calls on a backend, on threads that may block for as long as the backend does.
 
-Laws: checksums are computed and verified here, off every other thread, so data from a backend is valid only if its
-frame says so. An exception or a nonsensical answer of a backend becomes an exception in the outcome; nothing else
+Laws: digests are computed, signed and verified here, off every other thread, so data from a backend is valid only if
+its frame says so. An exception or a nonsensical answer of a backend becomes an exception in the outcome; nothing else
 leaves a worker. There are never more threads than concurrent calls, and an idle one sleeps.
 """
 
@@ -15,7 +15,8 @@ from typing import TypeAlias, TypeVar
 
 from kvbaton.store.interface import Backend
 from kvbaton.store.order_scripts import BackendCall, CallAnswer, OrderKind
-from kvbaton.store.value_header import FRAME_BYTES, holds, seal
+from kvbaton.store.value_header import FRAME_BYTES, held, seal_all
+from kvbaton.store.value_trust import ALONE, StoreTrust
 
 log = logging.getLogger(__name__)
 
@@ -23,35 +24,36 @@ T = TypeVar("T")
 Returned: TypeAlias = Callable[[BackendCall, "CallAnswer | Exception"], None]
 
 
-def perform(backend: Backend, call: BackendCall) -> CallAnswer:
+def perform(backend: Backend, call: BackendCall, trust: StoreTrust = ALONE) -> CallAnswer:
     """Perform it; raises whatever the backend raises."""
     match call.kind:
         case OrderKind.EXISTS:
             return CallAnswer([bool(each) for each in _matched(call, backend.exists(call.keys))])
         case OrderKind.PUT:
-            for key, frame in zip(call.keys, call.frames, strict=True):
-                seal(frame, key, frame.nbytes - FRAME_BYTES)
+            seal_all(call.frames, call.keys, call.origins, trust)
             wrong = _matched(call, backend.put(call.keys, call.frames))
             return CallAnswer([not each for each in wrong], next((each for each in wrong if each), ""))
         case OrderKind.GET:
-            return _got(backend, call)
+            return _got(backend, call, trust)
 
 
-def _got(backend: Backend, call: BackendCall) -> CallAnswer:
+def _got(backend: Backend, call: BackendCall, trust: StoreTrust) -> CallAnswer:
     for frame in call.frames:
         frame[:FRAME_BYTES] = bytes(FRAME_BYTES)  # leftovers of an earlier call must not look like an answer
     sizes = _matched(call, backend.get(call.keys, call.frames))
-    good, damaged, frames = [], [], []
+    good, damaged, frames, writers = [], [], [], []
     for key, frame, size in zip(call.keys, call.frames, sizes, strict=True):
         if backend.lands_late and size == frame.nbytes:
             frame = memoryview(bytes(frame))  # copied before checking: late bytes must not change it
         frames.append(frame)
-        good.append(size == frame.nbytes and holds(frame, key, frame.nbytes - FRAME_BYTES))
+        names = held(frame, key, trust) if size == frame.nbytes else None
+        good.append(names is not None)
+        writers.append(names or ())
         if size and not good[-1]:
             damaged.append(key)
     if damaged:
         backend.discard(damaged)
-    return CallAnswer(good, f"damaged: {damaged[0]}" if damaged else "", len(damaged), frames)
+    return CallAnswer(good, f"damaged: {damaged[0]}" if damaged else "", len(damaged), frames, writers)
 
 
 def _matched(call: BackendCall, answers: Sequence[T]) -> list[T]:
@@ -64,6 +66,7 @@ class Workers:
     """As many threads as concurrent calls; `returned` is called on them."""
 
     def __init__(self, backend: Backend, returned: Returned) -> None:
+        self.trust = ALONE  # replaced as keys change; a call uses what it finds when it begins
         self._backend = backend
         self._returned = returned
         self._calls: SimpleQueue[BackendCall | None] = SimpleQueue()
@@ -94,7 +97,7 @@ class Workers:
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
             try:
-                outcome: CallAnswer | Exception = perform(self._backend, call)
+                outcome: CallAnswer | Exception = perform(self._backend, call, self.trust)
             except Exception as error:  # noqa: BLE001 - a library's, of whatever kind: the keeper counts and tells it
                 outcome = error
             with self._lock:

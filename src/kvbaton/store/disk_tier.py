@@ -16,6 +16,7 @@ import os
 import stat
 import threading
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 VALUE_BYTES_MAX = 1 << 32
@@ -81,6 +82,21 @@ class DiskTier:
     def discard(self, key: str) -> None:
         with self._writing:
             self._remove(_name(key))
+
+    def sweep(self, believes: Callable[[memoryview], bool], head_bytes: int) -> int:
+        """Delete values whose first bytes are not to be believed; returns how many."""
+        with self._lock:
+            names = list(self._sizes)
+        bad = 0
+        for name in names:
+            with contextlib.suppress(OSError):  # evicted meanwhile
+                with open(_open_private(self._folder / name), "rb") as file:
+                    head = file.read(head_bytes)
+                if not believes(memoryview(head)):
+                    bad += 1
+                    with self._writing:
+                        self._remove(name)
+        return bad
 
     def close(self) -> None:
         """Release the folder for another process. Idempotent."""

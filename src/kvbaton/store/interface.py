@@ -6,7 +6,7 @@ Laws of a `Store`, checked on every backend by `kvbaton.testing.check_store`:
     a call that hangs is abandoned, and it can only reach the store's own memory.
  3. An engine's memory is touched only by the store's own copies, and not after the order's end: it is always at rest.
  4. A put holds one pin from `submit` until its last byte is copied or it has ended, whichever is first; unpinned once.
- 5. A get lands the longest prefix that is present and intact. Bytes that do not match their key are a miss.
+ 5. A get lands the longest prefix that is present, intact and of writers that are trusted now; the rest is a miss.
  6. A dead store costs misses and counted errors. It is left alone for a while instead of being tried by each order.
  7. Nothing busy-waits: an idle store costs no CPU; `waker` is called (from any thread) when `drain` has news.
 """
@@ -81,6 +81,7 @@ class Put(msgspec.Struct, frozen=True):
     values: tuple[Pieces, ...]
     blocks: tuple[int, ...]
     timeout_s: float
+    origins: tuple[bytes, ...] = ()  # whose KV they may be computed on, as values name them
 
 
 Order: TypeAlias = Lookup | Get | Put
@@ -96,6 +97,7 @@ class OrderEnded(msgspec.Struct, frozen=True):
     count: int
     reason: Reason | None = None
     detail: str = ""
+    writers: tuple[bytes, ...] = ()  # of a get: whose values landed, and on whose KV they may be computed
 
 
 class Pins(Protocol):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
 
 from kvbaton.store.disk_tier import DiskTier
+from kvbaton.store.value_header import FRAME_BYTES
 
 Value: TypeAlias = bytes | memoryview
 KEY_COST_BYTES = 512  # overhead of an entry, so that many small ones are bounded too
@@ -84,6 +85,18 @@ class MemoryBackend:
         for key in keys:
             if self._disk is not None:
                 self._disk.discard(key)
+
+    def sweep(self, believes: Callable[[memoryview], bool]) -> int:
+        """Drop values whose header is of somebody who is gone, here and on disk; returns how many. May take a while."""
+        with self._lock:
+            values = list(self._values.items())
+        bad = [key for key, value in values if not believes(memoryview(value)[:FRAME_BYTES])]
+        with self._lock:
+            for key in bad:
+                self._drop(key)
+        on_disk = self._disk.sweep(believes, FRAME_BYTES) if self._disk is not None else 0
+        self.counters["swept"] += len(bad) + on_disk
+        return len(bad) + on_disk
 
     def close(self) -> None:
         """Memory is lost; with a disk tier its contents are there when this is opened again."""

@@ -175,7 +175,7 @@ class Keeper:
         task.frame = None
         self.counters[f"{lane.name}.{task.reason or 'done'}"] += 1
         self.counters[f"{lane.name}.keys"] += task.count
-        self._ends.append(OrderEnded(task.order.order, task.count, task.reason, task.detail))
+        self._ends.append(OrderEnded(task.order.order, task.count, task.reason, task.detail, tuple(task.writers)))
 
     def _refusal(self, now: float) -> RefusedCall | None:
         """Why no call may start now."""

@@ -30,6 +30,7 @@ class BackendCall:
     kind: OrderKind
     keys: tuple[str, ...]
     frames: tuple[memoryview, ...] = ()
+    origins: tuple[bytes, ...] = ()  # of a put: whose KV these values may be computed on
     deadline: float = 0.0  # set when it starts
 
 
@@ -39,15 +40,21 @@ class CallAnswer:
     `frames` hold the data of a get, in memory that nothing else can change.
     """
 
-    __slots__ = ("damaged", "detail", "frames", "good")
+    __slots__ = ("damaged", "detail", "frames", "good", "writers")
 
     def __init__(
-        self, good: Sequence[bool], detail: str = "", damaged: int = 0, frames: Sequence[memoryview] = ()
+        self,
+        good: Sequence[bool],
+        detail: str = "",
+        damaged: int = 0,
+        frames: Sequence[memoryview] = (),
+        writers: Sequence[tuple[bytes, ...]] = (),
     ) -> None:
         self.good = tuple(good)
         self.detail = detail
         self.damaged = damaged
         self.frames = frames
+        self.writers = writers or ((),) * len(self.good)  # of a get: from whom each value is
 
     @property
     def lead(self) -> int:
@@ -79,6 +86,7 @@ class Task:
     count: int = 0
     reason: Reason | None = None
     detail: str = ""
+    writers: dict[bytes, None] = field(default_factory=dict)  # of a get: from whom what has landed is
     frame: FrameOf | None = None
     first: BackendCall | None = None  # of a put, which is in flight from the moment it is accepted
     script: Script = field(init=False)
@@ -117,6 +125,7 @@ def _get(task: Task, order: Get) -> Script:
         answer = yield BackendCall(OrderKind.GET, order.keys[start:stop], frames)
         for index in range(answer.lead):
             scatter(answer.frames[index], order.into[start + index])
+            task.writers.update(dict.fromkeys(answer.writers[index]))
             task.count += 1
         if answer.lead < stop - start:
             task.detail = answer.detail
@@ -144,7 +153,7 @@ def _staged(task: Task, order: Put, indexes: Sequence[int]) -> BackendCall:
     frames = task.frames([order.values[index] for index in indexes], writes=False)
     for frame, index in zip(frames, indexes, strict=True):
         gather(order.values[index], frame)
-    return BackendCall(OrderKind.PUT, tuple(order.keys[index] for index in indexes), frames)
+    return BackendCall(OrderKind.PUT, tuple(order.keys[index] for index in indexes), frames, order.origins)
 
 
 def _kept(task: Task, call: BackendCall) -> Generator[BackendCall, CallAnswer, bool]:

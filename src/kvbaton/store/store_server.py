@@ -1,8 +1,8 @@
 """One process's backend, served to many: members of an authenticated control plane are invited to lines.
 
 Laws: no message of a client raises here or costs another client more than a turn. Only a member with permission is
-invited; values themselves never cross the control plane, whose encryption would limit them to 50 MB/s. Values are as
-trustworthy as their senders: any worker of the cluster may put and discard.
+invited; values themselves never cross the control plane, whose encryption would limit them to 50 MB/s. Any worker
+of the cluster may put and discard; which values count, readers decide by who has signed them (`value_trust`).
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from kvbaton.store.content_keys import is_key
 from kvbaton.store.interface import Backend, Get, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
 from kvbaton.store.order_scheduler import Keeper
 from kvbaton.store.order_scripts import BackendCall, CallAnswer, Task
+from kvbaton.store.value_trust import StoreTrust
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +65,10 @@ class KeptStore:
     def stuck(self) -> int:
         """Abandoned calls that have not returned."""
         return self._keeper.stuck
+
+    def set_trust(self, trust: StoreTrust) -> None:
+        """Who this engine writes as, and whose values count, from now on. From any thread."""
+        self._workers.trust = trust
 
     def submit(self, order: Order) -> bool:
         check(order, self._settings)

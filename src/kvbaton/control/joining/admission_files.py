@@ -17,7 +17,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -194,10 +194,10 @@ def is_full(base: Path) -> bool:
     return files_here >= JOINED_MAX
 
 
-def members(base: Path, admission: bytes, wall: float) -> dict[WorkerId, Membership]:
+def members(joined: Iterable[JoinedFile], admission: bytes, wall: float) -> dict[WorkerId, Membership]:
     """Who joined and is still a member, by certificates that verify."""
     found: dict[WorkerId, Membership] = {}
-    for each in joined_files(base) if admission else ():
+    for each in joined if admission else ():
         with contextlib.suppress(CertificateFault):
             member = verified(each.certificate, admission)
             if not each.removed and member.name == each.name and not member.is_over(wall):

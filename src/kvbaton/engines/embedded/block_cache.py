@@ -34,6 +34,7 @@ class BlockPool:
         self._key_of: dict[int, BlockKey] = {}
         self._block_of: dict[BlockKey, int] = {}
         self._on_reuse: Callable[[int], None] | None = None
+        self.era = 0  # rises when all that is cached is forgotten although some of it is in use
 
     def watch(self, on_reuse: Callable[[int], None]) -> None:
         """Call `on_reuse(block)` before a block is handed out, after its epoch was raised. One watcher per pool."""
@@ -96,6 +97,19 @@ class BlockPool:
         self._key_of.clear()
         self._block_of.clear()
         return True
+
+    def forget_found(self) -> int:
+        """Let no request find what is cached now, also what is referenced; how many blocks that were. What a request of
+        an earlier era has must not be published any more: it may be computed on these."""
+        count = len(self._key_of)
+        self._key_of.clear()
+        self._block_of.clear()
+        self.era += 1
+        for block in range(1, len(self.epoch)):  # whoever reads what was granted of them is told that it is over
+            self.epoch[block] += 1
+            if self._on_reuse is not None:
+                self._on_reuse(block)
+        return count
 
     def validate(self, held: dict[int, int]) -> None:
         """Raise AssertionError unless references are exactly `held` (block to count) and the indexes agree."""

@@ -14,14 +14,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvbaton.api.params import Mode, TransferParams, target_params
+from kvbaton.api.params import NOTHING_FOR_D, Mode, TransferParams, target_params
 from kvbaton.engines.embedded.block_cache import NULL_BLOCK, BlockPool
 from kvbaton.engines.embedded.embedded_storing import EmbeddedStoring, Fetched
 from kvbaton.engines.embedded.engine_config import FailurePolicy, KvGroup
 from kvbaton.engines.embedded.engine_request import EngineRequest, RequestStatus
 from kvbaton.engines.embedded.hooks import BlockIds, Chunk, LoadOrder, LoadOutcome, Match, Nothing, NotYet
 from kvbaton.engines.embedded.kv_layout import content_digest
-from kvbaton.node.doorway import Doorway, DropBlocks, MatchState, UnpinBlocks
+from kvbaton.node.doorway import Doorway, DropBlocks, ForgetCached, MatchState, UnpinBlocks
 from kvbaton.node.doorway import LoadReport as RankReport
 from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.effects import End
@@ -42,6 +42,14 @@ class Outgoing:
     lease: LeaseId
     pinned: int = 0  # blocks of the full groups in the lease
     announced: int = 0
+
+
+@dataclass(slots=True)
+class Underway:
+    """A request that has not ended."""
+
+    known_tokens: int = 0  # that need not be computed
+    era: int | None = None  # of the pool, when it got its first block
 
 
 class EmbeddedConnector:
@@ -68,7 +76,7 @@ class EmbeddedConnector:
         self._storing = storing
         self._lost: dict[RequestId, End] = {}  # handoffs that failed, until the request has another source or ends
         self._from_store: set[RequestId] = set()  # the last answer was a load from there
-        self._known: dict[RequestId, int] = {}  # tokens that need not be computed, of requests that have not ended
+        self._known: dict[RequestId, Underway] = {}
         self._ranks_told: dict[RequestId, set[int]] = {}
         self._reports: list[LoadOutcome] = []
 
@@ -80,7 +88,7 @@ class EmbeddedConnector:
 
     def on_new_request(self, request: EngineRequest) -> None:
         params = params_of(request)
-        self._known[request.request_id] = 0
+        self._known[request.request_id] = Underway()
         if params is not None and params.do_remote_prefill:
             assert params.ticket is not None
             digest, tokens = content_digest(request), len(request.prompt)
@@ -91,11 +99,24 @@ class EmbeddedConnector:
         for duty in self._door.duties():
             if isinstance(duty, UnpinBlocks | DropBlocks):
                 self.pool.unpin(duty.blocks)
+            elif isinstance(duty, ForgetCached):
+                self._forget(duty)
             else:
                 self._rank_reported(duty)
         if self._storing is not None:
             for fetched in self._storing.take(self.pool):
                 self._fetched(fetched)
+
+    def _forget(self, duty: ForgetCached) -> None:
+        """What is handed over while it is computed may be computed on what is forgotten: D computes it."""
+        blocks = self.pool.forget_found()
+        for request in list(self._outgoing):
+            self._end_outgoing(request, Reason.SOURCE_ABORTED)
+        self._door.cache_forgotten(duty, blocks)
+
+    def is_spoilt(self, request: RequestId) -> bool:
+        """Whether it has blocks from before all that was cached then was forgotten: they are handed to nobody."""
+        return self._known[request].era not in (None, self.pool.era)
 
     def has_pending_work(self) -> bool:
         return self._door.busy or (self._storing is not None and self._storing.busy)
@@ -109,7 +130,8 @@ class EmbeddedConnector:
 
     def match(self, request: EngineRequest, local_tokens: int) -> Match:
         answer = self._match(request, local_tokens)
-        self._known[request.request_id] = local_tokens + (answer.tokens if isinstance(answer, LoadOrder) else 0)
+        known = local_tokens + (answer.tokens if isinstance(answer, LoadOrder) else 0)
+        self._known[request.request_id] = Underway(known)  # whatever it had before, it has no block now
         return answer
 
     def _match(self, request: EngineRequest, local_tokens: int) -> Match:
@@ -144,6 +166,7 @@ class EmbeddedConnector:
         return request in self._from_store
 
     def allocated(self, request: EngineRequest, blocks: BlockIds, external_tokens: int) -> None:
+        self._got_blocks(request.request_id)
         if external_tokens == 0:
             self._begin(request)
             return
@@ -162,6 +185,10 @@ class EmbeddedConnector:
         wanted = tuple(without_null(ids[first:last]) for ids in blocks)
         self.pool.touch(self._door.allocated(request.request_id, wanted, first_token))
         self._ranks_told[request.request_id] = set()
+
+    def _got_blocks(self, request: RequestId) -> None:
+        underway = self._known[request]
+        underway.era = self.pool.era if underway.era is None else underway.era
 
     def take_reports(self) -> Sequence[LoadOutcome]:
         reports, self._reports = self._reports, []
@@ -256,8 +283,9 @@ class EmbeddedConnector:
     def chunk_done(self, request: EngineRequest, blocks: BlockIds, computed_tokens: int) -> None:
         outgoing = self._outgoing.get(request.request_id)
         final = computed_tokens == len(request.prompt)
-        if final and self._storing is not None:
-            self._storing.put(request, blocks[0], self._known[request.request_id], self.pool)
+        if final and self._storing is not None and not self.is_spoilt(request.request_id):
+            known_tokens = self._known[request.request_id].known_tokens
+            self._storing.put(request, blocks[0], known_tokens, self.pool)
         if outgoing is None:
             return
         upto = self._whole_blocks(request, computed_tokens)
@@ -282,6 +310,7 @@ class EmbeddedConnector:
         self._begun.discard(request.request_id)
         self._lost.pop(request.request_id, None)
         self._from_store.discard(request.request_id)
+        is_spoilt = self.is_spoilt(request.request_id)
         del self._known[request.request_id]
         self._door.gave_up(request.request_id)
         if self._storing is not None:
@@ -291,6 +320,8 @@ class EmbeddedConnector:
             return None
         if params.mode is not Mode.PULL:
             return target_params(params.mode, params.ticket)
+        if is_spoilt:
+            return dict(NOTHING_FOR_D)
         needed = -(-len(request.prompt) // self._block_tokens)
         leased = tuple(without_null(ids[:needed]) for ids in blocks)
         ticket, pinned = self._door.grant(

@@ -77,6 +77,7 @@ class TurningConnector(EmbeddedConnector):
         if not external_tokens or not self.taker.awaits(name):
             super().allocated(request, blocks, external_tokens)
             return
+        self._got_blocks(name)
         first_token, upto = self.taker.first_token(name, external_tokens)
         first, last = first_token // self._block_tokens, -(-upto // self._block_tokens)
         wanted = tuple(without_null(ids[first:last]) for ids in blocks)
@@ -106,12 +107,13 @@ class TurningConnector(EmbeddedConnector):
     def request_finished(
         self, request: EngineRequest, blocks: BlockIds, status: RequestStatus
     ) -> Mapping[str, object] | None:
+        is_spoilt = self.is_spoilt(request.request_id)
         answer = super().request_finished(request, blocks, status)
         self.taker.forget(request.request_id)
         ended, self._ended = self._ended, None
         params = params_of(request)
         well = status in (RequestStatus.LENGTH, RequestStatus.STOPPED)
-        if params is None or params.keep is None or ended is None or self._slides:
+        if params is None or params.keep is None or ended is None or self._slides or is_spoilt:
             return answer
         if well and ended[0] == request.request_id:
             self._keep(request, params.keep, blocks, ended[1])

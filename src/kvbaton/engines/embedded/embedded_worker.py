@@ -59,6 +59,7 @@ from kvbaton.observe.metrics import node_metrics as node_figures
 from kvbaton.protocol.events import DrainStarted
 from kvbaton.protocol.ids import PeerId, RequestId, rank_peer
 from kvbaton.protocol.settings import Settings
+from kvbaton.ranks.store_trust import bind_store
 from kvbaton.transports import catalogue
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import Transport
@@ -126,7 +127,9 @@ class EmbeddedWorker:
             member=member,
         )
         self.lookup = self._make_lookup(keyring)
-        self.node.on_keys = lambda keyring: setattr(self.lookup, "ticket_key", keyring.ticket_keys[0])
+        self.node.on_keys.append(lambda keyring: setattr(self.lookup, "ticket_key", keyring.ticket_keys[0]))
+        if self.store is not None:
+            bind_store(self.store.shelf, self.node)
         self.backend = EngineBackend(self.thread, doorway, self.stats)
         self.door = DrainingDoor(self.backend)
 

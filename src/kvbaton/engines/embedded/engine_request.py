@@ -107,6 +107,7 @@ class Sequence:
     computed: int = 0
     promised: int = 0  # while LOADING: how many tokens will have their KV when the load is reported
     cached_tokens: int = 0
+    era: int = 0  # of the pool, when it got its first block
 
     @property
     def request_id(self) -> RequestId:

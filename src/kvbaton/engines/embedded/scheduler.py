@@ -114,7 +114,8 @@ class Scheduler:
         """`tokens` more of a request have their KV; full blocks can now be found by others."""
         full_before = sequence.computed // self.cache.block_tokens
         sequence.computed += tokens
-        if self.config.prefix_caching and sequence.computed // self.cache.block_tokens > full_before:
+        is_full = sequence.computed // self.cache.block_tokens > full_before
+        if is_full and self._may_publish(sequence):
             hashes = sequence.chain.extend(sequence.tokens, sequence.computed)
             self.cache.publish(sequence.tables, hashes, full_before)
 
@@ -225,6 +226,7 @@ class Scheduler:
         """Adopt a hit and make room for `external` tokens after it, if the whole sequence would fit."""
         known, all_tokens = hit.tokens + external, len(sequence.tokens)
         assert known <= all_tokens, f"{known} tokens offered for {sequence.request_id}, which has {all_tokens}"
+        sequence.era = self.cache.pool.era
         tables = self.cache.adopt(hit)
         computed = min(known, all_tokens - 1)
         fits = self.cache.missing(tables, all_tokens, computed) <= self.cache.pool.free_count
@@ -240,7 +242,7 @@ class Scheduler:
             self._forget(sequence, RequestState.ENDED)
             return []
         good = sequence.promised if report.ok else min(report.good_prefix_tokens or 0, sequence.promised)
-        if self.config.prefix_caching:
+        if self._may_publish(sequence):
             self.cache.publish(sequence.tables, sequence.chain.extend(sequence.tokens, good))
         if report.ok:
             sequence.computed = min(good, len(sequence.tokens) - 1)
@@ -251,6 +253,10 @@ class Scheduler:
         else:
             return [self._end(sequence, RequestStatus.ERROR, report.reason, RequestState.ENDED)]
         return []
+
+    def _may_publish(self, sequence: Sequence) -> bool:
+        """Not if what it has was begun before all that was cached then was forgotten."""
+        return self.config.prefix_caching and sequence.era == self.cache.pool.era
 
     def _end(self, sequence: Sequence, status: RequestStatus, reason: str, state: RequestState) -> Output:
         self.connector.ending(sequence.request, sequence.tokens)

@@ -94,6 +94,13 @@ class PinnedPool:
         if hasattr(self._pool, "evict_blocks"):
             self._pool.evict_blocks({block.block_id for block in self._pool.blocks if block.block_id != NULL_BLOCK_ID})
 
+    def forget_spoilt(self) -> int:
+        """The same, and what was granted of any block is over; how many could be found until now."""
+        cached = sum(1 for block in self._pool.blocks if block.block_hash is not None)
+        self._pool.evict_blocks({block.block_id for block in self._pool.blocks if block.block_id != NULL_BLOCK_ID})
+        self.overwritten(range(1, len(self._pool.blocks)))
+        return cached
+
     def before_reset(self, call: Callable[[], None]) -> None:
         """Have `call` called before vLLM empties its prefix cache: it does so only while nobody holds a block, and
         tells a connector afterwards, if at all (vLLM 0.32: `Scheduler.reset_prefix_cache`)."""

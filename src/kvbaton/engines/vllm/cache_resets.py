@@ -21,7 +21,7 @@ from typing import Any
 from kvbaton.engines.vllm.block_pool import NULL_BLOCK_ID, PinnedPool
 from kvbaton.engines.vllm.pacing import NAP_S
 
-RESET_S = 5.0
+RESET_S = 2.0
 """For copies to be at rest and for the node to let leases go: milliseconds, unless a transport cannot be stopped."""
 
 

@@ -51,6 +51,9 @@ class NoStore:
     def reset(self) -> bool:
         return True
 
+    def let_go(self) -> None:
+        pass
+
     def let_loads_go(self) -> None:
         pass
 

@@ -37,6 +37,7 @@ from kvbaton.protocol.ids import WorkerId
 from kvbaton.ranks.engine_store import EngineStore
 from kvbaton.ranks.rank_link import RankLinks
 from kvbaton.ranks.rank_messages import RankInvitation
+from kvbaton.ranks.store_trust import bind_store
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ class Presence:
             gauges=self._gauges,
             member=enrolment.member,
         )
+        if self.shelf is not None:
+            bind_store(self.shelf, self.node)
         self.node.know({WorkerId(name): (endpoint, "") for name, endpoint in settings.peers.items()})
         self._pool: PinnedPool | None = None
         self._prompts = PromptAccount()

@@ -38,6 +38,7 @@ from kvbaton.engines.vllm.no_store import NoStore
 from kvbaton.engines.vllm.pacing import LOAD_NAP_S, NAP_S, Pace
 from kvbaton.engines.vllm.prefill import Prefill
 from kvbaton.engines.vllm.presence import Presence
+from kvbaton.engines.vllm.spoilt_cache import SpoiltCache
 from kvbaton.engines.vllm.step_metadata import BatonStep, Leaving, LoadVerdict, RankCard, StepDone
 from kvbaton.engines.vllm.store_side import Storing
 from kvbaton.engines.vllm.transfer_params import Ask, ForeignLookup, ParamsSource, Target, ask_of, wants_kv
@@ -48,7 +49,7 @@ from kvbaton.engines.vllm.vllm_stats import Reporting
 from kvbaton.engines.vllm.vllm_turns import VllmTurns
 from kvbaton.engines.vllm.weights_epoch import WeightsEpoch
 from kvbaton.node.cluster_node import EngineFacts, new_life
-from kvbaton.node.doorway import DropBlocks, LoadReport, UnpinBlocks
+from kvbaton.node.doorway import DropBlocks, ForgetCached, LoadReport, UnpinBlocks
 from kvbaton.node.pin_budget import budget_of
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import ProtocolError, Reason
@@ -85,7 +86,7 @@ class SchedulerSide:
         self.reporting = Reporting()
         self._live: ConnectorParts | None = None
         self._before = BeforeRanks(fails=self._decodes and transfer.kv_load_failure_policy == "fail")
-        self._weights = WeightsEpoch(str(getattr(vllm_config.model_config, "model", "")))
+        self._spoilt = SpoiltCache(WeightsEpoch(str(getattr(vllm_config.model_config, "model", ""))))
 
     @property
     def _prefills(self) -> bool:
@@ -127,7 +128,7 @@ class SchedulerSide:
         )
         self.presence = Presence(self._settings, self._enrolment, engine, invitations, self._place)
         self._live = self._come_alive(self.presence, grouping)
-        self._weights.watch(lambda: self._live)
+        self._spoilt.weights.watch(lambda: self._live)
         self.presence.node.watch.recorder.on_flight.append(self.reporting.tray.add)
         interpreter.share()
         self.presence.start()
@@ -151,7 +152,7 @@ class SchedulerSide:
             node.book.at,
             self._settings.named_pairs,
         )
-        node.on_keys = lambda keyring: setattr(lookup, "ticket_key", keyring.ticket_keys[0])
+        node.on_keys.append(lambda keyring: setattr(lookup, "ticket_key", keyring.ticket_keys[0]))
         room = (
             LoadAdmission(grouping, pool, self._config.scheduler_config.max_num_batched_tokens) if recomputes else None
         )
@@ -166,7 +167,7 @@ class SchedulerSide:
         takes = recomputes and self._config.kv_transfer_config.is_kv_consumer
         turns = VllmTurns(door, pool, grouping, decode, self._settings.turns, blocks_total=total, takes=takes)
         self.reporting.turn_figures = turns.taker.stats
-        early = EarlyClaims(self._block_pool, decode, lookup, self._weights, watches=self._decodes)
+        early = EarlyClaims(self._block_pool, decode, lookup, self._spoilt.weights, watches=self._decodes)
         return ConnectorParts(door, pool, prefill, decode, early, stored, turns)
 
     def shutdown(self) -> None:
@@ -199,12 +200,11 @@ class SchedulerSide:
         live.early.seen(request)
         self._do_duties(live)
         prompt_counting.came(self.reporting.prompts, request)
-        self._weights.mark(request)
+        self._spoilt.came(request)
         if getattr(request, "resumable", False):  # a session whose prompt grows: there is no one prompt to hand over
             live.decode.disowned(request, Reason.ABORTED)
             return
-        # What cannot be read ends here: as a failed load where it was meant for a D, so that the failure policy
-        # decides, and as no handoff elsewhere. An exception would end the whole engine for one client's mistake.
+        # What cannot be read ends here, as a failed load or as no handoff: an exception would end the whole engine.
         try:
             ask = ask_of(request, live.early.lookup)
         except ProtocolError as error:
@@ -242,7 +242,7 @@ class SchedulerSide:
         if request.request_id in live.held:  # what its KV is of is still looked at, on a thread of its own
             if not request_content.is_known(request):
                 return NOT_YET
-            self._weights.mark(request)  # nothing of it is computed yet, and they may have been replaced meanwhile
+            self._spoilt.weights.mark(request)  # nothing of it is computed yet; they may be other ones now
             self._accept(live, request, live.held.pop(request.request_id))
             if live.prefill.shortens(request.request_id):
                 return NOT_YET  # vLLM has looked up more of it than it is now
@@ -251,8 +251,7 @@ class SchedulerSide:
         if live.pins.is_put_off(request):
             live.waiting.waits(request)
             return NOT_YET
-        # A handoff goes before the store: P holds blocks for it until it is told what became of them. The store is
-        # asked where there is no handoff, or it has failed.
+        # A handoff goes before the store: P holds blocks for it until it is told what became of them.
         answer = live.turns.match(request, local_tokens)
         answer = live.decode.match(request, local_tokens) if answer == NOTHING else answer
         if of_store := answer == NOTHING:
@@ -349,8 +348,7 @@ class SchedulerSide:
             live.stored.computed(done.number)
             live.prefill.computed(done.number)
         self._tell_arrivals(live, output)
-        # With nothing to compute, vLLM would come back in 1 ms and find the same. A nap here ends with the arrival
-        # that it waits for, and is told in this very step.
+        # With nothing to compute, vLLM would come back in 1 ms. A nap here ends with the arrival that it waits for.
         if isinstance(done, StepDone) and not output.finished_recving and self._is_idle(live, done.number):
             self._pace.nap(LOAD_NAP_S)
             self._tell_arrivals(live, output)
@@ -379,6 +377,7 @@ class SchedulerSide:
         live = self._live
         if live is None:
             return NO_ANSWER
+        self._spoilt.left(request)
         well = request.status.name in WELL
         if isinstance(live.held.pop(request.request_id, None), Target):
             live.decode.disowned(request, Reason.ABORTED)
@@ -387,7 +386,7 @@ class SchedulerSide:
         self.reporting.prompts.left(request.request_id)
         live.stored.finished(request, tables, well=well)
         try:  # each half must see the end, whatever the other did with it: both hold blocks for this request
-            live.turns.finished(request, tables, well=well and self._weights.is_of(request))
+            live.turns.finished(request, tables, well=well and self._spoilt.weights.is_of(request))
             live.decode.finished(request)
         finally:
             try:
@@ -399,8 +398,7 @@ class SchedulerSide:
 
     @guarded(returns(False))
     def busy(self) -> bool:
-        """Whether vLLM must go on stepping for us alone. What belongs to a request that it counts itself is left out:
-        a pause waits until nothing is to be done, and does not look at requests that wait."""
+        """Whether vLLM must go on stepping for us alone; not for what it counts itself (a pause waits for us)."""
         live = self._live
         if live is None:
             return False
@@ -436,6 +434,8 @@ class SchedulerSide:
             try:
                 if isinstance(duty, UnpinBlocks | DropBlocks):
                     live.pool.unpin(duty.blocks)
+                elif isinstance(duty, ForgetCached):
+                    self._spoilt.forget(live, duty)
                 else:
                     live.turns.reported(duty)
                     live.decode.reported(duty)

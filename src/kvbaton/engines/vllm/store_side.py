@@ -159,12 +159,16 @@ class Storing(NoStore):
     def reset(self) -> bool:
         """The cache is replaced: True when nothing is on its way into it any more."""
         self._generation = secrets.token_hex(8)
+        self.let_go()
+        return not self.loads.busy
+
+    def let_go(self) -> None:
+        """Nothing that is under way is loaded, or put: it may be computed on what must not be shared."""
         self.puts.drop_all()
         self.loads.void()
         for request_id, prompt in self._prompts.items():
             self._forget(request_id)
             prompt.phase, prompt.is_put = Phase.OVER, True
-        return not self.loads.busy
 
     def let_loads_go(self) -> None:
         """Their blocks are needed: what they bring is not."""

@@ -82,6 +82,10 @@ class WeightsEpoch:
             for let_go in (live.prefill.voided, loads, store, live.door.cache_replaced, live.pool.forget_cached):
                 _each(let_go)
 
+    def begin_again(self) -> None:
+        """The weights are the same, and what was computed until now is handed over by nobody all the same."""
+        self.count += 1
+
     def named(self, version: str) -> None:
         """The operator says what the weights are: engines of the same name share KV from here on."""
         if self.count and self.text != f"version {version}":

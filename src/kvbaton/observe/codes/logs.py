@@ -36,6 +36,8 @@ CODES: tuple[CodeEntry, ...] = (
     log("key-mismatched", OPERATOR, "The registry lists a peer with a key that differs from our key directory's.",
         "copy public/ from where the keys were minted; it is reloaded within seconds", SHOW,
         causes=("that peer's key was rotated, and public/ was not copied here",)),
+    log("cache-reset", NOBODY, "An engine reset its prefix cache: KV of a member that was removed may have been in it.",
+        "nothing: prompts are computed again as they are asked for; answers given before may be wrong: security.md"),
     log("key-withdrawn", NOBODY, "A registered worker's key was removed, so the worker was removed too.",
         "nothing if it was removed on purpose; otherwise restore public/NAME.json on the router"),
     log("keys-unchanged", OPERATOR, "The key directory has changed and is invalid now; the old keys stay in use.",
@@ -205,6 +207,8 @@ CODES: tuple[CodeEntry, ...] = (
     log("store-fault", MAKERS, "A store thread raised an exception and continues; its operation is a miss.", REPORT),
     log("store-order-failed", OPERATOR, "A put or get failed in the store's backend; it counts as a miss.",
         "read the error in the traceback: disk, memory or connection of the store"),
+    log("store-swept", NOBODY, "The store dropped values of members that were removed, or computed on such values.",
+        "nothing: they are computed and put again"),
     log("store-stuck", OPERATOR, "A call to the store has not returned; its backend is left open.",
         "check whether the store's host responds"),
 )  # fmt: skip

@@ -116,6 +116,19 @@ ADVICE: dict[Reason, Advice] = {
          "a library is missing on one host"),
         ("kvbaton doctor on each host lists its transports", "give both the same transport and checksum"),
     ),
+    Reason.NOT_WRITTEN: Advice(
+        ("P runs something else than it says, or its memory or transport is broken",
+         "a member lies: its key may have been stolen"),
+        ("look at that P's host and release; remove its key if nothing explains it: kvbaton keys remove",
+         "D had nothing of it: the request was computed or failed, by kv_load_failure_policy"),
+        ("the P that the detail names, and how often: one P among many points to that host",),
+    ),
+    Reason.ORIGIN_GONE: Advice(
+        ("a member was removed, or its key got another role, after P had taken KV from it; P resets its cache as soon "
+         "as it learns of that",),
+        ("nothing, for a few seconds; where it goes on, P's host still has public/NAME.json: remove it there too",),
+        ("kvbaton keys show DIR on P's host; [cache-reset] in P's log",),
+    ),
     Reason.OTHER: Advice(
         ("the peer is a newer release",),
         ("read the detail, and the peer's log", "run the same release on both"),

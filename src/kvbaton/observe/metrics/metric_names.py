@@ -11,6 +11,8 @@ from kvbaton.observe.flight.flight_records import DELIVERED, STAGES
 from kvbaton.observe.metrics.metric_types import Label, Metric, MetricError, MetricKind, Where
 from kvbaton.observe.metrics.pressure_names import (  # listed with all others, by `METRICS`
     ALONE_TOKENS,
+    CACHE_RESET_BLOCKS,
+    CACHE_RESETS,
     FULL,
     PIN_MAX,
     PIN_REFUSED,
@@ -24,9 +26,9 @@ from kvbaton.transports.catalogue_entry import SUMS
 from kvbaton.transports.core.refusals import Cause
 
 __all__ = [
-    "ALONE_TOKENS", "BY_NAME", "FULL", "METRICS", "PIN_MAX", "PIN_REFUSED", "PIN_WAITING", "PROMPT_TOKENS",
-    "ROUTER_TURNS", "TURNS", "TURN_BLOCKS", "TURN_LOADS", "TURN_TOKENS", "Label", "Metric", "MetricError", "MetricKind",
-    "Where", "named", "of",
+    "ALONE_TOKENS", "BY_NAME", "CACHE_RESETS", "CACHE_RESET_BLOCKS", "FULL", "METRICS", "PIN_MAX", "PIN_REFUSED",
+    "PIN_WAITING", "PROMPT_TOKENS", "ROUTER_TURNS", "TURNS", "TURN_BLOCKS", "TURN_LOADS", "TURN_TOKENS", "Label",
+    "Metric", "MetricError", "MetricKind", "Where", "named", "of",
 ]  # fmt: skip
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 180.0)

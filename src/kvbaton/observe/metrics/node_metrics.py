@@ -38,6 +38,8 @@ _PLAIN = {
     "leases_discarded_total": "leases_discarded",
     "commits_good_total": "commits.good",
     "commits_stale_total": "commits.stale",
+    "cache_resets_total": "cache_resets",
+    "cache_reset_blocks_total": "cache_reset_blocks",
 }
 
 

@@ -47,3 +47,9 @@ PIN_WAITING = _gauge(
 PIN_REFUSED = _counter(
     "pin_refused", "Requests that this prefill engine refused, since handoffs pinned all blocks that they may pin.",
 )  # fmt: skip
+
+# --- what members that are gone cost
+CACHE_RESETS = _counter(
+    "cache_resets", "Resets of this engine's prefix cache, since KV of a member that was removed may have been in it.",
+)  # fmt: skip
+CACHE_RESET_BLOCKS = _counter("cache_reset_blocks", "Cached blocks that those resets dropped, to be computed again.")

@@ -62,6 +62,7 @@ def offered(harness: TransportHarness) -> frozenset[str]:
     able = harness.capabilities
     fences = able.can_fence and able.can_write
     extra = {"write": able.can_write, "fence": fences, "cancel": able.cancels, "lends": able.enforces}
+    extra["knows_writes"] = able.knows_writes
     return harness.offers | {name for name, is_so in extra.items() if is_so}
 
 

@@ -151,9 +151,9 @@ class InProcessHarness:
             transport.register(0, memory)
             sides.append(Side(peer, transport, memory))
         near, far = sides
-        if self.capabilities.enforces:
-            lend_everything(cast(LendingTransport, near.transport), far.peer)
-            lend_everything(cast(LendingTransport, far.transport), near.peer)
+        able = self.capabilities
+        lend_everything(cast(LendingTransport, near.transport), far.peer, able=able)
+        lend_everything(cast(LendingTransport, far.transport), near.peer, able=able)
         near.transport.connect(far.peer, far.transport.endpoint(near.peer))
         far.transport.connect(near.peer, near.transport.endpoint(far.peer))
         return Pair(near, far)

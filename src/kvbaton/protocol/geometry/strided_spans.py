@@ -12,6 +12,8 @@ import sys
 from array import array
 from dataclasses import dataclass
 
+import msgspec
+
 
 @dataclass(frozen=True, slots=True)
 class Weave:
@@ -41,3 +43,15 @@ class Weave:
             moved = base + int.from_bytes(shift * count, sys.byteorder)
             spans.frombytes(moved.to_bytes(24 * count, sys.byteorder))
         return spans
+
+
+class Area(msgspec.Struct, frozen=True):
+    """Bytes of one region, in product form: every row, at every shift."""
+
+    region: int
+    rows: array[int]  # (offset, bytes) pairs
+    shifts: array[int]  # offsets
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.rows[1::2]) * len(self.shifts)

@@ -21,7 +21,7 @@ from kvbaton.protocol.machines.quotas import Held, PerPeer, block_bytes, promise
 from kvbaton.protocol.marks import Side as Seen
 from kvbaton.protocol.marks import Step
 from kvbaton.protocol.wire.codec import pack_blocks
-from kvbaton.protocol.wire.messages import DETAIL_CHARS_MAX, Claim, ClaimRefused, Granted
+from kvbaton.protocol.wire.messages import DETAIL_CHARS_MAX, Claim, ClaimRefused, Feature, Granted, GrantedFrom
 from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX, Ticket, unseal
 
 _OVER = "the lease of this handoff is over"
@@ -240,10 +240,13 @@ class Claims:
             return
         ttl_s = self._leases.extend(lease, now)
         blocks = tuple(pack_blocks(ids) for ids in lease.blocks)
-        session.send(
-            self.desk,
-            Granted(lease.handoff, reader.attempt, lease.id, ttl_s, lease.tokens, blocks, lease.progress, lease.final),
-        )
+        said = lease.handoff, reader.attempt, lease.id, ttl_s, lease.tokens, blocks, lease.progress, lease.final
+        # Whatever this prompt was computed on was in the cache, and so among the origins, before its lease began.
+        names = self.desk.origins.names
+        if names and session.features & Feature.ORIGINS:
+            session.send(self.desk, GrantedFrom(*said, names))
+        else:
+            session.send(self.desk, Granted(*said))
 
     def _take_share(self, lease: Lease, reader: Reader) -> None:
         """A peer that has reached its quota is refused, so that memory is left for the others."""

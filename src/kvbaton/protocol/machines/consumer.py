@@ -27,6 +27,7 @@ from kvbaton.protocol.wire.messages import (
     Claim,
     ClaimRefused,
     Granted,
+    GrantedFrom,
     Renew,
     Renewed,
     RenewRefused,
@@ -136,6 +137,8 @@ class Consumer:
                 intake.repeats.greetings += 1
                 self.book.step(intake, _E.UNLINKED)
                 intake.link = self.links.need(link.worker, now)
+            elif intake.state is _S.JUDGING:
+                pass  # its source has had its say; only our own ranks are waited for
             elif intake.end is None:
                 self.fail(intake, reason, detail, now)
             elif intake.state is _S.REVOKING:
@@ -165,6 +168,7 @@ class Consumer:
                 raise ProtocolError(Reason.CONTENT_MISMATCH, f"tokens: {message.tokens} at the source")
             source = Source(message.lease, message.tokens, blocks, message.progress, message.final)
             source.check(link.plan.source.groups)
+            self._note_origins(link, message)
         except ProtocolError as error:
             self.fail(intake, error.reason, error.detail, now)
             return
@@ -214,7 +218,9 @@ class Consumer:
     # --- copies
 
     def on_copy_ended(self, intake: Intake, event: CopyEnded, now: float) -> None:
-        if intake.end is None and event.reason is not None:
+        if intake.state is _S.JUDGING:
+            self.pushes.on_loan_ended(intake, event, now)
+        elif intake.end is None and event.reason is not None:
             self.fail(intake, event.reason, event.detail, now)
         elif intake.end is None:
             if not intake.has_bytes:
@@ -317,6 +323,17 @@ class Consumer:
             raise ProtocolError(Reason.BUSY, f"intakes_max: {len(self.by_handoff)} handoffs are on their way")
         if self.quarantined_blocks >= settings.quarantine_blocks_max:
             raise ProtocolError(Reason.QUARANTINE_FULL, f"quarantine_blocks_max: {self.quarantined_blocks} blocks")
+
+    def _note_origins(self, link: Link, granted: Granted) -> None:
+        """Before the engine may have a block of it: with the first that is cached, these are origins of our cache."""
+        identity = self.desk.identity
+        names = (identity.origin_of(link.worker), *(granted.origins if isinstance(granted, GrantedFrom) else ()))
+        gone = next(filter(identity.is_gone, names), None)
+        if gone is not None:
+            name = gone.partition(" ")[0]
+            raise ProtocolError(Reason.ORIGIN_GONE, f"origins: {name} is no longer a member that grants")
+        me = identity.origin_of(identity.me.worker)
+        self.desk.origins.note(name for name in names if name != me)
 
     def _claim(self, intake: Intake, now: float) -> None:
         # The ticket may be of another incarnation of the source than the link: only the source can tell which is newer.

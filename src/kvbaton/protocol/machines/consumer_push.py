@@ -1,19 +1,23 @@
 """Push: D offers its blocks, and P writes into them until it sends Written, or Quiesced.
 
 Laws: a reservation's number is never reused (rule 13). Offered blocks are released only after Written, Quiesced or a
-fence of every rank (rule 14): a source that is unresponsive, or dead, may still be writing.
+fence of every rank (rule 14): a source that is unresponsive, or dead, may still be writing. Written is P's word: D
+takes its loans back, and a handoff is delivered only if every rank says that all bytes due were written (rule 35).
 """
 
 from __future__ import annotations
 
 from kvbaton.protocol.effects import Direction
-from kvbaton.protocol.errors import Reason, reason_of
+from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
+from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.ids import ReservationId
 from kvbaton.protocol.machines.consumer_book import ConsumerBook, Fail
-from kvbaton.protocol.machines.inbound import Intake, IntakeEvent
+from kvbaton.protocol.machines.inbound import Intake, IntakeEvent, IntakeState
+from kvbaton.protocol.machines.movement import due
 from kvbaton.protocol.machines.pairing_state import Link, LinkState
 from kvbaton.protocol.marks import Step
 from kvbaton.protocol.numbers import DURATION_S_MIN
+from kvbaton.protocol.privileges import Act, may
 from kvbaton.protocol.wire.codec import pack_blocks
 from kvbaton.protocol.wire.messages import Accepted, Ack, Feature, Offer, Quiesced, Revoke, Written
 
@@ -30,9 +34,10 @@ class Pushes:
         self._last_reservation = 0
 
     def is_possible(self, link: Link) -> bool:
-        """Where the sender cannot be fenced, or cannot push, the receiver copies (rule 16)."""
+        """Otherwise the receiver copies (rule 16): P cannot or may not write, or D would not know what P wrote."""
         assert link.transport is not None
-        return link.transport.can_write and link.transport.can_fence and bool(link.features & Feature.PUSH)
+        writes = may(self.desk.identity.role_of(link.worker), Act.WRITE)
+        return link.transport.takes_pushes and writes and bool(link.features & Feature.PUSH)
 
     def begin(self, intake: Intake, now: float) -> None:
         if self.book.step(intake, _E.PUSH_BEGUN):
@@ -41,7 +46,11 @@ class Pushes:
             self.book.by_reservation[intake.reservation] = intake
             self.book.wait(intake, self.desk.settings.transfer_timeout, now)
             self.book.mark(intake.attempt, Step.OFFERED, now)
-            self._lend(intake)
+            try:
+                self._lend(intake)
+            except ProtocolError as error:  # these blocks cannot hold this prompt; P would find the same
+                self._fail(intake, error.reason, error.detail, now)
+                return
             self.send_offer(intake)
             # It may be lost, and is made again with the next renewal, which nothing puts off: the lease runs on.
             assert intake.source is not None
@@ -52,7 +61,9 @@ class Pushes:
         """Before the source is told of these blocks; revoked when the handoff ends, whatever the source says."""
         link, target = intake.link, intake.target
         assert link.transport is not None and link.peer is not None and target is not None
-        self.desk.lend(intake.parts, link.transport, link.peer, Direction.WRITE, target.blocks)
+        assert link.plan is not None
+        owed = due(link.plan, target.blocks, intake.wanted.tokens, target.first_token)
+        self.desk.lend(intake.parts, link.transport, link.peer, Direction.WRITE, target.blocks, owed)
 
     def send_offer(self, intake: Intake) -> None:
         assert intake.source is not None and intake.target is not None
@@ -81,18 +92,37 @@ class Pushes:
             return
         if intake.end is None and message.digest != intake.wanted.digest:
             self._fail(intake, Reason.CONTENT_MISMATCH, "digest: the source wrote another prompt", now)
-        self.book.step(intake, _E.WRITTEN)
+        if not self.book.step(intake, _E.WRITTEN):
+            return
         if intake.end is None:
-            self.book.mark(intake.attempt, Step.COPIED, now)
-            self.book.finish(intake, now)
+            # No new write is served from here on, and what is under way ends within a bounded time: what our ranks say
+            # then is what there will ever be. Asked before, a late write could fall between answer and report.
+            self.desk.timers.clear(("pulse", intake.wanted.handoff))
+            self.book.wait(intake, self.desk.settings.transfer_timeout, now)
+            self.desk.cancel(intake.parts)
+            self._judge(intake, now)
         else:  # it crossed our Revoke, or wrote another prompt: only our own ranks are waited for now
             self.book.clear_timers(intake)
-        self.book.rest(intake, now)
+            self.book.rest(intake, now)
+
+    def on_loan_ended(self, intake: Intake, event: CopyEnded, now: float) -> None:
+        """While judging: a rank says how much of what was due has not been written."""
+        if event.job in intake.parts.unproven:
+            missing = "an unknown number" if event.unwritten is None else event.unwritten
+            told = f"{intake.link.worker} said that it had written everything; {missing} of the bytes due never came"
+            self._fail(intake, Reason.NOT_WRITTEN, told, now)
+        else:
+            self._judge(intake, now)
+
+    def _judge(self, intake: Intake, now: float) -> None:
+        if intake.parts.at_rest and self.book.step(intake, _E.JUDGED):
+            self.book.mark(intake.attempt, Step.COPIED, now)
+            self.book.finish(intake, now)
 
     def on_quiesced(self, link: Link, message: Quiesced, now: float) -> None:
         intake = self.book.by_reservation.get(message.reservation)
-        if intake is None or intake.link is not link:
-            self.desk.count("late.quiesced")
+        if intake is None or intake.link is not link or intake.state is IntakeState.JUDGING:
+            self.desk.count("late.quiesced")  # P answers an Offer that it has done with by Quiesced, also after Written
             return
         reason = Reason.SOURCE_ABORTED if message.reason is None else reason_of(message.reason)
         if intake.end is None:

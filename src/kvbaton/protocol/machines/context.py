@@ -14,10 +14,12 @@ import msgspec
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.clock import Timers
 from kvbaton.protocol.effects import CancelCopy, Copy, Direction, Effect, Lend, Loan, Send, StartCopy
-from kvbaton.protocol.events import Groups
+from kvbaton.protocol.events import CopyEnded, Groups
 from kvbaton.protocol.geometry.layout import EngineLayout
 from kvbaton.protocol.geometry.spans import Move
+from kvbaton.protocol.geometry.strided_spans import Area
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId, rank_peer
+from kvbaton.protocol.machines.origins import Origins
 from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
 from kvbaton.protocol.privileges import Act, Role, may
 from kvbaton.protocol.settings import Settings
@@ -48,6 +50,8 @@ class Identity:
     optional: int = int(ALL_FEATURES)
     versions: Versions = SPOKEN
     role_of: Callable[[WorkerId], Role] = lambda worker: Role.BOTH  # the role of a member's key
+    origin_of: Callable[[WorkerId], str] = str  # a member as an origin of KV: its name and its key
+    is_gone: Callable[[str], bool] = lambda origin: False  # whether that member's KV is not to be used any more
 
     @property
     def offered(self) -> int:
@@ -79,6 +83,7 @@ class LedgerContext:
     counts: Counter[str] = field(default_factory=Counter)
     marks: deque[Mark] = field(default_factory=lambda: deque(maxlen=MARKS_MAX))
     owners: dict[JobId, Parts] = field(default_factory=dict)
+    origins: Origins = field(default_factory=Origins)
     last_job: int = 0
     confirmed: int = 0  # sessions that targets have confirmed, so far
 
@@ -117,18 +122,32 @@ class LedgerContext:
             self.effects.append(StartCopy(rank, transport, copy))
 
     def lend(
-        self, parts: Parts, plane: Capabilities | None, peer: PeerId, direction: Direction, blocks: Groups
+        self,
+        parts: Parts,
+        plane: Capabilities | None,
+        peer: PeerId,
+        direction: Direction,
+        blocks: Groups,
+        due: Sequence[tuple[Area, ...]] = (),
     ) -> None:
-        """Lend these blocks of every rank to `peer` for as long as `parts` last, where the transport requires that."""
-        act = Act.READ if direction is Direction.READ else Act.WRITE
-        if plane is None or not plane.enforces or not any(blocks) or not may(self.identity.role_of(peer.worker), act):
+        """Lend these blocks of every rank to `peer` for as long as `parts` last, where the transport requires that.
+
+        `due`: by rank, what the peer must write.
+        """
+        reads = direction is Direction.READ
+        if plane is None or not (plane.lends_reads if reads else plane.lends_writes) or not any(blocks):
+            return
+        if not may(self.identity.role_of(peer.worker), Act.READ if reads else Act.WRITE):
             return
         for rank in range(len(self.identity.layout.ranks)):
             self.last_job += 1
             job = JobId(self.last_job)
             self.owners[job] = parts
             parts.moving[job] = Moving(rank, plane.name, 0)
-            self.effects.append(Lend(rank, plane.name, Loan(job, peer, direction, blocks)))
+            owed = due[rank] if due else ()
+            if owed:
+                parts.unproven.add(job)
+            self.effects.append(Lend(rank, plane.name, Loan(job, peer, direction, blocks, owed)))
 
     def cancel(self, parts: Parts) -> None:
         for job, moving in parts.moving.items():
@@ -150,16 +169,19 @@ class Parts:
     owner: object
     moving: dict[JobId, Moving] = field(default_factory=dict)
     restless: set[JobId] = field(default_factory=set)
+    unproven: set[JobId] = field(default_factory=set)  # loans into which the peer must write, and is not known to have
     moved: int = 0  # bytes that have arrived
 
     @property
     def at_rest(self) -> bool:
         return not self.moving and not self.restless
 
-    def ended(self, job: JobId, at_rest: bool) -> Moving:
-        if not at_rest:
-            self.restless.add(job)
-        return self.moving.pop(job)
+    def ended(self, event: CopyEnded) -> Moving:
+        if not event.at_rest:
+            self.restless.add(event.job)
+        if event.unwritten == 0:
+            self.unproven.discard(event.job)
+        return self.moving.pop(event.job)
 
     def rested(self, job: JobId) -> None:
         self.restless.discard(job)

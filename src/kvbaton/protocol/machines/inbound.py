@@ -29,6 +29,7 @@ class IntakeState(enum.Enum):
     COPYING = "copying"  # reading behind what is ready
     COMMITTING = "committing"  # all bytes are here; Commit sent, repeated; nothing is read again
     OFFERED = "offered"  # the source writes into our blocks
+    JUDGING = "judging"  # the source says that it has written everything; our ranks say what they have
     REVOKING = "revoking"  # ended; the source must confirm that it has stopped writing, or be fenced
     SETTLING = "settling"  # ended; our own copies come to rest
     DONE = "done"
@@ -43,13 +44,14 @@ class IntakeEvent(enum.Enum):
     COPIED = "copied"
     COMMITTED = "committed"
     WRITTEN = "written"
+    JUDGED = "judged"
     FAILED = "failed"
     QUIESCED = "quiesced"
     RESTED = "rested"
 
 
 _S, _E = IntakeState, IntakeEvent
-_LIVE = {_S.GREETING, _S.CLAIMING, _S.GRANTED, _S.COPYING, _S.COMMITTING, _S.OFFERED}
+_LIVE = {_S.GREETING, _S.CLAIMING, _S.GRANTED, _S.COPYING, _S.COMMITTING, _S.OFFERED, _S.JUDGING}
 _OVER = {_S.REVOKING, _S.SETTLING, _S.DONE}
 _NEXT = {
     (_S.GREETING, _E.LINKED): _S.CLAIMING,
@@ -59,30 +61,37 @@ _NEXT = {
     (_S.GRANTED, _E.PUSH_BEGUN): _S.OFFERED,
     (_S.COPYING, _E.COPIED): _S.COMMITTING,
     (_S.COMMITTING, _E.COMMITTED): _S.SETTLING,
-    (_S.OFFERED, _E.WRITTEN): _S.SETTLING,
+    (_S.OFFERED, _E.WRITTEN): _S.JUDGING,
+    (_S.JUDGING, _E.JUDGED): _S.SETTLING,
     (_S.GREETING, _E.FAILED): _S.SETTLING,
     (_S.CLAIMING, _E.FAILED): _S.SETTLING,
     (_S.GRANTED, _E.FAILED): _S.SETTLING,
     (_S.COPYING, _E.FAILED): _S.SETTLING,
     (_S.COMMITTING, _E.FAILED): _S.SETTLING,
     (_S.OFFERED, _E.FAILED): _S.REVOKING,
+    (_S.JUDGING, _E.FAILED): _S.SETTLING,  # its loans were taken back, so it can write no more
     (_S.REVOKING, _E.QUIESCED): _S.SETTLING,
     (_S.REVOKING, _E.WRITTEN): _S.SETTLING,  # a Written that crosses a Revoke counts as Quiesced
     (_S.SETTLING, _E.RESTED): _S.DONE,
 }
 _ILLEGAL = (
-    pairs({_S.GREETING, _S.CLAIMING, _S.COPYING, _S.COMMITTING, _S.OFFERED}, {_E.PULL_BEGUN, _E.PUSH_BEGUN})
-    | pairs({_S.GREETING, _S.CLAIMING, _S.GRANTED, _S.COMMITTING, _S.OFFERED}, {_E.COPIED})
-    | pairs({_S.GREETING, _S.CLAIMING, _S.GRANTED, _S.COPYING, _S.OFFERED}, {_E.COMMITTED})
-    | pairs({_S.GREETING, _S.CLAIMING, _S.GRANTED, _S.COPYING, _S.COMMITTING}, {_E.WRITTEN, _E.QUIESCED})
-    | {(_S.OFFERED, _E.QUIESCED)}  # a source that stops of its own accord fails the handoff first
+    pairs(_LIVE - {_S.GRANTED}, {_E.PULL_BEGUN, _E.PUSH_BEGUN})
+    | pairs(_LIVE - {_S.COPYING}, {_E.COPIED})
+    | pairs(_LIVE - {_S.COMMITTING}, {_E.COMMITTED})
+    | pairs(_LIVE - {_S.OFFERED, _S.JUDGING}, {_E.WRITTEN})
+    | pairs(_LIVE - {_S.JUDGING}, {_E.JUDGED, _E.QUIESCED})  # one that stops of its own accord fails the handoff first
 )
 INTAKE = Table(
     "intake",
     IntakeState,
     IntakeEvent,
     next=_NEXT,
-    late=(pairs(_LIVE, {_E.LINKED, _E.UNLINKED, _E.GRANTED, _E.RESTED}) | pairs(_OVER, IntakeEvent)) - set(_NEXT),
+    late=(
+        pairs(_LIVE, {_E.LINKED, _E.UNLINKED, _E.GRANTED, _E.RESTED})
+        | pairs({_S.JUDGING}, {_E.WRITTEN, _E.QUIESCED})  # it repeats a Written until that is acknowledged
+        | pairs(_OVER, IntakeEvent)
+    )
+    - set(_NEXT),
     illegal=_ILLEGAL,
 )
 
@@ -163,5 +172,6 @@ WAITED_FOR: dict[IntakeState, Reason] = {
     IntakeState.COPYING: Reason.TRANSFER_TIMEOUT,
     IntakeState.COMMITTING: Reason.TRANSFER_TIMEOUT,
     IntakeState.OFFERED: Reason.TRANSFER_TIMEOUT,
+    IntakeState.JUDGING: Reason.TRANSFER_TIMEOUT,
 }
 """The reason of a handoff that ran out of time: what it was waiting for."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvbaton.protocol import events as ev
-from kvbaton.protocol.effects import Effect
+from kvbaton.protocol.effects import Effect, ForgetCache
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.machines.consumer import Consumer
@@ -232,7 +232,7 @@ class Ledger:
         if parts is None or event.job not in parts.moving:
             self.desk.count("late.copy")
             return
-        moved = parts.ended(event.job, event.at_rest)
+        moved = parts.ended(event)
         if event.reason is None:
             self.desk.counts["copies"] += 1
             self.desk.counts["bytes_moved"] += moved.bytes
@@ -286,6 +286,15 @@ class Ledger:
     def _on_cache_replaced(self, event: ev.CacheReplaced, now: float) -> None:
         self.consumer.void(now)
         self.producer.void(now)
+        if event.forgotten:
+            self.desk.origins.forgotten()
+            self.desk.counts["cache_reset_blocks"] += event.blocks
+
+    def _on_members_gone(self, event: ev.MembersGone, now: float) -> None:
+        gone = self.desk.origins.gone(self.desk.identity.is_gone)
+        if gone:
+            self.desk.count("cache_resets")
+            self.desk.emit(ForgetCache(gone))
 
     def _timer(self, kind: str, name: Any, now: float) -> None:
         match kind:
@@ -328,6 +337,7 @@ class Ledger:
             ev.Discarded: producer.on_discarded,
             ev.DrainStarted: self._on_drain,
             ev.CacheReplaced: self._on_cache_replaced,
+            ev.MembersGone: self._on_members_gone,
         }
 
     def _target_messages(self) -> dict[type, Handler]:
@@ -348,6 +358,7 @@ class Ledger:
         return {
             m.Linked: lambda link, message, now: consumer.links.on_linked(link, now),
             m.Granted: consumer.on_granted,
+            m.GrantedFrom: consumer.on_granted,
             m.ClaimRefused: consumer.on_claim_refused,
             m.Renewed: consumer.on_renewed,
             m.RenewRefused: consumer.on_renew_refused,

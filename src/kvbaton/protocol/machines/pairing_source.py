@@ -151,7 +151,8 @@ class Sessions:
             if oldest is None:
                 raise ProtocolError(Reason.BUSY, f"sessions_max: {len(self.by_number)} sessions are open")
             self.end(oldest, now)
-        session = Session(self._next_number(sender), sender, hello.nonce, mapping, transport, version)
+        number, features = self._next_number(sender), hello.card.optional
+        session = Session(number, sender, hello.nonce, mapping, transport, version, features)
         self.by_number[session.number] = session
         self.desk.count(f"sessions.{version}")
         return session

@@ -109,6 +109,7 @@ class Session:
     plan: Plan
     transport: Capabilities
     version: int  # protocol version of the pair
+    features: int = 0  # what the target can do
     joined: bool = False
     confirmed: int = 0  # its ordinal among all, in this incarnation
 

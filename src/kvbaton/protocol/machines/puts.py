@@ -55,7 +55,7 @@ class Puts:
             return
         self.states[event.put] = PutState.PUTTING
         self.desk.timers.set(("put", event.put), now + self.desk.settings.transfer_timeout)
-        self.desk.emit(StorePut(event.put, event.blocks, event.keys))
+        self.desk.emit(StorePut(event.put, event.blocks, event.keys, self.desk.origins.names))
 
     def on_ended(self, event: StoreEnded, now: float) -> None:
         state = self.states.get(event.put, PutState.RELEASED)

@@ -24,6 +24,9 @@ from kvbaton.protocol.wire.versions import version_bit, versions_in
 
 RANK_PAIRS_MAX = 4096
 DETAIL_CHARS_MAX = 512
+ORIGINS_MAX = 256
+"""Members that one message names: as many as KV came from, or one name that stands for all."""
+ORIGIN_CHARS_MAX = 128
 
 LeaseId = Annotated[ids.LeaseId, ID]
 ReservationId = Annotated[ids.ReservationId, ID]
@@ -38,6 +41,8 @@ WireReason = Annotated[str, Meta(max_length=64)]
 """A `Reason`, or one that only newer versions know; read it with `reason_of`."""
 Unsaid = Annotated[str, Meta(max_length=64)]
 """A `WireReason`, or nothing: version 1 did not say it."""
+Origins = Annotated[tuple[Annotated[str, Meta(max_length=ORIGIN_CHARS_MAX)], ...], Meta(max_length=ORIGINS_MAX)]
+"""Members from whom the KV in the sender's cache came, each with its key (`machines.origins`)."""
 Endpoints = Annotated[tuple[Annotated[bytes, Meta(max_length=1024)], ...], Meta(max_length=RANK_PAIRS_MAX)]
 
 
@@ -47,9 +52,10 @@ class Feature(enum.IntFlag):
     PULL = 1
     STREAM = 2
     PUSH = 4
+    ORIGINS = 8  # is told from whom a source's KV came
 
 
-ALL_FEATURES = Feature.PULL | Feature.STREAM | Feature.PUSH
+ALL_FEATURES = Feature.PULL | Feature.STREAM | Feature.PUSH | Feature.ORIGINS
 
 
 def feature_names(bits: int) -> str:
@@ -142,6 +148,12 @@ class Granted(_Message, frozen=True, array_like=True, tag=11):
     blocks: GroupBlocks
     progress: Progress
     final: bool
+
+
+class GrantedFrom(Granted, frozen=True, array_like=True, tag=22):
+    """A grant of a source whose cache holds KV of others: it may be in these blocks. Only to peers with `ORIGINS`."""
+
+    origins: Origins
 
 
 class ClaimRefused(_Message, frozen=True, array_like=True, tag=12):
@@ -283,6 +295,7 @@ Message = (
     | Goodbye
     | Claim
     | Granted
+    | GrantedFrom
     | ClaimRefused
     | Renew
     | Renewed

@@ -110,6 +110,7 @@ class SummedTransport(PlaneShell[SumLink]):
         limits = config.strangers_max, config.dial_deadline_s
         self._loans = Loans(self._mover, self._loan_ended, partial(self._loop.call_later, GRACE_S))
         self._lent: dict[JobId, int] = {}  # how many of the two, inner transport and service, still hold it
+        self._unwritten: dict[JobId, int] = {}  # of loans that the inner transport has released, as it said
         asked = self._loans if inner.capabilities.enforces else None
         self._service = SumService(me, self._loop, self._sums, self._mover, asked, *limits, config.encrypt)
         if config.must_seal:
@@ -138,7 +139,7 @@ class SummedTransport(PlaneShell[SumLink]):
     def lend(self, loan: Loan) -> None:
         with self._jobs:
             self._lent[loan.job] = 2
-        self._loans.lend(loan)
+        self._loans.lend(msgspec.structs.replace(loan, due=()))  # digests are read, whatever they are of
         cast(LendingTransport, self._inner).lend(loan)
 
     def endpoint(self, peer: PeerId) -> bytes:
@@ -233,9 +234,12 @@ class SummedTransport(PlaneShell[SumLink]):
         """The inner transport, or the service, has released a loan."""
         with self._jobs:
             self._lent[event.job] -= 1
+            if event.unwritten is not None:
+                self._unwritten[event.job] = event.unwritten
             if not self._lent[event.job]:
                 del self._lent[event.job]
-                self._jobs.loan_ended(event)
+                unwritten = self._unwritten.pop(event.job, None)
+                self._jobs.loan_ended(msgspec.structs.replace(event, unwritten=unwritten))
 
     def _landed(self, job: CopyJob, event: CopyEnded) -> None:
         """The inner transport is done with `job`. If it succeeded and was not cancelled, its bytes are compared."""

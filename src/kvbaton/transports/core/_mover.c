@@ -261,9 +261,9 @@ static int gather(const struct cursor *at, char *base, int64_t room, struct iove
     *bytes = 0;
     for (Py_ssize_t index = at->index; index < at->count && used < IOVECS_MAX && *bytes < room; index++, skip = 0) {
         const int64_t *row = at->rows + index * at->width;
+        if (!inside(row[0], row[at->width - 1], at->size) || skip > row[at->width - 1])
+            return -1; /* before anything is computed of them: they may be any numbers */
         int64_t left = row[at->width - 1] - skip;
-        if (!inside(row[0], row[at->width - 1], at->size) || left < 0)
-            return -1;
         if (left == 0)
             continue;
         if (left > room - *bytes)

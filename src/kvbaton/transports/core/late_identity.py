@@ -29,7 +29,7 @@ class UnnamedTransport(WrappedTransport):
         if self._inner is not None:
             raise RuntimeError(f"this transport has a name already; {me} needs its own")
         self._inner = self._make(me)
-        if self.capabilities.enforces:
+        if self.capabilities.lends_writes:
             self.lay_out(())  # nothing can be lent before the engine has said where blocks are
         if self._waker is not None:
             self._inner.set_waker(self._waker)

@@ -3,7 +3,9 @@
 Laws: nothing is served that is not lent to that peer, in that direction, at the moment its request is checked; an
 accepted request is *in flight* until it calls `end`. A revoked loan accepts no new request, and ends when the last
 request in flight under it has ended; one that takes longer than `GRACE_S` is cut off. Blocks are counted: blocks that
-were lent twice stay lent until both loans are revoked. From any thread; nothing here blocks.
+were lent twice stay lent until both loans are revoked. A loan for writing ends with how much of what was due under it
+has not come (`written`): only whole requests count, and only those of its own blocks. From any thread; nothing here
+blocks.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Protocol
 
 import numpy as np
 
+from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.effects import Direction, Loan
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded
@@ -24,6 +27,7 @@ from kvbaton.protocol.geometry.pages import Band, PageTable
 from kvbaton.protocol.ids import JobId, PeerId, WorkerId
 from kvbaton.transports.core.mover import Bands, Counts, Mover
 from kvbaton.transports.core.transport import Spans
+from kvbaton.transports.core.written import WriteRecord, WriteRecords
 
 GRACE_S = 5.0
 """How long what is under way may still take once its loan was taken back: an honest reader of a slow network is done,
@@ -47,6 +51,7 @@ class BytesUnderWay:
     pairs: Spans
     cut: Callable[[], None]  # ends it, and its connection; from any thread
     awaited: list[JobId] = field(default_factory=list)  # loans that wait for its end
+    records: tuple[WriteRecord, ...] = ()  # of a write: where it counts once it has landed
 
 
 class Loans:
@@ -65,6 +70,7 @@ class Loans:
         self._flights: dict[BytesUnderWay, None] = {}
         self._rows: dict[Key, int] = {}  # of them
         self._closing: dict[JobId, set[BytesUnderWay]] = {}
+        self._written = WriteRecords()
         self._closed = False
 
     def lay_out(self, tables: Iterable[PageTable]) -> None:
@@ -86,6 +92,7 @@ class Loans:
                 key = loan.peer, loan.direction
                 self._loans[loan.job] = loan
                 self._count(key, loan, 1)
+                self._written.lend(loan, self._blocks)
         if refused:
             self._ended(
                 CopyEnded(loan.job, Reason.CANCELLED, detail="the transport is closed, or has lent this already")
@@ -101,6 +108,7 @@ class Loans:
             # Counts first: from here on no new request is served under this loan. Blocks may be lent twice (a prefix
             # shared by two handoffs), so only blocks that no other loan covers have to be waited for.
             self._count(key, loan, -1)
+            self._written.take_back(loan)
             waits_for = {each for each in self._flights if each.key == key and not self._covers(each)}
             for flight in waits_for:
                 flight.awaited.append(job)
@@ -109,7 +117,7 @@ class Loans:
         if waits_for:
             self._later(lambda: self._cut(job))
         else:
-            self._ended(CopyEnded(job, Reason.CANCELLED))
+            self._end_loan(job)
         return True
 
     def begin(
@@ -123,14 +131,18 @@ class Loans:
                 return None
             self._flights[flight] = None
             self._rows[flight.key] = rows
+            if direction is Direction.WRITE:
+                flight.records = self._written.of(flight.key[0], pairs, self._tables.get(region, ()))
         return flight
 
-    def end(self, flight: BytesUnderWay) -> None:
-        """It touches no memory any more. Idempotent."""
+    def end(self, flight: BytesUnderWay, landed: bool = False) -> None:
+        """It touches no memory any more; `landed` if every byte of it has been written. Idempotent."""
         over: list[JobId] = []
         with self._lock:
             if flight in self._flights:
                 del self._flights[flight]
+                for record in flight.records if landed else ():
+                    record.add(flight.region, flight.pairs)
                 self._rows[flight.key] -= len(flight.pairs) // 2
                 if not self._rows[flight.key]:
                     del self._rows[flight.key]
@@ -141,7 +153,7 @@ class Loans:
                 if not waits_for and self._closing.pop(job, None) is not None:
                     over.append(job)
         for job in over:
-            self._ended(CopyEnded(job, Reason.CANCELLED))
+            self._end_loan(job)
 
     def forget(self, peer: PeerId) -> None:
         """The peer is disconnected: keep no counts of an engine to which nothing is lent."""
@@ -150,13 +162,14 @@ class Loans:
             if not any(loan.peer == engine for loan in self._loans.values()):
                 for way in Direction:
                     self._counts.pop((engine, way), None)
+                self._written.forget(engine)
 
     def close(self) -> None:
         """Nothing is in flight any more, and nothing will be."""
         with self._lock:
             self._closed = True
             over = [*self._loans, *self._closing]
-            for book in (self._loans, self._closing, self._counts, self._flights, self._rows):
+            for book in (self._loans, self._closing, self._counts, self._flights, self._rows, self._written):
                 book.clear()
         for job in over:
             self._ended(CopyEnded(job, Reason.CANCELLED, detail="the transport was closed"))
@@ -177,6 +190,11 @@ class Loans:
                 for block in ids:
                     if 0 <= block < size:
                         counts[block] += step
+
+    def _end_loan(self, job: JobId) -> None:
+        with self._lock:
+            record = self._written.end(job)
+        self._ended(CopyEnded(job, Reason.CANCELLED, unwritten=None if record is None else record.missing_bytes()))
 
     def _covers(self, flight: BytesUnderWay) -> bool:
         held = self._counts.get(flight.key, {})
@@ -201,7 +219,8 @@ class _Lends(Protocol):
     def lend(self, loan: Loan) -> None: ...
 
 
-def lend_everything(transport: _Lends, *peers: PeerId) -> None:
-    """Where regions were not laid out, lend all of them both ways: for benchmarks and tests of copies alone."""
+def lend_everything(transport: _Lends, *peers: PeerId, able: Capabilities | None = None) -> None:
+    """Where regions were not laid out, lend all of them, both ways: for benchmarks and tests of copies alone."""
     for number, (peer, way) in enumerate(product(peers, Direction)):
-        transport.lend(Loan(JobId(EVERYTHING + number), engine_of(peer), way, ((0,),)))
+        if able is None or (able.lends_reads if way is Direction.READ else able.lends_writes):
+            transport.lend(Loan(JobId(EVERYTHING + number), engine_of(peer), way, ((0,),)))

@@ -30,6 +30,7 @@ from kvbaton.transports.core.mover import choose_mover
 from kvbaton.transports.core.transport import (
     Capabilities,
     Copy,
+    CopyEnded,
     DeviceEvent,
     Direction,
     Loan,
@@ -228,6 +229,41 @@ class PlaneShell(Generic[LinkT]):
 def at_least_one(parts: deque[Spans]) -> deque[Spans]:
     """An empty copy has one part as well, which ends when the peer was reached: the protocol probes with it."""
     return parts or deque([array("q")])
+
+
+class AdmittingShell(PlaneShell[LinkT]):
+    """A transport that gives a peer all of its memory, once something of it was lent to that peer, and not before."""
+
+    def __init__(self, me: PeerId, copies_max: int, pure_python: bool = False) -> None:
+        super().__init__(me, copies_max, pure_python)
+        self._lent: set[JobId] = set()
+
+    def lay_out(self, tables: Sequence[PageTable]) -> None:
+        """Where blocks are is of no use here: it is all or nothing."""
+
+    def lend(self, loan: Loan) -> None:
+        """Of any block: what it opens cannot be closed again, so its end says only that it was revoked."""
+        with self._jobs:
+            self._lent.add(loan.job)
+            if loan.direction is Direction.READ:
+                self._admit(loan.peer)
+
+    def cancel(self, job: JobId) -> None:
+        with self._jobs:
+            if job in self._lent:
+                self._lent.discard(job)
+                self._jobs.loan_ended(CopyEnded(job, Reason.CANCELLED))
+                return
+        super().cancel(job)
+
+    def _wind_up(self) -> None:
+        super()._wind_up()
+        for job in list(self._lent):
+            self.cancel(job)
+
+    def _admit(self, engine: PeerId) -> None:
+        """All ranks of that engine may have the memory from now on. The lock is held."""
+        raise NotImplementedError
 
 
 class Driver(Protocol[LinkT_contra]):

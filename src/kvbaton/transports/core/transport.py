@@ -10,6 +10,8 @@ Laws, checked on every implementation by `kvbaton.testing.check_transport`:
  6. Where `enforces`: an authenticated peer reaches only blocks that are lent to it, in the direction in which they are
     lent. A revoked loan (`cancel`) serves no new request at once, and ends when the requests in flight under it have
     come to rest, within a bounded time.
+ 7. Where `knows_writes`: law 6 holds of writes at least, and the end of a loan with something `due` says how much of
+    that was not written under this loan (`CopyEnded.unwritten`). Without it no peer writes here: the receiver copies.
 """
 
 from __future__ import annotations

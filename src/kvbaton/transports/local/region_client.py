@@ -24,7 +24,7 @@ from kvbaton.transports.core.mover import Wait
 from kvbaton.transports.core.shared_memory import F_SEAL_FUTURE_WRITE, REGIONS_MAX
 from kvbaton.transports.local.region_listener import DESCRIPTORS_MAX, LENGTH, ShmEndpoint, SocketPlace, same_user
 from kvbaton.transports.net.connection_handshake import greet
-from kvbaton.transports.net.socket_loop import SocketLoop
+from kvbaton.transports.net.socket_loop import SocketLoop, Timer
 from kvbaton.transports.net.stream_socket import Script, Wire, take
 
 _SEALS = fcntl.F_SEAL_SHRINK | F_SEAL_FUTURE_WRITE
@@ -42,6 +42,7 @@ class Attachment:
         self._jobs = jobs
         self._deadline_s = deadline_s
         self._dialling = False
+        self._reached = False  # it has answered, and may have nothing for us yet
         self._waiting: deque[tuple[CopyJob, Callable[[Mapped], None]]] = deque()
         self._mapped: Mapped | None = None
 
@@ -49,9 +50,11 @@ class Attachment:
         """Call `then` with the peer's regions, now or on the loop; or fail the job. The caller holds the lock."""
         if self._mapped is not None:
             then(self._mapped)
-            return
-        self._waiting.append((job, then))
-        self.dial()
+        elif self._reached and not job.copy.spans:
+            self._jobs.settle(job)  # a copy of nothing, by which a pair finds out whether the peer can be reached
+        else:
+            self._waiting.append((job, then))
+            self.dial()
 
     def dial(self) -> None:
         """The caller holds the lock."""
@@ -76,14 +79,19 @@ class Attachment:
             self._done(None, detail)
 
         wire = Wire(self._loop, sock, closed)
-        wire.open(self._talk(wire))
+        wire.open(self._talk(wire, limit))
 
-    def _talk(self, wire: Wire) -> Script:
-        """Prove ourselves, receive the descriptors, map them."""
+    def _talk(self, wire: Wire, limit: Timer) -> Script:
+        """Prove ourselves, wait until we may have the descriptors, map them."""
         yield from greet(wire, self.there.secret, self._me, self.there.owner, 0)
         head = TakeDescriptors(LENGTH.size)
         try:
             yield head
+            if not LENGTH.unpack(head.data)[0] and not head.descriptors:  # nothing was lent to us yet
+                limit.cancel()
+                self._note_reached()
+                head = TakeDescriptors(LENGTH.size)
+                yield head
             table = yield from take(min(LENGTH.unpack(head.data)[0], TABLE_BYTES_MAX))
             try:
                 places = msgspec.msgpack.decode(table, type=list[SocketPlace])
@@ -95,12 +103,20 @@ class Attachment:
                 os.close(fd)
         self._done(mapped, "")
 
+    def _note_reached(self) -> None:
+        with self._jobs:
+            self._reached = True
+            empty = [job for job, _ in self._waiting if not job.copy.spans]
+            self._waiting = deque(item for item in self._waiting if item[0].copy.spans)
+            for job in empty:
+                self._jobs.settle(job)
+
     def _done(self, mapped: Mapped | None, detail: str) -> None:
         """The first result of a dial counts; the close after a success means nothing."""
         with self._jobs:
             if not self._dialling:
                 return
-            self._mapped, self._dialling = mapped, False
+            self._mapped, self._dialling, self._reached = mapped, False, False
             waiting, self._waiting = self._waiting, deque()
             problem = f"cannot map the memory of {self.there.owner}: {detail}"
             for job, then in waiting:

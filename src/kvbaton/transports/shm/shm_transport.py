@@ -3,7 +3,8 @@
 P's memory is a sealed memfd (`shared_memory.allocate`); D maps it read-only and its mover threads copy, with the GIL
 released. P takes no part once its descriptors have been passed and need not even be alive: a mapping outlives its
 process. A peer cannot be shut out of what it has mapped, which is why commits are verified against epochs and why
-nothing is written.
+nothing is written. It gets the descriptors when something is lent to it for the first time, and waits for that on the
+line (`region_listener`): who has only greeted has no memory.
 
 Law: only movers touch memory, and a copy ends when its last mover has finished with it.
 """
@@ -21,7 +22,7 @@ from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.jobs import CopyJob
 from kvbaton.transports.core.shared_memory import RegisteredMemory, region_of
-from kvbaton.transports.core.shell import PlaneShell
+from kvbaton.transports.core.shell import AdmittingShell
 from kvbaton.transports.core.span_tables import cut
 from kvbaton.transports.core.transport import Capabilities
 from kvbaton.transports.local.region_client import Attachment, Mapped
@@ -33,7 +34,9 @@ CLOSE_S = 2.0
 PART_BYTES = range(512 << 10, 16 << 20)
 """Smaller copies are not split: waking a second thread costs as much as copying this."""
 
-CAPABILITIES = Capabilities(name="shm", one_sided=True, can_write=False, can_fence=False, cancels=True, same_host=True)
+CAPABILITIES = Capabilities(
+    name="shm", one_sided=True, can_write=False, can_fence=False, cancels=True, same_host=True, admits=True
+)
 
 
 class ShmConfig(msgspec.Struct, frozen=True):
@@ -43,7 +46,7 @@ class ShmConfig(msgspec.Struct, frozen=True):
     pure_python: bool = False
 
 
-class ShmTransport(PlaneShell[Attachment]):
+class ShmTransport(AdmittingShell[Attachment]):
     """See `base.Transport`. Threads: one for descriptors, `threads` that copy, one more to wait for devices."""
 
     capabilities = CAPABILITIES
@@ -76,7 +79,7 @@ class ShmTransport(PlaneShell[Attachment]):
         return msgspec.msgpack.encode(there)
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        """Maps the peer's memory right away, in the background, so that the mapping exists if the peer dies."""
+        """Maps the peer's memory as soon as it may, in the background, so that the mapping exists if the peer dies."""
         there = _parse(peer, endpoint)
 
         def attach() -> Attachment:
@@ -88,7 +91,10 @@ class ShmTransport(PlaneShell[Attachment]):
 
     def _turn_away(self, peer: PeerId) -> None:
         """Memory that `peer` has already mapped it keeps until it unmaps it; it gets nothing new."""
-        self._door.keyring.revoke(peer)
+        self._door.revoke(peer)
+
+    def _admit(self, engine: PeerId) -> None:
+        self._door.admit(engine)
 
     def _start(self, job: CopyJob, link: Attachment) -> None:
         link.use(job, partial(self._plan, job))

@@ -240,9 +240,8 @@ class StagedServer:
             return FrameStatus.NOT_LENT
 
         def ended(problem: str) -> None:
-            self._loans.end(
-                flight
-            )  # what was read is in the slot now, which is the peer's; what was written has landed
+            # What was read is in the slot now, which is the peer's; what was written has landed.
+            self._loans.end(flight, landed=not problem)
             self._loops[session.index].call(partial(self._answer, session, slot, frame, problem))
 
         rows = gather_rows(pairs, 2) if reads else scatter_rows(pairs, 2)

@@ -52,7 +52,7 @@ from kvbaton.transports.staged.staged_work import Stager
 CLOSE_S = 5.0
 _BASE = Capabilities(
     name="staged", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=True,
-    device_kinds=("cuda",), enforces=True,
+    device_kinds=("cuda",), enforces=True, knows_writes=True,
 )  # fmt: skip
 CAPABILITIES: dict[Carrier, Capabilities] = {
     "shm": msgspec.structs.replace(_BASE, name="staged-shm"),

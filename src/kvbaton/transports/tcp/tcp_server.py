@@ -156,13 +156,14 @@ class TcpGuest:
         self._cut()
 
     def landed(self, flight: BytesUnderWay) -> None:
+        """The last byte of it has moved."""
         self.flights.discard(flight)
-        self._loans.end(flight)
+        self._loans.end(flight, landed=True)
 
     def left(self) -> None:
         """The connection is over, and so is everything in flight on it."""
-        for flight in list(self.flights):
-            self.landed(flight)
+        while self.flights:
+            self._loans.end(self.flights.pop())
 
 
 class LentStrip(ByteStrip):

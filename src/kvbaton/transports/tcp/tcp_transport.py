@@ -48,7 +48,14 @@ PART_BYTES = range(512 << 10, 32 << 20)
 """Smaller copies are not split: a second request costs more than it saves."""
 
 CAPABILITIES = Capabilities(
-    name="tcp", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False, enforces=True
+    name="tcp",
+    one_sided=False,
+    can_write=True,
+    can_fence=True,
+    cancels=True,
+    same_host=False,
+    enforces=True,
+    knows_writes=True,
 )
 
 

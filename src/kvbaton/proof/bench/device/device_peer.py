@@ -69,7 +69,7 @@ def main() -> None:
     for name, reader in order.readers.items():
         plane = make_plane(name, P, gpu, order.slots)
         plane.register(0, cache.memory)
-        if plane.capabilities.enforces:
+        if plane.capabilities.lends_reads:
             lend_everything(cast(LendingTransport, plane), reader)
         endpoints[name] = plane.endpoint(reader)
         planes.append(plane)

@@ -86,7 +86,7 @@ def serve(parent: Parent) -> None:
     for way, reader in order.readers.items():
         transports.append(make(*ways()[way], P))
         transports[-1].register(0, memory.view)
-        if transports[-1].capabilities.enforces:
+        if transports[-1].capabilities.lends_reads:
             lend_everything(cast(LendingTransport, transports[-1]), reader)
         offers[way] = transports[-1].endpoint(reader)
     parent.answer(offers)

@@ -51,7 +51,7 @@ def serve(name: str, parent: Parent) -> None:
     memory = allocate(MEMORY_BYTES)
     memory.view[:] = pattern(MEMORY_BYTES).data
     transport = catalogue.make(name, P, catalogue.PlaneSettings(), [memory.view])
-    if transport.capabilities.enforces:
+    if transport.capabilities.lends_reads:
         lend_everything(cast(LendingTransport, transport), D)
     parent.answer(transport.endpoint(D))
     for _ in sys.stdin:

@@ -69,6 +69,8 @@ def serve(parent: Parent) -> None:
         blocks = order.region_bytes // PAGE_BYTES
         transport.lay_out([PageTable(0, 0, blocks, (Band(0, PAGE_BYTES, PAGE_BYTES),))])
         transport.lend(Loan(JobId(1), _reader(name), Direction.READ, (tuple(range(blocks)),)))
+    for number, name in enumerate(SHM):
+        shm.lend(Loan(JobId(number), _reader(name), Direction.READ, ((0,),)))
     by_name = {name: shm.endpoint(_reader(name)) for name in SHM}
     parent.answer(Offer(by_name, tcp.endpoint(_reader(TCP)), encrypted.endpoint(_reader(ENCRYPTED))))
     socks = [socket.create_connection(("127.0.0.1", order.raw_port), RAW_S) for _ in range(STREAMS)]

@@ -22,16 +22,17 @@ from kvbaton.proof.sim.world.touches import ALWAYS, pair
 from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.effects import Copy, End
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.ids import HandoffId, WorkerId
+from kvbaton.protocol.ids import HandoffId, PeerId, WorkerId
 from kvbaton.protocol.machines.context import MARKS_MAX, Parts
 from kvbaton.protocol.machines.inbound import Intake, IntakeState
+from kvbaton.protocol.machines.pairing_state import Session
 from kvbaton.protocol.machines.push_write import Outlet
 from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire import messages as m
 
 LIE, OTHER_NEEDS, FULL, BOUNDED = "lie", "other_needs", "full", "rank_bounded"
-FENCED = "fenced"
+FENCED, WRITE_STUCK, RANK_SLOW = "fenced", "write_stuck", "rank_slow"
 
 _R = Reason
 _RANKS = ("rank_stalls", "rank_lost", "rank_link_cut", "rank_plane_threw", "rank_reports_late", "rank_frame_garbled")
@@ -54,13 +55,24 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.DISCARDED: ("discarded", "turn_let_go", "draining"),
     _R.DRAINING: ("draining", "retired"),
     _R.DUPLICATE: ("ticket_twice", "ticket_replayed"),
-    _R.HANDSHAKE_TIMEOUT: (FULL, *_CUT),
-    _R.LEASE_EXPIRED: (BOUNDED, *_TURN, *_TICKET, "no_room", "late_ticket", "preempted", *_LEFT, *_STUCK, *_APART),
+    _R.HANDSHAKE_TIMEOUT: (FULL, RANK_SLOW, *_CUT),  # each endpoint that came late costs a repeated Hello or Joined
+    _R.LEASE_EXPIRED: (
+        BOUNDED,
+        RANK_SLOW,
+        *_TURN,
+        *_TICKET,
+        "no_room",
+        "late_ticket",
+        "preempted",
+        *_LEFT,
+        *_STUCK,
+        *_APART,
+    ),
     _R.PEER_GONE: (FENCED, *_APART, *_STUCK),
     _R.PEER_UNKNOWN: ("ticket_of_nobody", *_APART, *_STUCK),
     _R.PINS_FULL: ("pins_refused",),
     _R.QUARANTINE_FULL: (FULL, *_STUCK),  # a push that was delivered is not at rest before its loans are back
-    _R.SOURCE_ABORTED: (*_LEFT, *_STUCK, *_APART),  # also a Quiesced of which only the repetition came
+    _R.SOURCE_ABORTED: ("pins_refused", *_LEFT, *_STUCK, *_APART),  # also a Quiesced of which only the repetition came
     _R.SOURCE_PREEMPTED: ("preempted",),
     _R.STALE: ("nibbled", "cache_replaced", *_STUCK, *_APART),
     _R.TICKET_EXPIRED: ("late_ticket", "ticket_replayed", *_CUT),
@@ -69,7 +81,7 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.TRANSFER_TIMEOUT: _STUCK,
     _R.UNKNOWN_LEASE: (*_TURN, "no_room", FULL, "late_ticket", *_TICKET, "preempted", *_LEFT, *_STUCK, *_APART),
     _R.UNREACHABLE: (BOUNDED, "plane_shut", *_THREW, *_RANKS),
-    _R.WRONG_INCARNATION: (FULL, *_CUT, *_APART),  # P began anew, or has forgotten the session
+    _R.WRONG_INCARNATION: (FULL, WRITE_STUCK, *_CUT, *_APART),  # P began anew, or has forgotten the session
     _R.WRONG_VERSION: (OTHER_NEEDS,),
 }
 _TIMEOUTS = {_R.CLAIM_TIMEOUT, _R.DEFER_TIMEOUT, _R.TRANSFER_TIMEOUT}
@@ -125,6 +137,7 @@ class Causes:
                 if mark.what.end.delivered:
                     check_pushed(life, self._lives, life.node.ledger.consumer.by_attempt[mark.key])
 
+        self._note_stuck(life)
         desk.marks = HeardMarks(on_mark)
         life.on_step = self._after_step(life, life.on_step)
 
@@ -166,12 +179,43 @@ class Causes:
                 found.add(BOUNDED)
         return found | self._before_fence(what, life)
 
+    def _note_stuck(self, life: Life) -> None:
+        """A write whose rest was never proven ends its session, and all that is under way in it."""
+        producer, world = life.node.ledger.producer, self._world
+        end = producer.writer.on_stuck
+
+        def on_stuck(session: Session, now: float) -> None:
+            writes = [each for key, each in producer.writer.outlets.items() if key[0] == session.number]
+            handoffs = [producer.leases[each.lease].handoff for each in writes]
+            if any(world.touches.between(each, 0.0, world.now) & set(_STUCK) for each in handoffs):
+                world.touch(WRITE_STUCK, pair(life.character.name, session.peer.worker))
+            end(session, now)
+
+        producer.writer.on_stuck = on_stuck
+        self._note_fences(life)
+
+    def _note_fences(self, life: Life) -> None:
+        """A fence ends both roles of a pair: also what the one that is shut out takes from the one that fences."""
+        links, world = life.node.ledger.consumer.links, self._world
+        end = links.on_fence
+
+        def on_fence(peer: PeerId, now: float) -> None:
+            if self._stopped_stuck(life, peer.worker):
+                world.touch(WRITE_STUCK, pair(life.character.name, peer.worker))
+            end(peer, now)
+
+        links.on_fence = on_fence
+
     def _before_fence(self, what: Begun, life: Life) -> set[str]:
         """Who does not confirm that it has stopped is fenced, and all that is under way with it ends."""
+        return {FENCED} if self._stopped_stuck(life, what.peer) else set()
+
+    def _stopped_stuck(self, life: Life, source: WorkerId) -> bool:
+        """Whether that source may have stuck in a write that it was told to stop."""
         consumer, now = life.node.ledger.consumer, self._world.now
         ended = (each for each in consumer.by_handoff.values() if each.state is IntakeState.REVOKING)
-        stopped = (each.wanted.handoff for each in ended if each.wanted.source == what.peer)
-        return {FENCED} if any(self._world.touches.between(each, 0.0, now) & set(_STUCK) for each in stopped) else set()
+        stopped = (each.wanted.handoff for each in ended if each.wanted.source == source)
+        return any(self._world.touches.between(each, 0.0, now) & set(_STUCK) for each in stopped)
 
     # --- fates of frames and copies
 

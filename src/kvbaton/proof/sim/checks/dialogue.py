@@ -35,7 +35,7 @@ _BODIES = {kind: msgspec.msgpack.Decoder(kind) for kind in _KINDS.values() if ki
 
 _ANSWERS: dict[type, tuple[type, ...]] = {
     m.Joined: (m.Linked,),
-    m.Claim: (m.Granted, m.ClaimRefused),
+    m.Claim: (m.Granted, m.GrantedFrom, m.ClaimRefused),
     m.Renew: (m.Renewed, m.RenewRefused),
     m.Commit: (m.Committed, m.Stale),
     m.Offer: (m.Accepted, m.Quiesced, m.Written),
@@ -53,6 +53,7 @@ _STATES = {IntakeState.CLAIMING: m.Claim, IntakeState.COMMITTING: m.Commit, Inta
 _RENEWING = (IntakeState.GRANTED, IntakeState.COPYING, IntakeState.OFFERED)
 _MOVES: dict[type, tuple[IntakeState, ...]] = {
     m.Granted: (IntakeState.CLAIMING,),
+    m.GrantedFrom: (IntakeState.CLAIMING,),
     m.ClaimRefused: (IntakeState.CLAIMING,),
     m.Committed: (IntakeState.COMMITTING,),
     m.Stale: (IntakeState.COMMITTING,),
@@ -138,7 +139,7 @@ class Dialogue:
                 self._terms.pop(key[3], None)
         elif kind is m.Abandon:
             self._abandoned.add((listener, message.attempt))
-        elif kind in (m.Granted, m.Ready):
+        elif kind in (m.Granted, m.GrantedFrom, m.Ready):
             self._told[listener, message.lease, message.attempt] = (message.progress, message.final)
         elif kind in (m.SourceLost, m.RenewRefused):
             self._check_reason(kind, listener, message)

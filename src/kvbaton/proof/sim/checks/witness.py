@@ -70,7 +70,8 @@ class Witness:
     def lending(self, transport: SimTransport, loan: Loan) -> None:
         """P lends a block for reading: something of it has been computed there, on the device of this very rank."""
         life, rank = self.owner[transport.address], self.rank[transport.address]
-        if not transport.kind.enforces:
+        kind, reads = transport.kind, loan.direction is Direction.READ
+        if not (kind.lends_reads if reads else kind.lends_writes):
             raise Broken(RULE, f"{life.peer.worker}: lends over {transport.kind.name}, which does not enforce it")
         blank = life.engine.device.blank[rank]
         if loan.direction is Direction.READ and not blank.isdisjoint(block for ids in loan.blocks for block in ids):

@@ -9,19 +9,25 @@ nothing to be shown (docs/security.md).
 
 from __future__ import annotations
 
+import contextlib
+import random
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from kvbaton.proof.sim.liars.liar_fields import KINDS, shape_of
 from kvbaton.proof.sim.liars.sim_liar import Liar, role_in
+from kvbaton.proof.sim.world.sim_transport import SimTransport
 from kvbaton.proof.sim.world.touches import TICKET_KEY
 from kvbaton.protocol.effects import Copy, Direction
+from kvbaton.protocol.errors import ProtocolError
+from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.ids import HandoffId, JobId, WorkerId
 from kvbaton.protocol.privileges import Act, may
 from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.codec import read
 from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
 
 FIRST_JOB = 1 << 40
@@ -49,6 +55,12 @@ class Mischief:
             self._later()
         if may(role_in(self.life.peer.worker), Act.CLAIM):
             liar.on_overheard = self._hurry
+        if may(role_in(self.life.peer.worker), Act.WRITE):
+            self._receive = liar.receive
+            liar.receive = self._look_for_offers  # type: ignore[method-assign]
+            for planes in self.life.node.ranks:
+                for name, plane in planes.items():
+                    planes[name] = HollowPlane(plane, liar)  # type: ignore[index,arg-type]
 
     def _later(self) -> None:
         self.world.after(self.liar.temper.pause_s * self.rng.uniform(0.5, 1.5), self._act)
@@ -173,11 +185,29 @@ class Mischief:
         if not self.liar.quiet and self.liar.temper.pause_s and self.rng.random() < 0.5:
             self.world.after(0.001, self._use_overheard)
 
+    def _look_for_offers(self) -> Sequence[tuple[WorkerId, bytes]]:
+        frames = self._receive()
+        for worker, frame in frames:
+            with contextlib.suppress(ProtocolError, msgspec.MsgspecError, UnicodeDecodeError):
+                if isinstance(read(frame)[1], m.Offer):
+                    self._say_written(worker, msgspec.msgpack.decode(frame))
+        return frames
+
+    def _say_written(self, worker: WorkerId, tree: list[Any]) -> None:
+        """At once: before anything is written, and whether it ever is."""
+        if self.rng.random() < 0.3 and not self.liar.quiet:
+            offer = msgspec.convert(tree[5], m.Offer)
+            self.world.faults["lies_written_early"] += 1
+            written = m.Written(offer.lease, offer.attempt, offer.reservation, offer.digest)
+            answer = self.liar.addressed(worker, _tree(written))
+            self.liar.wire(worker, [*answer[:4], tree[4], answer[5]])
+
     # --- deeds
 
     def _copy(self) -> None:
         """Read, or write, some page of somebody whose data plane it is connected to, whether it is lent or not."""
-        plane = self.rng.choice(self.life.transports).get(PLANE)
+        planes = self.rng.choice(self.life.transports)
+        plane = planes.get(PLANE) if "shm" not in planes or self.rng.random() < 0.5 else planes["shm"]
         peers = sorted(plane._links) if plane is not None else []
         if plane is None or not peers:
             return
@@ -186,7 +216,7 @@ class Mischief:
         block = self._block() if self.rng.random() < 0.5 else self.rng.randrange(there.blocks)
         size = min(there.page_bytes, self.life.character.shape.page_bytes)
         remote = there.page(self.rng.randrange(there.layers), min(block, there.blocks - 1))
-        way = self.rng.choice((Direction.READ, Direction.WRITE))
+        way = self.rng.choice((Direction.READ, Direction.WRITE)) if plane.kind.can_write else Direction.READ
         self._jobs += 1
         self.world.faults["lies_copied"] += 1
         plane.submit(Copy(JobId(self._jobs), peer, way, 0, 0, array("q", (0, remote, size))))
@@ -196,6 +226,36 @@ class Mischief:
         named = b"".join(self.liar.seen.any_of(self.rng, "blocks") or ())
         ids = array("i", named[: len(named) // 4 * 4])
         return max(0, self.rng.choice(ids)) if len(ids) else 0
+
+
+class HollowPlane:
+    """A data plane of a lying P: says of what it is to write that it has, and writes less, elsewhere, or nothing."""
+
+    def __init__(self, plane: SimTransport, liar: Liar) -> None:
+        self._plane, self._liar = plane, liar
+        self._share = random.Random(f"hollow {liar.world.seed} {liar.life.peer.worker}").choice((0.0, 0.5, 0.9))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plane, name)
+
+    def submit(self, copy: Copy) -> bool:
+        rng = self._liar.rng
+        if copy.direction is not Direction.WRITE or not len(copy.spans) or rng.random() >= self._share:
+            return self._plane.submit(copy)
+        self._liar.world.faults["lies_unwritten"] += 1
+        spans, how = copy.spans, rng.random()
+        if how < 0.4:
+            self._liar.world.after(rng.uniform(0, 0.01), lambda: self._plane._note(CopyEnded(copy.job)))
+            return True
+        if how < 0.7 and len(spans) > 3:  # all but one
+            skipped = 3 * rng.randrange(len(spans) // 3)
+            spans = spans[:skipped] + spans[skipped + 3 :]
+        elif how < 0.9:  # all in one place
+            spans = array("q", [spans[1] if at % 3 == 1 else number for at, number in enumerate(spans)])
+            spans[2::3] = array("q", [min(spans[2::3])] * (len(spans) // 3))
+        else:  # none of it whole
+            spans = array("q", [number - (at % 3 == 2) for at, number in enumerate(spans)])
+        return self._plane.submit(msgspec.structs.replace(copy, spans=spans))
 
 
 def _tree(message: m.Message) -> list[Any]:

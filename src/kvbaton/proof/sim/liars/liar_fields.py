@@ -29,7 +29,8 @@ Place = tuple[str, str]
 """(message, field): what a lie is about."""
 
 _KINDS: dict[int, type] = {inspect.type_info(kind).tag: kind for kind in typing.get_args(m.Message)}  # type: ignore[attr-defined]
-KINDS = tuple(_KINDS.values())
+KINDS = tuple(kind for kind in _KINDS.values() if kind is not m.GrantedFrom)
+"""What is drawn from: a grant that names origins is as good a lie as one that does not."""
 
 
 @functools.cache

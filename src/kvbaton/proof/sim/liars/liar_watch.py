@@ -1,7 +1,8 @@
 """Requirements where one member lies: everything of the honest ones, and of what they do with each other.
 
 1. *No wrong answer*: what an honest D was handed by an honest P is that prompt's. (A lying P gives what it likes to
-   whoever asked it, so those prompts are not compared; nor is anything in a liar's own memory.)
+   whoever asked it, so those prompts are not compared; nor is anything in a liar's own memory.) But it did give it:
+   no honest D decodes on what lay in its blocks before it offered them (rule 35).
 2. *No hang*: what an honest D waits for from a liar ends by the sum of its own time-outs, what an honest P keeps for
    one by `max_hold_s`. A step handles each time once, and nobody is made to speak without end.
 3. *No leak*: at rest an honest member remembers nothing of a liar; quotas hold for the liar as they are set.
@@ -17,6 +18,8 @@ import base64
 import hmac
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import product
 from typing import Any
 
 from kvbaton.proof.sim.checks.witness import Witness
@@ -24,7 +27,7 @@ from kvbaton.proof.sim.liars.liar_acts import Mischief
 from kvbaton.proof.sim.liars.liar_fields import Place
 from kvbaton.proof.sim.liars.liar_listener import Listener
 from kvbaton.proof.sim.liars.sim_liar import Liar, role_in
-from kvbaton.proof.sim.promises import HANG, LEAK, STRANGER, Broken
+from kvbaton.proof.sim.promises import HANG, LEAK, STRANGER, WRONG, Broken
 from kvbaton.proof.sim.world.life import Character, Life
 from kvbaton.proof.sim.world.sim_network import Network
 from kvbaton.proof.sim.world.sim_transport import Fabric, SimTransport, astray
@@ -32,7 +35,7 @@ from kvbaton.proof.sim.world.touches import TICKET_KEY, opened
 from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.geometry.layout import EngineLayout
-from kvbaton.protocol.ids import HandoffId, WorkerId
+from kvbaton.protocol.ids import HandoffId, PeerId, WorkerId
 from kvbaton.protocol.machines.lease import ReaderState
 from kvbaton.protocol.machines.push_write import Outlet
 from kvbaton.protocol.numbers import DURATION_S_MIN
@@ -50,6 +53,10 @@ GRACE_S = 3.0
 SAID_MAX, SAID_FOR_EACH, WINDOW_S = 150, 60, 1.0
 """Frames to one peer in a second: some for every handoff and every frame of its own, and some more."""
 
+
+LAY_THERE = b"\xee"
+CELL = LAY_THERE * 4
+"""What a token of one head has at least, in every shape."""
 
 _ANSWERS = (FoldedWelcome, HelloRefused)
 
@@ -130,6 +137,7 @@ class Company:
         self._liars: list[Liar] = []
         self._targets: dict[HandoffId, WorkerId] = {}  # of tickets that the liar was shown, whom they are for
         self._seen: dict[tuple[WorkerId, int, str, object], float] = {}
+        self._opened: set[tuple[PeerId, WorkerId]] = set()  # honest members, and to whom they have lent anything
         self._witness: Witness | None = None
 
     # --- the world's side
@@ -197,8 +205,13 @@ class Company:
 
     def _lending(self, transport: SimTransport, loan: Loan) -> None:
         assert self._witness is not None
-        if not self._lies(self._witness.owner[transport.address]):
+        owner = self._witness.owner[transport.address]
+        if not self._lies(owner):
             self._witness.lending(transport, loan)
+            if loan.direction is Direction.READ:
+                self._opened.add((owner.peer, loan.peer.worker))
+            if loan.direction is Direction.WRITE and WorkerId(loan.peer.worker) in self.names:
+                _mark(owner, self._witness.rank[transport.address], loan)
 
     def _astray(self, driver: SimTransport, remote: SimTransport) -> None:
         """Where a card is a lie, all that is planned by it is: data planes refuse it where the memory is."""
@@ -217,7 +230,9 @@ class Company:
             spans = copy.spans
             remote = next(spans[n + 1] for n in range(0, len(spans), 3) if spans[n] == offset)
             if there.character.transports[0] == "shm" and liar.character.transports[0] == "shm":
-                return  # mapped as a whole: what is lent there is not enforced by anybody
+                if (there.peer, liar.peer.worker) not in self._opened:
+                    raise Broken(STRANGER, f"{liar.peer.worker} reads {there.peer.worker}, which has lent it nothing")
+                return  # mapped as a whole from the first loan on: what is lent there is not enforced by anybody
             allowed = _granted(there, liar)
             self._demand(there, liar, remote, size, allowed, "reads")
         elif not self._lies(owner):
@@ -317,13 +332,41 @@ class Company:
         inner, lies = life.engine.device.check, self._lies(life)
 
         def check(content: int, *rest: Any) -> None:
-            if not lies and content < LIED_ABOUT:
-                inner(content, *rest)
+            if not lies:
+                (inner if content < LIED_ABOUT else partial(_check_came, life))(content, *rest)
 
         life.engine.device.check = check  # type: ignore[method-assign,assignment]
 
     def _lies(self, life: Life) -> bool:
         return life.peer.worker in self.names
+
+
+def _mark(life: Life, rank: int, loan: Loan) -> None:
+    """What lies in blocks that are offered to a liar."""
+    shape, memory = life.character.shape, life.engine.device.memory[rank]
+    for layer in shape.own_layers[rank]:
+        group = shape.group_of[layer]
+        for block in loan.blocks[group] if group < len(loan.blocks) else ():
+            if block >= 0:
+                offset = shape.page(layer, block)
+                memory[offset : offset + shape.page_bytes] = LAY_THERE * shape.page_bytes
+
+
+def _check_came(
+    life: Life, content: int, blocks: Any, tokens: int, ranks: Sequence[int], layers: Sequence[int], who: str
+) -> None:
+    """Of what the next token reads, nothing is what lay there before a liar was to write it."""
+    shape, size = life.character.shape, life.character.shape.block_tokens
+    for layer, rank in product(layers, ranks):
+        group, ids = shape.group_of[layer], blocks[shape.group_of[layer]]
+        if layer not in shape.own_layers[rank] or group in shape.states:
+            continue
+        first = shape.needed_from(group, tokens)
+        for index in range(first // size, -(-tokens // size)):
+            offset, lo, hi = shape.page(layer, ids[index]), max(first - index * size, 0), tokens - index * size
+            page = life.engine.device.memory[rank][offset : offset + shape.page_bytes]
+            if any(CELL in page[cells] for cells in shape.cells[lo, min(hi, size)] if lo < hi):
+                raise Broken(WRONG, f"{life.peer.worker}: {who} what a liar never wrote: block {index}, layer {layer}")
 
 
 def _granted(owner: Life, reader: Life) -> set[int]:

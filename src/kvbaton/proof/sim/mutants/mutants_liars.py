@@ -20,7 +20,7 @@ from kvbaton.proof.sim.world.sim_transport import SimTransport
 from kvbaton.protocol.clock import Timers
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.geometry import layout, spans
-from kvbaton.protocol.machines import claims, ledger
+from kvbaton.protocol.machines import claims, consumer_push, ledger
 from kvbaton.protocol.machines.claims import Claims
 from kvbaton.protocol.machines.consumer_book import ConsumerBook
 from kvbaton.protocol.machines.consumer_pull import Pulls
@@ -35,6 +35,7 @@ from kvbaton.protocol.machines.push_writer import Writer
 from kvbaton.protocol.machines.quotas import Buckets
 from kvbaton.protocol.wire.codec import read
 from kvbaton.transports.core.loans import Loans
+from kvbaton.transports.core.written import WriteRecords
 
 FLAGS = future.annotations.compiler_flag
 
@@ -111,6 +112,27 @@ def _unpinned_chunks(original: Any) -> Any:
         return ()
 
     return pin
+
+
+def _record_goes_on(original: Any) -> Any:
+    def lend(self: Any, loan: Any, sizes: Any) -> None:
+        original(self, loan, sizes)
+        records = self.__dict__.setdefault("of_all", {})
+        record, before = self._by_job.get(loan.job), records.get(loan.peer)
+        if record is not None:
+            for region, pieces in (before._by_region if before is not None else {}).items():
+                record._by_region.setdefault(region, []).extend(pieces)
+            records[loan.peer] = record
+
+    return lend
+
+
+def _one_block_less(original: Any) -> Any:
+    def due(plan: Any, blocks: Any, tokens: int, first_token: int) -> Any:
+        fewer = max(first_token + 1, tokens - plan.target.groups[0].block_tokens)
+        return original(plan, blocks, fewer, first_token)
+
+    return due
 
 
 def _without_waking(original: Any) -> Any:
@@ -200,6 +222,13 @@ LIAR_MUTANTS: tuple[Mutant, ...] = (
            without(Claims, "_make_room", "of_peer < settings.parked_per_peer_max", "True")),
     Mutant("earlier_sessions_kept", "3", "a liar confirms session after session, and each stays",
            without(Sessions, "_end_earlier", "s.peer.worker == worker and s.number < number")),
+    # --- what was written
+    Mutant("written_is_believed", "35", "P says Written, and nobody asks the ranks what came",
+           without(Pushes, "on_loan_ended", "event.job in intake.parts.unproven")),
+    Mutant("written_under_another_loan", "35", "what a P wrote in one handoff counts in its next one",
+           swap(WriteRecords, "lend", _record_goes_on)),
+    Mutant("last_block_not_due", "35", "what a push must fill ends one block too early",
+           swap(consumer_push.__dict__, "due", _one_block_less)),
     # --- rules 11, 19 and 21
     Mutant("preempted_in_silence", "11", "P's request is gone, and its readers are left to find out",
            swap(Producer, "on_source_ended", _nobody_told)),

@@ -224,7 +224,8 @@ _ROWS = {
     " flushed stopped closed",
     "intake": "greeting linked claiming, claiming unlinked greeting, claiming granted granted,"
     " granted pull_begun copying, granted push_begun offered, copying copied committing,"
-    " committing committed settling, offered written settling, greeting failed settling, claiming failed settling,"
+    " committing committed settling, offered written judging, judging judged settling,"
+    " judging failed settling, greeting failed settling, claiming failed settling,"
     " granted failed settling, copying failed settling, committing failed settling, offered failed revoking,"
     " revoking quiesced settling, revoking written settling, settling rested done",
     "link": "greeting welcomed joining, greeting refused down, greeting lost down, joining linked up,"

@@ -241,7 +241,7 @@ def cards(rng: random.Random) -> None:
     refused("a plane that D has not", _R.NO_TRANSPORT, pair_as_target, ours, good, "cuda")
     compat = dict(ours.compat)
     for what, card, reason in (
-        ("needs a feature that we have not", put(good, required=8), _R.WRONG_VERSION),
+        ("needs a feature that we have not", put(good, required=16), _R.WRONG_VERSION),
         ("needs what we have", put(good, required=5), None),
         ("lacks what we need", put(good, optional=5), _R.WRONG_VERSION),
         ("another model", put(good, compat={**compat, "model": "x"}), _R.INCOMPATIBLE),

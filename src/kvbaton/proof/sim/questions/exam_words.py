@@ -198,7 +198,8 @@ def settings(rng: random.Random) -> None:
 
 _SAID = {
     "hello": "Hello Joined", "claim": "Claim Renew Commit Abandon", "offer": "Offer Ack Revoke",
-    "grant": "Welcome HelloRefused Linked Granted ClaimRefused Renewed RenewRefused Ready Committed Stale SourceLost",
+    "grant": "Welcome HelloRefused Linked Granted GrantedFrom ClaimRefused Renewed RenewRefused Ready Committed Stale "
+             "SourceLost",
     "write": "Accepted Written Quiesced",
 }  # fmt: skip
 _DOES = {

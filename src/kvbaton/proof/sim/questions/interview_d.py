@@ -336,13 +336,12 @@ def waits(rng: random.Random) -> None:
             if not d.jobs():
                 return
     d.expect("almost", without(d.later(waited_s - 0.01), "say"))
-    found = d.later(0.02)
+    found = [each for each in without(d.later(0.02), "stop") if each[5:6] != (_renew(d),)]
     if state == "offered":
         revoke = d.say(m.Revoke(d.lease, 1, ReservationId(1), reason))
-        d.expect("not written", [each for each in found if each[5:6] != (_renew(d),)], report(reason), revoke)
+        d.expect("not written", found, report(reason), revoke)
         return
     end = report(reason) if state == "copying" else failed(reason)
-    found = [each for each in without(found, "stop") if each[5:6] != (_renew(d),)]
     d.expect(state, found, end, d.abandons(reason))
 
 

@@ -256,12 +256,13 @@ def two_offered(rng: random.Random) -> None:
     d.expect("another", d.tell(d.want(2, push=True, deferred=True)), d.claims(2, 2, True))
     d.hear(d.grant(2, 2))
     offer = d.say(m.Offer(d.lease, 2, ReservationId(2), 0, d.packed, DIGEST))
-    d.expect("offered too", d.tell(ev.Allocated(RequestId("r2"), d.blocks, 0)), offer)
-    found = d.hear(m.Goodbye())
-    d.expect("gone", found, report(_R.PEER_GONE, 1), report(_R.PEER_GONE, 2), *d.fences(), d.gone())
+    d.expect("offered too", d.tell(ev.Allocated(RequestId("r2"), d.blocks, 0)), offer, *d.lent())
+    found, stops = d.hear(m.Goodbye()), 2 * d.stops()
+    d.expect("gone", found, report(_R.PEER_GONE, 1), report(_R.PEER_GONE, 2), *stops, *d.fences(), d.gone())
     ranks = range(d.shape.ranks)
     found = d.tell(*(ev.RankFenced(rank, rank_peer(d.other, remote)) for rank in ranks for remote in ranks))
-    d.expect("shut out", found, drop(1), drop(2))
+    d.expect("shut out", found)
+    d.expect("at rest", d.tell(*(ev.CopyEnded(job, _R.CANCELLED) for job in d.jobs())), drop(1), drop(2))
     d.over()
 
 

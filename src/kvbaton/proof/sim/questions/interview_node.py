@@ -33,7 +33,7 @@ class Port:
         self.name, self.calls, self.room = name, calls, 99
         self.news: list[Any] = []
         self.throws: dict[str, Exception] = {}
-        self.capabilities = SimpleNamespace(enforces=enforces)
+        self.capabilities = SimpleNamespace(enforces=enforces, lends_writes=enforces)
 
     def _called(self, what: str, *arguments: Any) -> None:
         self.calls.append((self.name, what, *arguments))
@@ -183,12 +183,12 @@ def effects(rng: random.Random) -> None:
     loan = fx.Loan(JobId(9), PEER, fx.Direction.READ, ((1,),))
     found = s.step(
         start(1), fx.CancelCopy(0, "tcp", JobId(2)), fx.Lend(1, "tcp", loan), fx.StartFence(0, "shm", PEER),
-        fx.StorePut(PutId(3), ((1,),), (b"k",)), fx.CancelPut(PutId(3)), fx.Unpin(LeaseId(5)),
+        fx.StorePut(PutId(3), ((1,),), (b"k",), ("x",)), fx.CancelPut(PutId(3)), fx.Unpin(LeaseId(5)),
         fx.Send(PEER.worker, PEER.incarnation, 4, m.Linked()),
     )  # fmt: skip
     same("what the ports are asked", found, [
         ("shm1", "submit", 1), ("tcp0", "cancel", 2), ("tcp1", "lend", loan), ("shm0", "fence", PEER),
-        ("store", "put", 3, ((1,),), (b"k",)), ("store", "cancel", 3), ("control", "send", "d0"),
+        ("store", "put", 3, ((1,),), (b"k",), ("x",)), ("store", "cancel", 3), ("control", "send", "d0"),
     ])  # fmt: skip
     same("what the engine is told", list(s.door._to_engine), [fx.Unpin(LeaseId(5))])
     s.sends = False

@@ -27,9 +27,17 @@ class Offering(D):
         self.expect("granted and offered", self.to_blocks(), self.offer(), *self.lent())
 
     def lent(self) -> list[Any]:
-        if self.plane != "tcp":
-            return []
         return [("lend", rank, self.plane, self.other, WRITE, self.blocks) for rank in range(self.shape.ranks)]
+
+    def stops(self) -> list[Any]:
+        return [("stop", rank, self.plane) for rank in range(self.shape.ranks)]
+
+    def back(self, what: str, *expected: Any, unwritten: int | None = 0) -> None:
+        """The ranks have nothing lent any more, and say how much of what was due did not come."""
+        jobs = self.jobs()
+        for job in jobs[:-1]:
+            self.expect("some are back", self.tell(ev.CopyEnded(job, _R.CANCELLED, unwritten=0)))
+        self.expect(what, self.tell(ev.CopyEnded(jobs[-1], _R.CANCELLED, unwritten=unwritten)), *expected)
 
     def revoke(self, reason: Reason) -> Any:
         return self.say(m.Revoke(self.lease, 1, ONE, reason))
@@ -61,9 +69,11 @@ def written(rng: random.Random) -> None:
     d.expect("another attempt is written", d.hear(m.Written(d.lease, 9, ONE, DIGEST)), ack)
     ack = d.say(m.Ack(d.lease, 1, ONE))
     word = m.Written(d.lease, 1, ONE, DIGEST)
-    d.expect("written", d.hear(word), ack, report(None), drop())
+    d.expect("written", d.hear(word), ack, *d.stops())
     d.expect("written again", d.hear(word), ack)
     d.expect("quiesced after that", d.hear(m.Quiesced(ONE, None)))
+    d.back("all of it is there", report(None), drop())
+    d.expect("written once more", d.hear(word), ack)
     d.expect("another, of which nothing is pushed", d.tell(d.want(2)), d.claims(2, 2))
     found = d.to_blocks(2, attempt=2)
     d.expect("is read", found, *d.reads())
@@ -78,19 +88,23 @@ def stopped(rng: random.Random) -> None:
     if how < 0.3:
         other = d.hear(m.Written(d.lease, 1, ONE, b"another prompt"))
         mismatch = _R.CONTENT_MISMATCH
-        d.expect("another prompt", other, d.say(m.Ack(d.lease, 1, ONE)), report(mismatch), d.revoke(mismatch), drop())
+        ack = d.say(m.Ack(d.lease, 1, ONE))
+        d.expect("another prompt", other, ack, report(mismatch), d.revoke(mismatch), *d.stops())
+        d.back("at rest", drop())
         return
     if how < 0.6:
         reason = rng.choice((None, "stale", "transfer_failed"))
         why = _R.SOURCE_ABORTED if reason is None else Reason(reason)
-        d.expect("P stops", d.hear(m.Quiesced(ONE, reason)), report(why), d.revoke(why), drop())
+        d.expect("P stops", d.hear(m.Quiesced(ONE, reason)), report(why), d.revoke(why), *d.stops())
+        d.back("at rest", drop())
         return
-    d.expect("given up", d.tell(ev.GaveUp(RequestId("r1"))), report(_R.ABORTED), d.revoke(_R.ABORTED))
+    d.expect("given up", d.tell(ev.GaveUp(RequestId("r1"))), report(_R.ABORTED), d.revoke(_R.ABORTED), *d.stops())
     d.expect("P may not have heard", d.later(0.51), d.revoke(_R.ABORTED))
     word = rng.choice((m.Quiesced(ONE, None), m.Written(d.lease, 1, ONE, DIGEST)))
     acks = [d.say(m.Ack(d.lease, 1, ONE))] * isinstance(word, m.Written)
-    d.expect("P has stopped", d.hear(word), drop(), *acks)
+    d.expect("P has stopped", d.hear(word), *acks)
     d.expect("nothing is left to say", d.later(20.0))
+    d.back("at rest", drop())
     d.over()
 
 
@@ -106,32 +120,51 @@ def fenced(rng: random.Random) -> None:
         found, expected = d.later(0.51), [*d.fences(), d.gone()]
         found = [each for each in found if each != d.revoke(_R.ABORTED)]
     elif how == "goodbye":
-        found, expected = d.hear(m.Goodbye()), [report(_R.PEER_GONE), *d.fences(), d.gone()]
+        found, expected = d.hear(m.Goodbye()), [report(_R.PEER_GONE), *d.stops(), *d.fences(), d.gone()]
     else:
         found = d.hear(m.Reset(d.other.incarnation))
-        expected = [report(_R.WRONG_INCARNATION), *d.fences(), d.gone()]
+        expected = [report(_R.WRONG_INCARNATION), *d.stops(), *d.fences(), d.gone()]
     d.expect(how, found, *expected)
     pairs = [(rank, rank_peer(d.other, remote)) for rank in range(d.shape.ranks) for remote in range(d.shape.ranks)]
     same("is idle while a fence is under way", d.ledger.is_idle(), False)
     d.expect("a fence of another ends", d.tell(ev.RankFenced(0, rank_peer(PeerId(WorkerId("p9"), Incarnation(1)), 0))))
     for pair in pairs[:-1]:
         d.expect("a rank is fenced", d.tell(ev.RankFenced(*pair)))
-    d.expect("all are", d.tell(ev.RankFenced(*pairs[-1])), drop())
+    d.expect("all are", d.tell(ev.RankFenced(*pairs[-1])))
+    d.back("at rest", drop())
     same("is idle", d.ledger.is_idle(), True)
 
 
-def lent(rng: random.Random) -> None:
-    """Where a plane enforces it, D lends its blocks before it offers them, and has them back before it lets go."""
-    d = Offering(rng, "tcp")
+def judged(rng: random.Random) -> None:
+    """What P says that it wrote is asked of every rank, when nothing moves under its loan any more (rule 35)."""
+    d = Offering(rng)
     d.offered()
-    stops = [("stop", rank, d.plane) for rank in range(d.shape.ranks)]
     ack = d.say(m.Ack(d.lease, 1, ONE))
-    d.expect("written", d.hear(m.Written(d.lease, 1, ONE, DIGEST)), ack, report(None), *stops)
-    jobs = d.jobs()
-    for job in jobs[:-1]:
-        d.expect("some are back", d.tell(ev.CopyEnded(job)))
-    d.expect("all are back", d.tell(ev.CopyEnded(jobs[-1])), drop())
-    d.over()
+    how = rng.choice(("less", "unknown", "early", "left", "given up", "silent"))
+    if how == "early":
+        broken = _R.TRANSFER_FAILED
+        found = d.tell(ev.CopyEnded(d.jobs()[0], broken, unwritten=0))
+        d.expect("a loan that ends too early", found, report(broken), d.revoke(broken), *d.stops()[1:])
+        return
+    d.expect("written", d.hear(m.Written(d.lease, 1, ONE, DIGEST)), ack, *d.stops())
+    if how in ("less", "unknown"):
+        abandon = d.say(m.Abandon(handoff(1), 1, _R.NOT_WRITTEN))
+        unwritten = 7 if how == "less" else None
+        first, *others = d.jobs()
+        found = d.tell(ev.CopyEnded(first, _R.CANCELLED, unwritten=unwritten))
+        d.expect(how, found, report(_R.NOT_WRITTEN), abandon, *d.stops()[1:], *([] if others else [drop()]))
+        if others:
+            d.back("at rest", drop())
+    elif how == "left":
+        found = d.hear(m.Goodbye())
+        d.expect("P leaves, and is not needed", found, d.gone())
+        d.back("all of it is there", report(None), drop())
+    elif how == "given up":
+        abandon = d.say(m.Abandon(handoff(1), 1, _R.ABORTED))
+        d.expect("given up", d.tell(ev.GaveUp(RequestId("r1"))), report(_R.ABORTED), abandon, *d.stops())
+        d.back("at rest", drop())
+    else:
+        same("a rank that says nothing", report(_R.TRANSFER_TIMEOUT) in d.later(40.0), True)
 
 
 def unfenced(rng: random.Random) -> None:
@@ -223,4 +256,4 @@ def both(rng: random.Random) -> None:
         d.expect("so we ask", d.tell(d.want(2)), d.hello())
 
 
-BANK: list[Question] = [written, stopped, fenced, lent, unfenced, planes, planes, both]
+BANK: list[Question] = [written, stopped, fenced, judged, judged, unfenced, planes, planes, both]

@@ -30,6 +30,7 @@ from kvbaton.ranks.rank_host import _HERE, LEASES_MAX, REFUSALS_S, STOP_S, RankH
 from kvbaton.ranks.rank_store_messages import ShelfAsk, ShelfCancel, ShelfCommand, ShelfOpen
 from kvbaton.ranks.rank_stream import Stream
 from kvbaton.ranks.store_interface import RankStoreInterface
+from kvbaton.ranks.store_trust import ShelfTrust
 from kvbaton.transports.core.transport import Transport
 
 STEPS = 30
@@ -300,6 +301,8 @@ class _Host:
             model.faults += model.is_made
             self.wakes += not model.is_made  # by the shelf, that was told whom to wake
             model.is_made = True
+        elif isinstance(command, ShelfTrust):
+            pass
         elif isinstance(command, ShelfCancel):
             model.cancel(command.order)
         elif isinstance(command, ShelfAsk):

@@ -22,7 +22,7 @@ from kvbaton.protocol.effects import Copy, DeviceEvent, Direction, Loan
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.geometry.spans import SPANS_MAX
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.strided_spans import Area, Weave
 from kvbaton.protocol.ids import JobId
 from kvbaton.ranks import rank_messages as said
 from kvbaton.ranks import rank_store_messages as shelf
@@ -123,30 +123,49 @@ def _sizes(rng: random.Random) -> None:
 
 def _loan_crosses(rng: random.Random) -> None:
     blocks = tuple(tuple(rng.randrange(-1, 1 << 30) for _ in range(rng.randrange(4))) for _ in range(rng.randrange(4)))
-    loan = Loan(JobId(rng.randrange(1 << 40)), rng.choice(PEERS), rng.choice(list(Direction)), blocks)
-    lend = said.decode_command(said.encode_command(said.RankLend.of("plane", loan)))
+    loan = Loan(JobId(rng.randrange(1 << 40)), rng.choice(PEERS), rng.choice(list(Direction)), blocks, any_due(rng))
+    commands = [said.decode_command(said.encode_command(each)) for each in said.lend_commands("plane", loan, 48)]
+    before, lend = b"".join(each.table for each in commands[:-1]), commands[-1]  # type: ignore[union-attr]
     assert isinstance(lend, said.RankLend)
-    same("a loan that has crossed", (lend.transport, lend.loan), ("plane", loan))
+    same("a loan that has crossed", (lend.transport, said.loan_of(lend, before)), ("plane", loan))
     torn = msgspec.structs.replace(lend, blocks=(b"123",))
-    same("a torn list of blocks", outcome(lambda: torn.loan, ValueError), REFUSED)
+    same("a torn list of blocks", outcome(lambda: said.loan_of(torn, before), ValueError), REFUSED)
+    same("more than was due", outcome(lambda: said.loan_of(lend, before + bytes(8)), ValueError), REFUSED)
+    most = SPANS_MAX * ROW
+    for due, fits in (
+        ((16, 8), True), ((16 * SPANS_MAX, 8), True), ((8, 8), False), ((16, 4), False), ((most, 8), False),
+        ((16, 8 * SPANS_MAX), True), ((16, 8 * SPANS_MAX + 8), False), ((32, 8 * SPANS_MAX), False),
+    ):  # fmt: skip
+        told = outcome(partial(said._check_due, [(0, *due)]), ValueError)
+        same(f"an area of {due} bytes", told, None if fits else REFUSED)
+    many = outcome(partial(said._check_due, [(0, 16, 8)] * (said.TABLES_MAX + 1)), ValueError)
+    same("more areas than there may be", many, REFUSED)
+
+
+def any_due(rng: random.Random) -> tuple[Area, ...]:
+    """What a writer has to write, of some regions."""
+    numbers = [array("q", [rng.randrange(1 << 40) for _ in range(2 * rng.randrange(4))]) for _ in range(4)]
+    return tuple(Area(rng.randrange(3), numbers[i], numbers[i + 1]) for i in range(0, rng.choice((0, 2, 4)), 2))
 
 
 def _ends_cross(rng: random.Random) -> None:
     detail = "d" * rng.choice((0, 3, DETAIL, DETAIL + 1))
     reason = rng.choice((None, Reason.CANCELLED, Reason.BAD_SPAN))
-    ended = CopyEnded(JobId(rng.randrange(99)), reason, rng.random() < 0.5, detail)
+    ended = CopyEnded(JobId(rng.randrange(99)), reason, rng.random() < 0.5, detail, rng.choice((None, 0, 7)))
     news = [
         said.RankEnded.of("plane", ended),
         said.Rested.of("plane", CopyRested(ended.job)),
         shelf.ShelfEnded.of(OrderEnded(OrderId(7), 3, reason, detail)),
     ]
     expected = [
-        said.RankEnded("plane", ended.job, reason, ended.at_rest, detail[:DETAIL]),
+        said.RankEnded("plane", ended.job, reason, ended.at_rest, detail[:DETAIL], ended.unwritten),
         said.Rested("plane", ended.job),
         shelf.ShelfEnded(7, 3, reason, detail[:DETAIL]),
     ]
     heard = said.decode_news(said.encode_news(news))  # type: ignore[arg-type]
     same("news that has crossed", heard, expected)
+    short = msgspec.structs.replace(ended, detail=detail[:DETAIL])
+    same("the end of a copy", expected[0].event, short)  # type: ignore[attr-defined]
     same("the end of an order", expected[2].end, OrderEnded(OrderId(7), 3, reason, detail[:DETAIL]))  # type: ignore[attr-defined]
     many = said.encode_news([said.Rested("plane", JobId(1))] * (said.NEWS_BATCH_MAX + 1))
     same("a batch beyond the bound", outcome(lambda: said.decode_news(many), msgspec.MsgspecError), _UNREADABLE)

@@ -144,9 +144,10 @@ class PlaneModel:
             case said.LayOut(_, tables):
                 self.faults += not self._called("lay_out", tables)
             case said.RankLend(_, job):
-                if any(len(ids) % 4 for ids in command.blocks):
+                before = bytes(self.parts.pop(job, b""))
+                if any(len(ids) % 4 for ids in command.blocks) or before:
                     self._end(job, Reason.TRANSFER_FAILED)
-                elif not self._called("lend", command.loan):
+                elif not self._called("lend", said.loan_of(command)):
                     self._end(job, Reason.TRANSFER_FAILED, self.told_error)
             case said.Open():
                 self.faults += 1  # it has a name
@@ -255,8 +256,8 @@ class PlaneModel:
             return
         for event in self.plane.events:
             match event:
-                case CopyEnded(job, reason, at_rest, detail):
-                    self.news.append(said.RankEnded(self.name, job, reason, at_rest, detail[:DETAIL]))
+                case CopyEnded(job, reason, at_rest, detail, unwritten):
+                    self.news.append(said.RankEnded(self.name, job, reason, at_rest, detail[:DETAIL], unwritten))
                 case CopyRested(job):
                     self.news.append(said.Rested(self.name, job))
                 case FenceEnded(peer):
@@ -279,6 +280,8 @@ def _bench_plane(rng: random.Random) -> int:
     if not is_named:
         hosted.carry_out(said.Open(NAME, PEERS[0]))
         same("a plane that was told its name", hosted.faults, 0)
+        same("it lends nothing yet", scripted.calls, [("lay_out", ())])
+        scripted.calls.clear()
     now = _drive(rng, hosted, scripted, model, STEPS, 0.0)
     for is_asked in rng.sample((True, False), 2):
         model.close()
@@ -359,7 +362,9 @@ def _any_event(rng: random.Random) -> TransportEvent:
     job, peer, detail = JobId(rng.randrange(JOBS)), rng.choice(PEERS), "d" * rng.choice((0, 5, 600))
     return rng.choice(
         (
-            CopyEnded(job, rng.choice((None, Reason.TRANSFER_FAILED)), rng.random() < 0.5, detail),
+            CopyEnded(
+                job, rng.choice((None, Reason.TRANSFER_FAILED)), rng.random() < 0.5, detail, rng.choice((None, 0, 9))
+            ),
             CopyRested(job),
             FenceEnded(peer),
             OpenFailed(peer, detail),

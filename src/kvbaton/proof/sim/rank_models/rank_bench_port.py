@@ -17,7 +17,7 @@ from typing import cast
 import msgspec
 
 from kvbaton.proof.sim.rank_models.rank_bench import ANYTHING, PEERS, Raised, listened, outcome, same, worth
-from kvbaton.proof.sim.rank_models.rank_bench_messages import any_copy
+from kvbaton.proof.sim.rank_models.rank_bench_messages import any_copy, any_due
 from kvbaton.proof.sim.world.sim_transport import CMA, RDMA, SHM, TCP
 from kvbaton.protocol.effects import Copy, DeviceEvent, Direction, Loan
 from kvbaton.protocol.errors import Reason
@@ -175,10 +175,10 @@ class PortModel:
                     self.answers[peer] = endpoint
                     self.notified += 1
 
-    def ended(self, job: JobId, reason: Reason | None, at_rest: bool) -> None:
+    def ended(self, job: JobId, reason: Reason | None, at_rest: bool, unwritten: int | None = None) -> None:
         if job in self.loans:
             self.loans.discard(job)
-            self._end(job, reason, at_rest, WHY)
+            self._end(job, reason, at_rest, WHY, unwritten)
         elif job in self.open:
             del self.open[job]
             if not at_rest:
@@ -203,9 +203,11 @@ class PortModel:
         self.rings += not self.events
         self.events.append(event)
 
-    def _end(self, job: JobId, reason: Reason | None, at_rest: bool, detail: str = ANYTHING) -> None:
+    def _end(
+        self, job: JobId, reason: Reason | None, at_rest: bool, detail: str = ANYTHING, unwritten: int | None = None
+    ) -> None:
         self.undrained += 1
-        self.tell(CopyEnded(job, reason, at_rest, detail))
+        self.tell(CopyEnded(job, reason, at_rest, detail, unwritten))
 
     def _remember(self, job: JobId) -> None:
         self.restless = [each for each in self.restless if each != job] + [job]
@@ -249,9 +251,10 @@ class _Port:
 
     def lend(self) -> None:
         job = JobId(JOBS + self.rng.randrange(3))
-        loan = Loan(job, self.rng.choice(PEERS), Direction.READ, ((1, 2), (self.rng.randrange(9),)))
+        blocks = ((1, 2), (self.rng.randrange(9),))
+        loan = Loan(job, self.rng.choice(PEERS), Direction.WRITE, blocks, any_due(self.rng))
         self.model.loans.add(job)
-        self.model.posted.append(said.RankLend.of(NAME, loan))
+        self.model.posted += said.lend_commands(NAME, loan, self.real.part_bytes)
         self.real.lend(loan)
         if self.rng.random() < 0.5:
             self.model.cancel(job)
@@ -342,8 +345,9 @@ class _Port:
     def ended(self) -> None:
         job = JobId(self.rng.randrange(JOBS + 3))
         reason, at_rest = self.rng.choice((None, None, Reason.CANCELLED)), self.rng.random() < 0.6
-        self.model.ended(job, reason, at_rest)
-        self.real.take(said.RankEnded(NAME, job, reason, at_rest, WHY))
+        unwritten = self.rng.choice((None, 0, 5))
+        self.model.ended(job, reason, at_rest, unwritten)
+        self.real.take(said.RankEnded(NAME, job, reason, at_rest, WHY, unwritten))
 
     def rested(self) -> None:
         job = JobId(self.rng.randrange(JOBS))

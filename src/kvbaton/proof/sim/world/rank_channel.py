@@ -344,8 +344,12 @@ class SimArrival:
         pass
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        if timeout and not predicate() and not self._carrier.chance(self._carrier.faults.slow):
-            self._carrier.pump()
+        carrier = self._carrier
+        if timeout and not predicate():
+            if carrier.chance(carrier.faults.slow):
+                carrier.world.strike("rank_slow", carrier.name)
+            else:
+                carrier.pump()
         return predicate()
 
     def notify_all(self) -> None:

@@ -34,11 +34,13 @@ from kvbaton.ranks.rank_store_host import MakeShelf
 from kvbaton.ranks.rank_store_link import RemoteShelf
 from kvbaton.ranks.rank_values import rank_values
 from kvbaton.ranks.store_interface import RankStoreInterface
+from kvbaton.ranks.store_trust import ShelfTrust
 from kvbaton.store.backend_threads import perform
 from kvbaton.store.interface import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
 from kvbaton.store.order_scheduler import Keeper
 from kvbaton.store.order_scripts import BackendCall, CallAnswer, Task
 from kvbaton.store.threaded_store import check
+from kvbaton.store.value_trust import StoreTrust
 
 COMPAT = "5" * 32
 SETTINGS = ShelfSettings(lookup_timeout_s=1.0, get_timeout_s=3.0, put_timeout_s=4.0, asks_max=8, puts_max=4)
@@ -79,6 +81,9 @@ class SimKept:
     @property
     def stuck(self) -> int:
         return self._keeper.stuck
+
+    def set_trust(self, trust: StoreTrust) -> None:
+        """A world's engines believe each other: its processes are one."""
 
     def submit(self, order: Order) -> bool:
         check(order, self._settings)
@@ -254,7 +259,17 @@ class WatchedShelf:
         self._kinds[order] = Get
         return self._inner.get(order, hashes, blocks, timeout_s)
 
-    def put(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
+    def set_trust(self, trust: ShelfTrust) -> None:
+        pass
+
+    def put(
+        self,
+        order: OrderId,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        timeout_s: float,
+        origins: tuple[bytes, ...] = (),
+    ) -> bool:
         self._kinds[order] = Put
         return self._inner.put(order, hashes, blocks, timeout_s)
 

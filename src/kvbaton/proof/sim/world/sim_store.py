@@ -54,7 +54,7 @@ class SimStore:
     alive: bool = True
     open: dict[PutId, tuple[Groups, tuple[bytes, ...]]] = field(default_factory=dict)
 
-    def put(self, put: PutId, blocks: Groups, keys: tuple[bytes, ...]) -> None:
+    def put(self, put: PutId, blocks: Groups, keys: tuple[bytes, ...], origins: tuple[str, ...] = ()) -> None:
         rng = self.world.rng
         kind = rng.random()
         if kind < self.fails / 3:

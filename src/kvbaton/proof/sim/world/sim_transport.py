@@ -24,16 +24,20 @@ from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.ids import JobId, PeerId, WorkerId
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.transports.core.jobs import AGAIN_S_MAX, LENT_WAIT_S
-from kvbaton.transports.core.loans import GRACE_S, BytesUnderWay, Loans
+from kvbaton.transports.core.loans import GRACE_S, BytesUnderWay, Loans, engine_of
 from kvbaton.transports.core.mover import choose_mover
 from kvbaton.transports.core.transport import FenceEnded, Loan, PageTable, TransportEvent
 from kvbaton.transports.local.region_listener import ShmEndpoint
 from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpEndpoint
 
-SHM = Capabilities("shm", one_sided=True, can_write=False, can_fence=False, cancels=True, same_host=True)
-TCP = Capabilities("tcp", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False)
+SHM = Capabilities("shm", one_sided=True, can_write=False, can_fence=False, cancels=True, same_host=True, admits=True)
+TCP = Capabilities(
+    "tcp", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False, knows_writes=True
+)
 LENT_TCP = msgspec.structs.replace(TCP, enforces=True)
-RDMA = Capabilities("rdma", one_sided=True, can_write=True, can_fence=True, cancels=False, same_host=False)
+RDMA = Capabilities(
+    "rdma", one_sided=True, can_write=True, can_fence=True, cancels=False, same_host=False, knows_writes=True
+)
 CMA = Capabilities("cma", one_sided=True, can_write=True, can_fence=False, cancels=False, same_host=True)
 CUDA = Capabilities(
     "cuda", one_sided=True, can_write=False, can_fence=False, cancels=False, same_host=True, weaves=True
@@ -118,6 +122,7 @@ class SimTransport:
     _admitted: dict[PeerId, set[int]] = field(default_factory=dict)  # peer -> generations that can still write
     _fenced_at: dict[PeerId, float] = field(default_factory=dict)  # when the last fence of each takes effect
     _generations: int = 0
+    _opened: set[PeerId] = field(default_factory=set)  # engines to which something was lent to read, ever
     _jobs: dict[JobId, _Job] = field(default_factory=dict)
     _events: list[TransportEvent] = field(default_factory=list)
     _waker: Callable[[], None] = lambda: None
@@ -143,12 +148,15 @@ class SimTransport:
         self._loans.lay_out(tables)
 
     def lend(self, loan: Loan) -> None:
-        if not self.kind.enforces:
-            raise TypeError(f"{self.kind.name} lends nothing: see capabilities.enforces")
+        reads = loan.direction is Direction.READ
+        if not (self.kind.lends_reads if reads else self.kind.lends_writes):
+            raise TypeError(f"{self.kind.name} lends nothing: see its capabilities")
         self._maybe_throw()
         if self.fabric.on_lending is not None:
             self.fabric.on_lending(self, loan)
         self._loans.lend(loan)
+        if reads:
+            self._opened.add(loan.peer)
 
     def _loan_ended(self, event: CopyEnded) -> None:
         """Told a little later: the rank may be another process."""
@@ -335,7 +343,11 @@ class SimTransport:
 
     def _lent(self, job: _Job) -> bool:
         """Whether the remote serves this, asked when it begins; from then on it is under way until it ends."""
-        if not job.remote.kind.enforces or job.flight is not None or not job.spans:
+        kind, writes = job.remote.kind, job.copy.direction is Direction.WRITE
+        if kind.admits and not writes and job.spans and engine_of(self.me) not in job.remote._opened:
+            return False
+        checks = kind.lends_writes if writes else kind.enforces
+        if not checks or job.flight is not None or not job.spans:
             return True
         pairs = array("q", [number for _, remote, size in job.spans for number in (remote, size)])
         copy = job.copy
@@ -393,7 +405,7 @@ class SimTransport:
             return
         job.over = True
         if job.flight is not None:
-            job.remote._loans.end(job.flight)
+            job.remote._loans.end(job.flight, landed=job.moved == len(job.spans))
         self._jobs.pop(job.copy.job, None)
         self._note(CopyRested(job.copy.job) if job.given_up else CopyEnded(job.copy.job, reason))
 

@@ -1,0 +1,89 @@
+"""Whose values an engine's ranks believe, and what they sign theirs with: made of the engine's keys by its node.
+
+Laws: a signing key crosses only the encrypted link to a rank of the same engine. Only members that may grant are
+writers, so what an engine without that right puts is worth nothing, and it puts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+from msgspec import Meta
+
+from kvbaton.control.keyring import Keyring
+from kvbaton.control.signing import SIGNING_KEY_BYTES, Signer, verify
+from kvbaton.protocol.machines.origins import mark_of, marked
+from kvbaton.protocol.privileges import Act, may
+from kvbaton.store.value_trust import WRITER_BYTES, StoreTrust, writer_id
+
+if TYPE_CHECKING:
+    from kvbaton.node.cluster_node import ClusterNode
+    from kvbaton.ranks.engine_store import EngineStore
+
+CONTEXT = "store value"
+WRITERS_MAX = 16_384
+
+_Id = Annotated[bytes, Meta(min_length=WRITER_BYTES, max_length=WRITER_BYTES)]
+_Key = Annotated[bytes, Meta(min_length=SIGNING_KEY_BYTES, max_length=SIGNING_KEY_BYTES)]
+
+
+class ShelfTrust(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Who writes as whom; also a message to a rank."""
+
+    me: _Id
+    private: Annotated[bytes, Meta(max_length=SIGNING_KEY_BYTES)]  # b"": it may not write
+    writers: Annotated[dict[_Id, tuple[_Key, ...]], Meta(max_length=WRITERS_MAX)]
+    gone: Annotated[tuple[_Id, ...], Meta(max_length=WRITERS_MAX)] = ()
+
+    @property
+    def trust(self) -> StoreTrust:
+        sign = partial(Signer.from_private(self.private).sign, CONTEXT) if self.private else None
+        return StoreTrust(self.me, sign, self.writers, _check, frozenset(self.gone))
+
+    def __repr__(self) -> str:
+        return f"ShelfTrust(writers={len(self.writers)})"
+
+
+def _check(key: bytes, payload: bytes, signature: bytes) -> bool:
+    return verify(CONTEXT, key, payload, signature)
+
+
+def trust_of(keyring: Keyring) -> ShelfTrust:
+    writers: dict[bytes, tuple[bytes, ...]] = {}
+    for name in keyring.peers:
+        if may(keyring.role_of(name), Act.GRANT):
+            for key in (keyring.peers[name], *keyring.also.get(name, ())):
+                writers[writer_id(f"{name} {key}")] = keyring.signing_keys(name)
+    private = keyring.signer.private if may(keyring.role_of(keyring.name), Act.GRANT) else b""
+    gone = tuple(sorted(map(mark_of, keyring.removed_names)))
+    return ShelfTrust(writer_id(f"{keyring.name} {keyring.public}"), private, writers, gone[:WRITERS_MAX])
+
+
+def bind_store(shelf: EngineStore, node: ClusterNode) -> None:
+    """The shelf believes whom the node's keys name, from now on; the node knows from whom values came."""
+
+    def taken(writers: tuple[bytes, ...]) -> bool:
+        keyring = node.keyring
+        origins = taken_from(keyring, writers)
+        if any(map(keyring.is_gone, origins)):
+            return False
+        me = keyring.origin_of(keyring.name)
+        node.ledger.desk.origins.note(origin for origin in origins if origin != me)
+        return True
+
+    shelf.provenance.on_taken = taken
+    shelf.set_trust(trust_of(node.keyring))
+    node.on_keys.append(lambda keyring: shelf.set_trust(trust_of(keyring)))
+
+
+def taken_from(keyring: Keyring, writers: Sequence[bytes]) -> list[str]:
+    """From whom values came, as origins: writers by their keys, others by name where they are known."""
+    known: dict[bytes, str] = {}
+    for name in keyring.peers:
+        known[mark_of(name)] = keyring.origin_of(name)
+        for key in (keyring.peers[name], *keyring.also.get(name, ())):
+            known[writer_id(f"{name} {key}")] = f"{name} {key}"
+    return [known.get(each) or marked(each) for each in writers]
