@@ -20,7 +20,7 @@ def test_every_seed_is_there_once_and_every_mutant_can_be_switched_on() -> None:
     lines = kept_seeds.read()
     assert len({line.seed for line in lines}) == len(lines) >= 54
     mutants = {line.mutant for line in lines} - {""}
-    assert len(mutants) >= 4
+    assert len(mutants) >= 3
     for name in mutants:
         with find(name).switch():
             pass

@@ -6,6 +6,7 @@ forged ones, and of whatever the liar likes beside them.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,7 +22,7 @@ from kvbaton.control.keyring import Keyring
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry import statements
 from kvbaton.control.registry.allowed_networks import Networks
-from kvbaton.control.registry.registry_readers import _merged, _suspect
+from kvbaton.control.registry.registry_readers import RENEWAL_S, _merged, _suspect
 from kvbaton.control.registry.registry_roster import RegistryRoster, RegistrySettings
 from kvbaton.control.registry.registry_union import RegistryUnion, RegistryView
 from kvbaton.control.registry.statement_reader import REMEMBER_S, StatementReader
@@ -35,6 +36,7 @@ from ..rig import cluster
 NAMES = ("p0", "d0", "d1")
 RINGS = cluster("router", "operator", "registry-a", "registry-b", *NAMES, signs=True)
 STRANGER = cluster("x0", signs=True)["x0"]
+LOOK_S = 10.0
 LIAR, HONEST = 0, 1  # of two entries of one life the first registry's would do
 SETTINGS = RegistrySettings(settle_s=0.0)
 
@@ -58,7 +60,13 @@ class World:
         self.testimonies: dict[str, OwnStatements] = {}
         self.history: list[tuple[m.Registration, str, Signed]] = []  # all that was ever signed
         allows = (networks or Networks()).elsewhere
-        self.reader: StatementReader[Any] = StatementReader(ring, allows=allows, wall=self.wall, clock=self.clock)
+        self.reader: StatementReader[Any] = StatementReader(
+            ring,
+            allows=allows,
+            renewal_s=RENEWAL_S if kind == "roster" else math.inf,
+            wall=self.wall,
+            clock=self.clock,
+        )
         self.union: RegistryUnion[Any] = RegistryUnion(
             2, _merged if kind == "roster" else lambda entries: entries[0],
             _suspect if kind == "roster" else lambda entry: entry, self.reader,
@@ -101,6 +109,13 @@ class World:
     def both_hear(self) -> None:
         for registry in (HONEST, LIAR):
             self.hears(registry, self.view())
+
+    def passes(self, seconds: float) -> None:
+        """Time, in which the reader looks as often as it does."""
+        for _ in range(int(seconds / LOOK_S) + 1):
+            self.wall.now += LOOK_S
+            self.clock.now += LOOK_S
+            self.union.refresh()
 
     def lists(self) -> dict[str, Any]:
         return {entry.worker: entry for entry in self.union.known}
@@ -322,7 +337,7 @@ def test_the_newest_statement_is_forgotten_when_no_older_one_is_fresh(world: Wor
     assert "d0" not in world.reader._newest and "p0" in world.reader._newest
 
 
-def test_a_statement_that_is_only_signed_anew_is_not_checked_again(
+def test_a_statement_that_is_only_signed_anew_is_checked_once_by_a_router_and_by_a_worker_never(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = honest_entry(world, "d0")[0]
@@ -331,7 +346,7 @@ def test_a_statement_that_is_only_signed_anew_is_not_checked_again(
     world.wall.now += 30
     world.registered("d0", told.incarnation, 90, born=told.born)
     world.both_hear()
-    assert not checked and world.seen() == world.truth()
+    assert len(checked) == (world.kind == "roster") and world.seen() == world.truth()
 
 
 def test_the_routers_own_networks_and_addresses_hold_whatever_registries_allow() -> None:
@@ -453,3 +468,66 @@ def _check(world: World) -> None:
             assert said.registration.born <= world.wall.now and name not in world.truth()
             assert not world.reader._newest[name].said.left
     assert newest.keys() <= world.seen().keys(), "whom an honest registry lists is listed"
+
+
+def renewed(world: World, name: str) -> None:
+    """The worker signs the same again, and its registry passes that on."""
+    told = next(entry.registration for entry in world.honest.entries() if entry.worker == name)
+    world.registered(name, told.incarnation, int(told.http_address.partition(":")[2]), told.born)
+
+
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_a_registry_cannot_keep_a_dead_worker_listed(is_complete: bool) -> None:
+    """Another process may have its address by now, and would be sent prompts and that worker's token."""
+    world = World("roster")
+    world.registered("p0", 10, 80)
+    world.registered("d0", 11, 90)
+    world.both_hear()
+    before = replace(world.view(), complete=is_complete)
+    world.honest.on_time(1000.0)  # nobody pings: both are gone
+    world.registered("p0", 10, 80, world.wall.now)
+    world.hears(HONEST, world.view())
+    world.hears(LIAR, before)
+    assert "d0" in world.lists(), "two registries differ, and the statement is young"
+    world.passes(RENEWAL_S)
+    world.registered("p0", 10, 80, world.wall.now)
+    world.hears(HONEST, world.view())
+    world.hears(LIAR, before)
+    assert set(world.lists()) == {"p0"}
+
+
+def test_renewals_that_a_registry_kept_back_let_no_worker_live_on() -> None:
+    world = World("roster")
+    told = world.registered("d0", 11, 90)
+    world.both_hear()
+    kept = []
+    for _ in range(20):
+        renewed(world, "d0")
+        kept.append(world.history[-1][2])
+    world.honest.on_time(1000.0)
+    world.hears(HONEST, world.view())
+    listed_s = 0.0
+    for signed in kept:
+        world.passes(RENEWAL_S / 2)
+        world.hears(LIAR, RegistryView((world.entry(told, RINGS["d0"].public, signed),), complete=True))
+        listed_s += RENEWAL_S / 2 if world.lists() else 0.0
+    assert not world.lists() and listed_s <= FRESH_S + RENEWAL_S
+
+
+def test_a_worker_that_signs_anew_stays_listed_and_is_no_news(world: World) -> None:
+    world.passes(RENEWAL_S - 2 * LOOK_S)
+    for name in ("p0", "d0"):
+        renewed(world, name)
+    before = world.union.known
+    world.hears(HONEST, world.view())
+    world.passes(RENEWAL_S - 2 * LOOK_S)
+    assert set(world.lists()) == {"p0", "d0"} and world.union.known == before
+
+
+def test_whoever_sleeps_or_hears_no_registry_takes_nobody_for_dead(world: World) -> None:
+    world.clock.now += 10 * RENEWAL_S
+    assert world.union.refresh() is None
+    for registry in (HONEST, LIAR):
+        world.hears(registry, replace(world.view(), answers=False))
+    world.passes(2 * RENEWAL_S)
+    assert set(world.lists()) == {"p0", "d0"}

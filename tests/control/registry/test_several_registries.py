@@ -167,7 +167,7 @@ def test_a_question_goes_through_the_registry_that_has_reports(
     told, signed = OwnStatements(RINGS["p0"]).of(reg("p0", 1))
     entry = m.RosterEntry(told, RINGS["p0"].public, m.WorkerState.READY, signed=signed)
     listing = RegistryView((entry,), complete=True)
-    (_, on_report), (on_view, _) = (reader._tell for reader in readers.readers)
+    (_, on_report, _), (on_view, _, _) = (reader._tell for reader in readers.readers)
     on_view(listing)
     on_report(WorkerId("p0"), Incarnation(1), b"p0")
     assert readers.show(WorkerId("p0"), Incarnation(1), ("x",))
@@ -176,7 +176,7 @@ def test_a_question_goes_through_the_registry_that_has_reports(
         (0, m.ShowFor(WorkerId("p0"), Incarnation(1), ("x",))),
         (1, m.DiscardFor(WorkerId("p0"), Incarnation(1), ("t",))),
     ]
-    for take, _ in (reader._tell for reader in readers.readers):
+    for take, *_ in (reader._tell for reader in readers.readers):
         take(RegistryView((), complete=True))
     assert not readers.show(WorkerId("p0"), Incarnation(1), ("x",))
     readers.close()

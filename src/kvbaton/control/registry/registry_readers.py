@@ -27,6 +27,7 @@ from kvbaton.control.registry.registry_roster import RegistrySettings
 from kvbaton.control.registry.registry_union import Hearing, News, RegistryUnion, RegistryView
 from kvbaton.control.registry.reports import OnReport
 from kvbaton.control.registry.statement_reader import StatementReader
+from kvbaton.control.registry.statements import RESIGN_S
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
@@ -40,6 +41,8 @@ ACK_REPORTS = 16
 ORDERS_MAX = 4096
 """That wait for the next turn; beyond it they are dropped: leases run out by themselves."""
 SILENCE_S = 10.0
+RENEWAL_S = 4 * RESIGN_S
+"""A worker that has not signed anew for so long is not listed: one that is alive has missed three renewals."""
 CLOSE_S = 2.0
 LIMITS = ControlLimits(frames_queued_max=512)
 
@@ -60,6 +63,7 @@ class RegistryReader:
         place: RegistryPlace,
         on_view: Callable[[View], None],
         on_report: OnReport,
+        on_look: Callable[[], None],
         settings: RegistrySettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -69,7 +73,7 @@ class RegistryReader:
         self.place = place
         self.control = ZmqControl(keyring, None, LIMITS, clock)
         self.control.set_directory({place[0]: (place[1], "")})  # under whichever key it has by then
-        self._tell = (on_view, on_report)
+        self._tell = (on_view, on_report, on_look)
         self._clock = clock
         self._ping_s = settings.ping_s
         self._hearing: Hearing[m.RosterEntry] = Hearing(settings.evict_s, settings.ping_s)
@@ -108,6 +112,7 @@ class RegistryReader:
         if now >= self._speak_at:
             self._speak_at = now + self._ping_s
             self._say(self._said)
+            self._guard(self._tell[2])
         return self._speak_at
 
     def _take(self, message: m.ToRouter, now: float) -> None:
@@ -166,6 +171,7 @@ class RegistryReaders:
         on_report: OnReport = _ignore,
         settings: RegistrySettings | None = None,
         networks: Networks | None = None,
+        renewal_s: float = RENEWAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`networks`: where the operator of this router allows workers to be, whatever registries allow."""
@@ -183,7 +189,7 @@ class RegistryReaders:
         self._was_read = threading.Event()
         self._networks = networks or Networks()
         self.statements: StatementReader[m.RosterEntry] = StatementReader(
-            keyring, allows=self._networks.elsewhere, clock=clock
+            keyring, allows=self._networks.elsewhere, renewal_s=renewal_s, clock=clock
         )
         self._union: RegistryUnion[m.RosterEntry] = RegistryUnion(len(places), _merged, _suspect, self.statements)
         self._workers: Workers = ()
@@ -192,7 +198,13 @@ class RegistryReaders:
         settings = settings or RegistrySettings()
         self.readers = [
             RegistryReader(
-                keyring, place, partial(self._take, number), partial(self._take_report, number), settings, clock
+                keyring,
+                place,
+                partial(self._take, number),
+                partial(self._take_report, number),
+                _ignore if number else self._look_again,  # once is enough
+                settings,
+                clock,
             )
             for number, place in enumerate(places)
         ]
@@ -253,6 +265,11 @@ class RegistryReaders:
             self.statements.take_keys(keyring)
             self._pass_on(self._union.refresh())
         self.on_keys(keyring)
+
+    def _look_again(self) -> None:
+        """Time alone can end a listing."""
+        with self._lock:
+            self._pass_on(self._union.refresh())
 
     def _take(self, registry: int, view: View) -> None:
         with self._lock:

@@ -4,7 +4,8 @@ Laws: the latest life of a worker replaces the one before at once, and a life on
 successor is alive. Silence makes a worker suspect and then gone, but only silence that the registry was awake to hear.
 A young registry does not know whom it does not know: its directory says so. A life that was told to drain drains until
 it is gone, whatever it says itself; it stays listed, since its peers still read from it. What workers and operators
-have signed is kept as it is, for readers; a registration that is only signed anew is no news.
+have signed is kept as it is, for readers. A registration that is only signed anew is news for routers, now and then:
+they see that the worker lives; workers prove that to each other.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 
 REPLACED_MAX = 1024
+RENEWALS_S = 10.0
+"""How far apart routers are told of what was signed anew."""
 LEFT_MAX = 256
 """Lives that ended by their own word, of which the others are told: the last ones."""
 
@@ -88,6 +91,8 @@ class RegistryRoster:
         self._seen = SeenWorkers(registry, 1)
         self._settles_at = now + settings.settle_s
         self._looked_at = now
+        self._renewals_at = now + RENEWALS_S
+        self._is_renewed = False
         self._listed: dict[WorkerId, _Listed] = {}
         self._replaced: Remembered[PeerId, None] = Remembered(REPLACED_MAX)
         self._gone: deque[PeerId] = deque(maxlen=WORKERS_MAX)
@@ -131,6 +136,7 @@ class RegistryRoster:
         if current is None or (current.registration, current.public_key) != (registration, public_key):
             self._list(registration, public_key, now)
         listed = self._listed[worker]
+        self._is_renewed |= listed.signed != signed
         listed.signed = signed
         self.served.put(public_key, None)
         if signed is not None:
@@ -209,6 +215,9 @@ class RegistryRoster:
         if self._settles_at > self._looked_at and now >= self._settles_at:
             self._changed()
         self._looked_at = now
+        if self._is_renewed and now >= self._renewals_at:
+            self._is_renewed, self._renewals_at = False, now + RENEWALS_S
+            self.revision += 1
         for listed in list(self._listed.values()):
             if slept_s > 0:
                 listed.heard_at = min(now, listed.heard_at + slept_s)

@@ -5,13 +5,15 @@ statement that any registry has shown, whatever an entry says beside it; a life 
 and drains when its worker or an operator has. A statement is never followed by an older one of the same name. Of two
 keys that joined under one name the one that was given it first keeps it, for as long as a registry that answers lists
 it: so a name does not go to and fro. Members that sign nothing (`Keyring.signing`) are taken at the registry's word, by
-a key and in a role that this process knows. Statements are checked once; what is remembered is bounded. Used by one
-thread at a time.
+a key and in a role that this process knows. Where renewals are due (`renewal_s`), a life that has not signed anew for
+that long is not listed by whoever lists it: a registry cannot keep the dead, whose address another process may have by
+now. Each statement is checked once; what is remembered is bounded. Used by one thread at a time.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -36,6 +38,8 @@ log = logging.getLogger(__name__)
 KNOWN_MAX = 8192
 REFUSED_MAX = 8192
 _STRANGE = "key: of no member that is known here; copy public/ from where it was minted"
+AWAKE_S = 15.0
+"""The longest that passes between two looks of a reader that is awake."""
 REMEMBER_S = 2 * FRESH_S
 """For which the newest statement of a worker that is no longer listed is remembered: no older one is fresh then."""
 
@@ -81,6 +85,8 @@ class _Newest:
     said: Statement
     signed: Signed
     membership: Membership | None  # of one that is not in the key directory: by which certificate it was let in
+    sequence: int  # of the last renewal, which may say the same
+    renewed_at: float  # by `StatementReader._awake_s`
     unlisted_at: float | None = None
 
     @property
@@ -96,6 +102,7 @@ class StatementReader(Generic[E]):
         keyring: Keyring,
         *,
         allows: Allows = lambda _: "",
+        renewal_s: float = math.inf,
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -103,6 +110,8 @@ class StatementReader(Generic[E]):
         self.keyring = keyring
         self.allows = allows
         self._wall, self._clock = wall, clock
+        self._renewal_s = renewal_s
+        self._looked_at, self._awake_s = clock(), 0.0  # how long this reader was awake while a registry answered
         self._newest: dict[WorkerId, _Newest] = {}
         self._refused: Remembered[Signed, str] = Remembered(REFUSED_MAX)
         self._unsigned: Remembered[WorkerId, None] = Remembered(KNOWN_MAX)
@@ -116,6 +125,7 @@ class StatementReader(Generic[E]):
     def views(self, views: Sequence[RegistryView[E]]) -> list[RegistryView[E]]:
         """The same, with what counts of them."""
         answering = [view for view in views if view.answers]
+        self._pass_time(is_answered=bool(answering))
         here = {entry.peer for view in answering for entry in view.entries}
         for view in answering:
             for entry in view.entries:
@@ -124,7 +134,15 @@ class StatementReader(Generic[E]):
         for view in views:
             for signed in view.ended:
                 self._learn(signed, b"", here)
-        found = [replace(view, entries=self._entries(view.entries), left=self._left(view.left)) for view in views]
+        found = [
+            replace(
+                view,
+                entries=self._entries(view.entries),
+                left=self._left(view.left),
+                gone=view.gone | {entry.peer for entry in view.entries if self._is_stale(entry.peer)},
+            )
+            for view in views
+        ]
         self._forget({entry.worker for view in found for entry in view.entries if view.answers})
         return found
 
@@ -137,6 +155,27 @@ class StatementReader(Generic[E]):
 
     # ---
 
+    def _pass_time(self, *, is_answered: bool) -> None:
+        """What this process slept through, and what passed while no registry answered, makes nobody stale."""
+        looked_at, self._looked_at = self._looked_at, self._clock()
+        if is_answered:
+            self._awake_s += min(self._looked_at - looked_at, AWAKE_S)
+
+    def _is_stale(self, peer: PeerId) -> bool:
+        newest = self._newest.get(peer.worker)
+        known = newest is not None and newest.said.peer == peer
+        return known and newest is not None and self._awake_s - newest.renewed_at > self._renewal_s
+
+    def _renew(self, known: _Newest, said: Statement, signed: Signed) -> None:
+        """The same words, signed later: of a worker that is alive, unless a registry has kept them back."""
+        if said.sequence <= known.sequence or math.isinf(self._renewal_s):
+            return
+        member = self._credentials(said.registration.worker, said.key, known.membership)
+        if member is not None and member.signing:
+            statements.verified(signed, member.signing)
+            statements.check_fresh(said, self._wall())
+            known.sequence, known.renewed_at = said.sequence, self._awake_s
+
     def _learn(self, signed: Signed, certificate: bytes, here: set[PeerId]) -> None:
         """Take a statement if it is valid and newer than what is known."""
         if signed in self._refused:
@@ -145,6 +184,8 @@ class StatementReader(Generic[E]):
             said = statements.read(signed)
             known = self._newest.get(said.registration.worker)
             if known is not None and not _is_news(known.said, said):
+                if _says_same(known.said, said):
+                    self._renew(known, said, signed)
                 self.counters["older"] += known.said.peer != said.peer
                 return
             membership = self._certified(said, certificate)
@@ -156,7 +197,7 @@ class StatementReader(Generic[E]):
                 return  # of a life that was never known here
             if member is not None and not member.signing:
                 return  # taken at the registry's word
-            newest = _Newest(said, signed, membership)
+            newest = _Newest(said, signed, membership, said.sequence, self._awake_s)
             self._check(newest, member, is_known=known is not None and known.said.peer == said.peer)
         except RegistryFault as fault:
             self._refused.put(signed, str(fault))
@@ -238,7 +279,7 @@ class StatementReader(Generic[E]):
         newest = self._newest.get(said.registration.worker)
         if newest is None:
             return self._believed(entry)
-        if newest.said.left or newest.said.peer != said.peer:
+        if newest.said.left or newest.said.peer != said.peer or self._is_stale(said.peer):
             return None
         told = newest.said.registration
         draining = told.draining or statements.is_ordered(self.keyring, entry.order, told.worker, told.incarnation)
@@ -307,9 +348,12 @@ def _rank(said: Statement) -> tuple[float, int, int]:
 def _is_news(known: Statement, said: Statement) -> bool:
     """Whether a statement may be newer than the known one. Of the same life, one that says the same is not."""
     if known.peer == said.peer:
-        same = (known.registration, known.key, known.left) == (said.registration, said.key, said.left)
-        return said.sequence > known.sequence and not same
+        return said.sequence > known.sequence and not _says_same(known, said)
     return known.key != said.key or _rank(said) > _rank(known)
+
+
+def _says_same(known: Statement, said: Statement) -> bool:
+    return (known.registration, known.key, known.left) == (said.registration, said.key, said.left)
 
 
 def _supersedes(newer: _Newest, known: _Newest) -> bool:

@@ -29,7 +29,6 @@ from kvbaton.protocol.machines.inbound import Source
 from kvbaton.protocol.machines.lease import ReaderEvent, ReaderState
 from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.machines.pairing_source import Sessions
-from kvbaton.protocol.machines.pairing_target import Links
 from kvbaton.protocol.machines.producer import Producer
 from kvbaton.protocol.machines.push_writer import Writer
 from kvbaton.protocol.machines.quotas import Buckets
@@ -207,8 +206,6 @@ LIAR_MUTANTS: tuple[Mutant, ...] = (
     Mutant("ticket_judged_twice", "21", "a parked claim's ticket has expired when it is looked at again: P dies",
            swap(Claims, "_spend", edited(("ticket_keys, 0.0)", "ticket_keys, now + self.desk.identity.wall_offset_s)"),
                                          ("except ProtocolError:", "except LookupError:")))),
-    Mutant("linked_before_joined", "23", "a source answers what it was not told yet, and the link is up",
-           without(Links, "on_linked", "link.probes is not None")),
     # --- shares
     Mutant("all_that_is_registered", "28", "a plane serves whatever is in range, lent or not",
            swap(Loans, "_covers", _always(True))),
