@@ -89,3 +89,12 @@ def test_the_table_of_privileges_is_the_one_that_is_enforced() -> None:
         role, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         told[Role(role)] = {act for act, cell in zip(acts, cells, strict=True) if cell == "yes"}
     assert told == {role: {act.value for act in MAY[role]} for role in Role}
+
+
+def test_every_role_has_a_row_that_says_what_a_liar_can_do_and_for_how_long() -> None:
+    table = TEXT.split("<!-- liars -->")[1].split("<!-- /liars -->")[0].strip().splitlines()[2:]
+    told = {cells[0]: cells[1:] for cells in ([cell.strip() for cell in line.strip("|").split("|")] for line in table)}
+    assert {str(role) for role in Role} <= set(told)
+    for role, cells in told.items():
+        assert len(cells) == 4 and all(cells), role
+        assert role == "both" or re.search(r"`tests/\S+`", cells[3]), role
