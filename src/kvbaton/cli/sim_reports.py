@@ -45,10 +45,13 @@ def _caught(catch: Catch) -> str:
 
 def surveyed(found: Survey) -> str:
     lines = [f"{fate.name}  {fate.what}\n    {_fate(fate)}" for fate in found.fates]
-    tests = "" if found.only_tests is None else f", {found.only_tests} only by tests"
+    both, none = "not asked (--tests)", "unknown"
+    if found.only_tests is not None:
+        both, none = f"{found.caught + found.only_tests} ({found.share_with_tests:.1%})", str(found.survive)
     lines.append(
-        f"{found.drawn} mutants, draw {found.draw}, {found.seeds} worlds: {found.caught} ({found.share:.1%}) "
-        f"caught by the simulator{tests}, {found.survive} survive, {found.unreached} are not reached by any world; "
+        f"{found.drawn} mutants, draw {found.draw}, {found.seeds} worlds; caught by worlds alone: {found.caught} "
+        f"({found.share:.1%}); by worlds or unit tests: {both}; by none: {none}; "
+        f"{found.unreached} are not reached by any world; "
         f"the clean tree raised {found.clean_alarms} alarms over the same seeds; {found.wall_s:.0f} s"
     )
     return "\n".join(lines)

@@ -33,7 +33,7 @@ class _Endless(BaseException):
 
 
 def look(seed: int, asks: bool = True) -> Seen | None:
-    """Run one world; what it objects to, if anything."""
+    """Run one world, with the questions beside it or alone; what it objects to, if anything."""
     try:
         with _limited(SEED_CPU_S):
             result = run_seed(seed, asks)

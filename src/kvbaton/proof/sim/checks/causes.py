@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.proof.sim.checks.successes import check_pushed, check_streamed
 from kvbaton.proof.sim.checks.vigil import quarantined, restless
 from kvbaton.proof.sim.promises import NEEDLESS, Broken
 from kvbaton.proof.sim.world.life import Character, Life
@@ -51,8 +52,8 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.CLAIM_TIMEOUT: _CUT,
     _R.CONTENT_MISMATCH: ("ticket_other_prompt",),
     _R.DEFER_TIMEOUT: ("no_room", "preempted", *_LEFT, *_STUCK, *_APART),
-    _R.DISCARDED: ("discarded", "turn_let_go", "retired"),
-    _R.DRAINING: ("retired",),
+    _R.DISCARDED: ("discarded", "turn_let_go", "draining"),
+    _R.DRAINING: ("draining", "retired"),
     _R.DUPLICATE: ("ticket_twice", "ticket_replayed"),
     _R.HANDSHAKE_TIMEOUT: (FULL, RANK_SLOW, *_CUT),  # each endpoint that came late costs a repeated Hello or Joined
     _R.LEASE_EXPIRED: (
@@ -80,13 +81,15 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.TRANSFER_TIMEOUT: _STUCK,
     _R.UNKNOWN_LEASE: (*_TURN, "no_room", FULL, "late_ticket", *_TICKET, "preempted", *_LEFT, *_STUCK, *_APART),
     _R.UNREACHABLE: (BOUNDED, "plane_shut", *_THREW, *_RANKS),
-    _R.WRONG_INCARNATION: (WRITE_STUCK, *_APART, *_STUCK, FULL),
+    _R.WRONG_INCARNATION: (FULL, WRITE_STUCK, *_CUT, *_APART),  # P began anew, or has forgotten the session
     _R.WRONG_VERSION: (OTHER_NEEDS,),
 }
 _TIMEOUTS = {_R.CLAIM_TIMEOUT, _R.DEFER_TIMEOUT, _R.TRANSFER_TIMEOUT}
 _EARLY = 0.9
 """Clocks drift, and one side's may be the one that counts."""
 
+SLOW = 0.4
+"""The share of the shortest time for a transfer below which a copy must cost nothing."""
 LEASE_BYTES = 4096
 """More than any prompt of these worlds takes."""
 _ENVELOPE = msgspec.msgpack.Decoder(tuple[int, str, int, int, int, list[Any]])
@@ -131,18 +134,18 @@ class Causes:
                 what, asked_at = begun.pop(mark.key)
                 if what.peer:  # else the door turned it away
                     self._judge(life, what, mark.what.end, mark.at - asked_at)
+                if mark.what.end.delivered:
+                    check_pushed(life, self._lives, life.node.ledger.consumer.by_attempt[mark.key])
 
         self._note_stuck(life)
         desk.marks = HeardMarks(on_mark)
-        if not self._liars:  # whose share is bounded, so that others find room
-            life.on_step = self._noting_bounds(life, life.on_step)
+        life.on_step = self._after_step(life, life.on_step)
 
-    def _noting_bounds(self, life: Life, listens: Callable[[], None]) -> Callable[[], None]:
-        """A table that is full refuses the next one."""
-
+    def _after_step(self, life: Life, listens: Callable[[], None]) -> Callable[[], None]:
         def after_step() -> None:
             listens()
-            if is_full(life):
+            check_streamed(life)
+            if not self._liars and is_full(life):  # a table that is full refuses the next one; a liar has its share
                 self._world.touch(FULL, life.character.name)
 
         return after_step
@@ -151,7 +154,7 @@ class Causes:
         reason = end.reason
         if reason is None or what.peer in self._liars:
             return
-        touched = self._touched(what, life)
+        touched = self._touched(what, life, reason)
         if LIE in touched:
             return
         who = f"{life.character.name}: {what.request} of {what.peer}"
@@ -160,10 +163,12 @@ class Causes:
         if touched.isdisjoint(CAUSES.get(reason, ())):
             raise Broken(NEEDLESS, f"{who} failed for no cause, {end}; touched by {sorted(touched)}")
 
-    def _touched(self, what: Begun, life: Life) -> set[str]:
+    def _touched(self, what: Begun, life: Life, reason: str) -> set[str]:
         """All that befell this handoff: by itself, with its pair, and with each of the two."""
         touches, now, target = self._world.touches, self._world.now, life.character.name
-        since = self._born[what.handoff] - life.character.settings.claim_timeout  # its greeting may be as old
+        since = self._born[what.handoff]
+        if reason is _R.HANDSHAKE_TIMEOUT:  # the greeting may be older
+            since -= life.character.settings.claim_timeout
         found = touches.between(what.handoff, 0.0, now)
         for whom in (pair(what.peer, target), what.peer, target):
             found |= touches.between(whom, since, now)
@@ -240,7 +245,9 @@ class Causes:
         return ""
 
     def copy_fate(self, owner: Life, copy: Copy, what: str, lasts_s: float) -> None:
-        owners = owner.node.ledger.desk.owners
+        owners, settings = owner.node.ledger.desk.owners, owner.character.settings
+        if what == "slow_copy" and lasts_s < SLOW * min(settings.transfer_timeout, settings.max_hold_s):
+            return  # renewals keep the lease meanwhile
         if what == "queued_copy":  # and all behind it
             for parts in {id(each): each for each in owners.values()}.values():
                 self._touch_owner(owner, copy, parts, what, lasts_s)

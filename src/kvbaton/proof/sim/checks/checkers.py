@@ -5,6 +5,7 @@ Those that can be seen at every step are checked there (`life.py`, `engine.py`, 
 
 from __future__ import annotations
 
+from kvbaton.proof.sim.checks.tables import check_tables
 from kvbaton.proof.sim.promises import HANG, LEAK, NEEDLESS, RULE, Broken
 from kvbaton.proof.sim.world.life import Life
 from kvbaton.proof.sim.world.sim_cluster import Cluster
@@ -106,6 +107,7 @@ def _check_life(life: Life) -> None:
     if moving or (recorder is not None and recorder.counters):
         raise Broken(HANG, f"{name}: on record as under way at rest: {moving[:3]}")
     life.vigil.record.check_at_rest()
+    check_tables(life)
     _check_connections(life)
     held = {holder for held in life.node._held.values() for holder in held.by}
     known = {("session", n) for n in ledger.sessions.by_number} | {

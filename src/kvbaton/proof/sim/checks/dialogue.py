@@ -148,12 +148,18 @@ class Dialogue:
         elif kind is m.Committed and (m.Stale, *key[1:]) in self._stale:
             raise Broken(WRONG, f"{self._name}: says Committed of attempt {key[3]}, of which it said Stale")
 
+    def _has_forgotten(self, lease: Any) -> bool:
+        """P remembers as many leases as it may, and none from before its cache was replaced."""
+        tombstones, world = self._ledger.producer.tombstones, self._life.world
+        was_replaced = "cache_replaced" in world.touches.between(self._name, 0.0, world.now)
+        return lease not in tombstones and (was_replaced or len(tombstones) >= tombstones.limit)
+
     def _check_reason(self, kind: type, listener: int, message: Any) -> None:
         """A reader that did not hear why its lease is over hears the same when it asks."""
         reader = listener, message.lease, message.attempt
         if kind is m.SourceLost:
             self._lost[reader] = message.reason
-        elif message.reason != self._lost.get(reader, message.reason):
+        elif message.reason != self._lost.get(reader, message.reason) and not self._has_forgotten(message.lease):
             what = f"lease {message.lease} ended for {self._lost[reader]}, and is refused as {message.reason}"
             raise Broken(RULE, f"{self._name}: {what}")
 

@@ -25,6 +25,7 @@ TIGHT = {
 }  # fmt: skip
 """Every bound as low as a worker of a small cluster can live with: each is met."""
 
+RESTARTING = ("crashes", "engines", "all")
 NIBBLED = {"expiry": 1.5, "all": 2.0, "copies": 3.0, "network": 3.0, "pauses": 3.0}
 """In one of so many worlds of these profiles leases are partly reused under their readers."""
 
@@ -43,6 +44,7 @@ class Hardships(msgspec.Struct, frozen=True, kw_only=True):
     crowd: int = 0  # if not 0, so many P's and as many D's
     shut_rank: int = -1  # if not -1, a data plane that cannot be opened cannot be opened by and to this rank alone
     opens_s: float = 0.0  # if not 0, what could not be opened can be from then on
+    ghosts: bool = False  # frames of and to a life that has ended come again while its worker lives the next one
     nobody: float = 0.0  # share of tickets that name a worker that is not there
     epochs: str = "exact"  # see Character
     replaces: int = 0  # caches that are replaced under their nodes
@@ -89,6 +91,7 @@ def draw(rng: random.Random, profile: str) -> Hardships:
         crowd=4 if not quotas and one_in(25, "crowd") else 4 if quotas and one_in(4, "crowd") else 0,
         shut_rank=beside(rng, "which rank").randint(0, 1) if one_in(3, "shut_rank") else -1,
         opens_s=beside(rng, "when opened").uniform(2, 9) if one_in(2, "opens") else 0.0,
+        ghosts=profile in RESTARTING and one_in(1.5, "ghosts"),
         nobody=0.1 if profile in ("strangers", "all") and one_in(2, "nobody") else 0.0,
         epochs=beside(rng, "epochs").choice(("exact", "exact", "exact", "exact", "none", "stolen")),
         replaces=beside(rng, "replaces").randint(1, 3) if profile != "healthy" and one_in(6, "replaced") else 0,

@@ -94,17 +94,18 @@ class WorkerFaults:
             life.wake()
             self.cluster.draining.add(life.peer.worker)
             soon_s, patience_s = rng.choice(((rng.uniform(0, 2.0), 0.0), (0.0, DRAIN_S)))
-            self.world.touch("retired", life.peer.worker, lasts_s=soon_s)
+            self.world.touch("draining", life.peer.worker, lasts_s=soon_s)
             self.world.after(soon_s, partial(self._leave, life, self.world.now + patience_s))
 
     def _leave(self, life: Life, patient_until: float) -> None:
         if not life.alive:
             return
         if life.paused or (life.engine.busy and self.world.now < patient_until):
-            self.world.touch("retired", life.peer.worker, lasts_s=0.5)
+            self.world.touch("draining", life.peer.worker, lasts_s=0.5)
             self.world.after(0.5, partial(self._leave, life, patient_until))
             return
         self.world.tell(f"{life.peer} leaves")
+        self.world.touch("retired", life.peer.worker)
         life.leave()
         for leg in [leg for leg in self.cluster.legs if leg.life is life and not leg.ends]:
             self.cluster.end_leg(leg, "error", "the worker left")

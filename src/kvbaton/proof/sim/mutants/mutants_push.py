@@ -8,7 +8,7 @@ from kvbaton.proof.sim.mutants.mutation import Mutant, swap
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.progress import nothing
 from kvbaton.protocol.geometry.spans import SpanSide
-from kvbaton.protocol.machines import pairing_target, push_writer
+from kvbaton.protocol.machines import consumer_pull, consumer_push, pairing_target, push_writer
 from kvbaton.protocol.machines.movement import Cargo, Route, moves, start
 from kvbaton.protocol.machines.push_write import OutletState
 from kvbaton.protocol.wire import messages as m
@@ -102,7 +102,35 @@ def _first_rank_fences_for_all(original: Any) -> Any:
     return on_fenced
 
 
+def _never_possible(original: Any) -> Any:
+    return lambda self, link: False
+
+
+def _only_when_all_is_there(original: Any) -> Any:
+    def read_on(self: Any, intake: Any, now: float) -> None:
+        if intake.source.final:
+            original(self, intake, now)
+
+    return read_on
+
+
+def _sessions_kept(original: Any) -> Any:
+    def forget_if_over(self: Any, session: int) -> None:
+        kept = self.sessions.get(session)
+        original(self, session)
+        if kept is not None:
+            self.sessions[session] = kept
+
+    return forget_if_over
+
+
 PUSH_MUTANTS: tuple[Mutant, ...] = (
+    Mutant("writer_remembers_sessions", "18", "P remembers every session that it has ever written in",
+           swap(push_writer.Writer, "_forget_if_over", _sessions_kept)),
+    Mutant("nothing_is_streamed", "30", "D reads when P has computed all, and not before",
+           swap(consumer_pull.Pulls, "read_on", _only_when_all_is_there)),
+    Mutant("nothing_is_pushed", "16", "D copies what P could write",
+           swap(consumer_push.Pushes, "is_possible", _never_possible)),
     Mutant("quiesced_while_writing", "13", "P says quiet while its writes move",
            swap(push_writer.Writer, "on_rest", _quiesced_while_writing)),
     Mutant("revoke_overtakes_offer", "13", "an unknown Revoke is forgotten",

@@ -50,7 +50,19 @@ def _remembered(original: Any) -> Any:
     return lambda self, request: None
 
 
+def _never(original: Any) -> Any:
+    return lambda self, *arguments: None
+
+
+def _none(original: Any) -> Any:
+    return lambda self, *arguments: ()
+
+
 TURN_MUTANTS: tuple[Mutant, ...] = (
+    Mutant("no_turn_is_taken", "34", "P computes what the D of the turn before has kept for it",
+           swap(turn_keeping.TurnTaker, "ask", _never)),
+    Mutant("no_turn_is_kept", "34", "D keeps nothing, although there is room",
+           swap(turn_keeping.TurnKeeper, "keep", _none)),
     Mutant("turns_without_share", "34", "what is kept for next turns fills the cache",
            swap(turn_keeping.TurnKeeper, "blocks", _no_share)),
     Mutant("turn_without_end", "9, 34", "a conversation that does not go on keeps its blocks for ever",

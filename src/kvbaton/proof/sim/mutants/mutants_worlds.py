@@ -12,9 +12,10 @@ from kvbaton.node.doorway import Doorway
 from kvbaton.node.epochs import EpochTable
 from kvbaton.proof.sim.mutants.mutation import Mutant, swap
 from kvbaton.protocol.effects import UnpinPut
+from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry import spans
 from kvbaton.protocol.geometry.layout import GroupKind
-from kvbaton.protocol.machines import lease, producer
+from kvbaton.protocol.machines import lease, ledger, producer
 from kvbaton.protocol.machines.consumer import Consumer
 from kvbaton.protocol.machines.consumer_pull import Pulls
 from kvbaton.protocol.machines.consumer_push import Pushes
@@ -119,7 +120,18 @@ def _states_like_tokens(original: Any) -> Any:
     return windows
 
 
+def _reset_of_any_life(original: Any) -> Any:
+    def on_reset(self: Any, sender: Any, session: int, message: Any, now: float) -> None:
+        link = self.consumer.links.by_worker.get(sender.worker)
+        if link is not None:
+            self.consumer.links.lose(link, Reason.WRONG_INCARNATION, "of any life", now)
+
+    return on_reset
+
+
 WORLD_MUTANTS: tuple[Mutant, ...] = (
+    Mutant("reset_of_an_earlier_life", "3", "a Reset of an earlier life ends the link with the next one",
+           swap(ledger.Ledger, "_on_reset", _reset_of_any_life)),
     Mutant("first_block_proves_all", "6", "of each group only the first block's epoch is looked at",
            swap(lease.__dict__, "_proven", _first_block_only)),
     Mutant("one_group_proves_all", "6", "one group was not reused, so none was",

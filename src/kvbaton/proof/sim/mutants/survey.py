@@ -1,8 +1,9 @@
 """Estimates the detection of unanticipated bugs: generated mutants, drawn at random, against simulated worlds.
 
 A mutant is tried on the worlds that reach its statement, in the order of their seeds, until one raises an alarm; where
-no world reaches it, none can see it. The share that is caught estimates what would be caught of any other mutants.
-Survivors can be given to the tests, which then catch them, or nothing does.
+no world reaches it, none can see it. Worlds are alone here: the questions that are asked beside them are unit tests.
+Survivors can be given to the unit tests of their part of the tree. So there are three figures: caught by worlds alone,
+by worlds or unit tests, and by none. Each estimates what would become of any other mutants.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import as_completed
+from functools import partial
 
 import msgspec
 
@@ -46,10 +48,11 @@ class Survey(msgspec.Struct):
     draw: int
     seeds: int
     caught: int
-    share: float
+    share: float  # that worlds alone catch
+    share_with_tests: float | None  # that worlds or unit tests catch
     unreached: int
     only_tests: int | None  # None: tests were not asked
-    survive: int
+    survive: int  # what was asked
     clean_alarms: int
     wall_s: float
     fates: list[Fate]
@@ -96,7 +99,7 @@ def tried(place: Place, seeds: Sequence[int]) -> Fate:
     with mutating.switched(place.name, place.what):
         for seed in seeds:
             count += 1
-            seen = look(seed)
+            seen = look(seed, asks=False)
             if seen is not None:
                 found = {"seed": seed, "tried": count, "promise": seen.promise, "seen": seen.what}
                 return msgspec.structs.replace(fate, caught=True, **found)
@@ -114,7 +117,7 @@ def survey(
         batches = [seeds[at : at + REACH_BATCH] for at in range(0, len(seeds), REACH_BATCH)]
         tell(f"which of {len(seeds)} worlds reach which lines")
         reached = together(
-            each.result() for each in [processes.submit(reached_by, modules, batch) for batch in batches]
+            each.result() for each in [processes.submit(reached_by, modules, batch, False) for batch in batches]
         )
         by = {place.name: seeds_for(place, reached) for place in places}
         waiting = [processes.submit(tried, place, by[place.name]) for place in places]
@@ -123,7 +126,7 @@ def survey(
             fates[fate.name] = fate
             tell(f"{len(fates)} of {len(places)} {fate.name}: {_how(fate)}")
         used = sorted({fate.seed for fate in fates.values() if fate.seed is not None})
-        alarms = sum(each is not None for each in processes.map(look, used, chunksize=5))
+        alarms = sum(each is not None for each in processes.map(partial(look, asks=False), used, chunksize=5))
     listed = [fates[place.name] for place in places]
     if tests:
         listed = [_tested(fate, tell) for fate in listed]
@@ -133,7 +136,7 @@ def survey(
 def _tested(fate: Fate, tell: Told) -> Fate:
     if fate.caught:
         return fate
-    verdict = under_test.judged(fate.name)
+    verdict = under_test.judged(fate.name, under_test.tests_of(fate.name))
     tell(f"{fate.name}: {f'tests alone, {verdict.test}' if verdict.caught else 'SURVIVES BOTH'}")
     return msgspec.structs.replace(fate, test=verdict.test) if verdict.caught else fate
 
@@ -147,6 +150,7 @@ def _summed(fates: list[Fate], number: int, seeds: int, alarms: int, started: fl
         seeds=seeds,
         caught=caught,
         share=round(caught / max(len(fates), 1), 4),
+        share_with_tests=round((caught + only_tests) / max(len(fates), 1), 4) if tests else None,
         unreached=sum(not fate.reached for fate in fates),
         only_tests=only_tests if tests else None,
         survive=len(fates) - caught - only_tests,

@@ -18,6 +18,7 @@ from kvbaton.proof.sim.mutants.hunting import find
 
 VARIABLE = "KVBATON_MUTANT"
 TESTS = ("tests/protocol", "tests/scenarios", "tests/node", "tests/ranks")
+PARTS = {"protocol": TESTS[:2], "node": TESTS[2:3], "ranks": TESTS[3:]}
 PATIENCE_S = 600.0
 PYTEST_FAILED = 1
 
@@ -37,6 +38,11 @@ class Verdict(msgspec.Struct, frozen=True):
 
     caught: bool
     test: str = ""
+
+
+def tests_of(name: str) -> tuple[str, ...]:
+    """The unit tests of the part of the tree that a mutant is in."""
+    return PARTS.get(name.partition(".")[0], TESTS)
 
 
 def judged(name: str, tests: Sequence[str] = TESTS) -> Verdict:

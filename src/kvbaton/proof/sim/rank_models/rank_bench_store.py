@@ -102,7 +102,8 @@ class ShelfModel:
             if len(blocks) != len(hashes):
                 self._end(order.order, Reason.BAD_SPAN)
                 return
-        error = self._called(type(order).__name__.removeprefix("Shelf").lower(), *asked, order.timeout_s)
+        last = (order.timeout_s, order.origins) if isinstance(order, said.ShelfPut) else (order.timeout_s,)
+        error = self._called(type(order).__name__.removeprefix("Shelf").lower(), *asked, *last)
         if isinstance(error, ValueError):
             self._end(order.order, Reason.BAD_SPAN, _told(error))
         elif error is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -106,6 +107,8 @@ class Cluster:
         if self.talk is not None:
             self.talk.equip(life)
         self.draining.discard(character.name)
+        if self.plan.hardships.ghosts and character.name in self.lives and not self.healed:
+            self.network.haunt(character.name, random.Random(f"{self.world.seed} ghosts {life.peer}"))
         self.lives[character.name] = life
         self.every_life.append(life)
         self.witness.watch(life)

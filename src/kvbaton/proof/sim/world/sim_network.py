@@ -5,12 +5,16 @@ Frames go to the process that runs under the name when they arrive, so a restart
 
 from __future__ import annotations
 
+import functools
+import random
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvbaton.proof.sim.world.world import InjectedFault, World
 from kvbaton.protocol.ids import WorkerId
 
+REMEMBERED, GHOSTS_S = 90, 6.0
 LATE_S = 0.1
 """What comes sooner must cost nobody anything, as in a healthy world."""
 
@@ -42,6 +46,7 @@ class Network:
         self.world = world
         self.faults = faults
         self.cut: set[tuple[WorkerId, WorkerId]] = set()
+        self.said: deque[tuple[WorkerId, WorkerId, bytes]] = deque(maxlen=REMEMBERED)
         self.names: set[WorkerId] = set()
         self.deliver: Callable[[WorkerId, WorkerId, bytes], None] = lambda source, target, frame: None
         self.on_said: Callable[[WorkerId, bytes], None] = lambda who, frame: None
@@ -49,6 +54,7 @@ class Network:
 
     def send(self, source: WorkerId, target: WorkerId, frame: bytes) -> None:
         world, faults, rng = self.world, self.faults, self.world.rng
+        self.said.append((source, target, frame))
         if (source, target) in self.cut:
             world.faults["partitioned"] += 1
             self.on_fate(source, target, frame, "partitioned", 0.0)
@@ -84,6 +90,14 @@ class Network:
         if soonest > LATE_S:
             befalls("delayed", soonest)
 
+    def haunt(self, worker: WorkerId, chance: random.Random) -> None:
+        """What its last life said and was told comes again, late, in the next one."""
+        for source, target, frame in self.said:
+            if worker in (source, target) and chance.random() < 0.7:
+                self.world.faults["ghosts"] += 1
+                late_s = chance.uniform(0, GHOSTS_S)
+                self.world.after(late_s, functools.partial(self.deliver, source, target, frame))
+
     def _garbled(self, frame: bytes) -> bytes:
         rng = self.world.rng
         kind = rng.randrange(3)
@@ -98,23 +112,23 @@ class SimControl:
     """One life's control port."""
 
     def __init__(self, network: Network, me: WorkerId) -> None:
-        self._network = network
+        self.network = network
         self._me = me
         self.inbox: list[tuple[WorkerId, bytes]] = []
         self.alive = True
 
     def send(self, worker: WorkerId, frame: bytes) -> bool:
-        if worker not in self._network.names:
+        if worker not in self.network.names:
             return False
         if self.alive:
-            self._network.on_said(self._me, frame)
-            self._network.send(self._me, worker, frame)
+            self.network.on_said(self._me, frame)
+            self.network.send(self._me, worker, frame)
         return True
 
     def receive(self) -> Sequence[tuple[WorkerId, bytes]]:
-        throws = self._network.faults.throws
-        if throws and self.inbox and self._network.world.chance(throws):
-            self._network.world.faults["receive_threw"] += 1
+        throws = self.network.faults.throws
+        if throws and self.inbox and self.network.world.chance(throws):
+            self.network.world.faults["receive_threw"] += 1
             raise InjectedFault("the simulated control plane threw")
         frames, self.inbox = self.inbox, []
         return frames

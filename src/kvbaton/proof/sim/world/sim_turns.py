@@ -11,10 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvbaton.node.turn_keeping import TurnKeeper, TurnSettings, TurnTaker
-from kvbaton.proof.sim.promises import HANG, LEAK, Broken
+from kvbaton.proof.sim.promises import HANG, LEAK, NEEDLESS, Broken
 from kvbaton.proof.sim.world.sim_request import Phase, SimRequest, digest_for, digest_of
 from kvbaton.proof.sim.world.sim_router import Errand
-from kvbaton.proof.sim.world.touches import TICKET_KEY, handoff_of
+from kvbaton.proof.sim.world.touches import TICKET_KEY, handoff_of, opened
 from kvbaton.protocol.ids import HandoffId, RequestId, TransferId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 
@@ -59,6 +59,10 @@ class EngineTurns:
             ticket, tokens = request.offer
             content = request.content
             self.taker.ask(request.id, ticket, tokens, request.tokens, lambda upto: digest_for(content, upto))
+            found = opened(ticket)
+            is_elsewhere = found is not None and found.source != self._engine.name
+            if is_elsewhere and 1 < tokens <= request.tokens and not self.taker.awaits(request.id):
+                raise Broken(NEEDLESS, f"{self._engine.name}: {request.id} does not ask for the turn that is offered")
 
     def step(self) -> None:
         """Before requests are looked at."""
@@ -145,9 +149,12 @@ class EngineTurns:
         engine = self._engine
         self._is_there(request, request.tokens, "as kept for the next turn")
         blocks = tuple(map(tuple, engine._listed(request)))
+        room = self._most - engine.doorway.turn_blocks - sum(map(len, blocks))
         engine.pool.before_pin([block for ids in blocks for block in ids])
         kept = self.keeper.keep(request.keep, digest_of(request), request.tokens, blocks, request.id)
         engine.pool.touch(kept)
+        if not kept and room >= 0:
+            raise Broken(NEEDLESS, f"{engine.name}: {request.id} is not kept for the next turn, with room for it")
         if not kept:
             engine.world.touch("turn_unkept", handoff_of(request.keep))
 
