@@ -2,7 +2,7 @@
 
 From then on no answer is wrong: not from D's cache, nor by turns from P's, nor from the store.
 
-Before, of answers after the removal: from D's cache 6 of 6 wrong, from a P that had taken a turn from D 9 of 12, from
+Before, of answers after the removal: from D's cache 5 of 5 wrong, from a P that had taken a turn from D 9 of 12, from
 the store 12 of 12, also after a restart of everybody."""
 
 from __future__ import annotations
