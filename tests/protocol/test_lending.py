@@ -19,6 +19,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, Departed
 from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.ids import JobId
+from kvbaton.protocol.machines import movement
 from kvbaton.protocol.machines.context import Parts
 from kvbaton.protocol.privileges import Role
 from kvbaton.protocol.wire.messages import Commit, Offer, Written
@@ -277,6 +278,16 @@ def test_a_loan_that_could_not_be_made_costs_its_handoff_alone(make_pair: Make) 
     d.habits.copies = True
     pair.settle()
     assert load.end is not None and load.end.reason is not None and p.sources[1].unpins == 1
+
+
+def test_blocks_that_cannot_hold_the_prompt_are_not_offered(make_pair: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = lending(make_pair)
+    pair.p.begin(1, 5)
+    monkeypatch.setattr(movement, "SPANS_IN_ALL_MAX", 0)
+    load = pair.d.want("r", pair.router_ticket(1), push=True)
+    pair.settle()
+    assert load.end is not None and load.end.reason is Reason.BAD_SPAN
+    assert not pair.said(Offer) and not pair.d.loans
 
 
 def test_a_loan_that_ends_not_at_rest_keeps_the_pins_until_it_rests(make_pair: Make) -> None:

@@ -11,7 +11,7 @@ from party import Load, Party
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.machines.origins import ANYBODY, Origins
+from kvbaton.protocol.machines.origins import ANYBODY, MARK_BYTES, Origins, mark_of, marked
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.messages import ORIGINS_MAX
 
@@ -127,3 +127,9 @@ class TestBound:
         assert origins.gone(lambda origin: True) == ()  # it is being forgotten already
         origins.forgotten()
         assert origins.names == () and origins.gone(lambda origin: True) == ()
+
+
+def test_a_value_names_an_origin_by_a_mark_that_stays_the_same() -> None:
+    mark = mark_of("p")
+    assert len(mark) == MARK_BYTES and mark == mark_of("p key") != mark_of("q")
+    assert mark_of(marked(mark)) == mark

@@ -498,6 +498,34 @@ class TestParking:
         pair.p.begin()
         assert not pair.p.ledger.producer.leases
 
+    def test_two_that_left_take_the_one_seat_that_there_is(self, make_pair: Make) -> None:
+        pair = make_pair("p", "d", "e")
+        for party, request in ((pair.d, "r"), (pair.e, "q")):
+            party.want(request, pair.router_ticket())
+            pair.settle()
+            party.give_up(request)
+            pair.settle()
+        pair.p.begin()
+        assert not pair.p.ledger.producer.leases and pair.p.counts["abandoned.aborted"] == 1
+
+    def test_a_p_that_leaves_remembers_nobody(self, pair: Pair) -> None:
+        pair.d.want("r", pair.router_ticket())
+        pair.settle()
+        pair.d.give_up("r")
+        pair.settle()
+        assert pair.p.ledger.producer.parked
+        pair.p.leave()
+        assert not pair.p.ledger.producer.parked and len(pair.p.ledger.desk.timers) == 0
+
+    def test_a_ticket_whose_key_was_withdrawn_while_it_waited_spends_nothing(self, pair: Pair) -> None:
+        load = pair.d.want("r", pair.router_ticket(), content=99)
+        pair.settle()
+        pair.lose(Claim, times=99)
+        pair.p.ledger.desk.identity.ticket_keys = (bytes(32),)
+        pair.p.begin()
+        pair.settle()
+        assert why(load) is Reason.CONTENT_MISMATCH and len(pair.p.ledger.producer.leases) == 1
+
     def test_one_that_waits_comes_before_one_that_has_left(self, make_pair: Make) -> None:
         pair = make_pair("p", "d", "e", settings=Settings(parked_max=3, parked_per_peer_max=2))
         for n in (1, 2):
@@ -819,6 +847,17 @@ class TestEngineEvents:
         pair.settle()
         assert why(load) is Reason.BUSY and pair.now < Settings().defer_timeout
         assert not pair.p.ledger.producer.parked and len(pair.p.ledger.desk.timers) == 1
+
+    def test_a_claim_that_was_given_up_hears_nothing_of_a_lease_too_many(self, make_pair: Make) -> None:
+        pair = make_pair(settings=Settings(leases_max=1))
+        pair.p.grant(1)
+        pair.d.want("r", pair.router_ticket(2), 2)
+        pair.settle()
+        pair.d.give_up("r")
+        pair.settle()
+        pair.p.begin(2)
+        pair.settle()
+        assert not pair.said(ClaimRefused) and not pair.p.ledger.producer.parked
 
     def test_a_second_live_use_of_a_transfer_id_is_refused(self, pair: Pair) -> None:
         """Rule 1: each side accepts an id once per attempt."""
