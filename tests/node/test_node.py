@@ -37,10 +37,12 @@ from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.codec import decode
 from kvbaton.protocol.wire.messages import ClaimRefused, Goodbye, Granted, Message
 from kvbaton.protocol.wire.ticket import Ticket, seal
-from kvbaton.transports.core.transport import FenceEnded, OpenFailed, TransportEvent
+from kvbaton.transports.core.transport import FenceEnded, Loan, OpenFailed, PageTable, TransportEvent
 
 KEY, DIGEST, TOKENS = b"key of the cluster", b"digest", 5
-TCP = Capabilities("tcp", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False)
+TCP = Capabilities(
+    "tcp", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False, knows_writes=True
+)
 R = RequestId("r")
 
 
@@ -78,6 +80,7 @@ class FakeTransport:
     throws: set[str] = field(default_factory=set)
     asked: list[tuple[str, Any]] = field(default_factory=list)
     moving: dict[JobId, Copy] = field(default_factory=dict)
+    lent: dict[JobId, Loan] = field(default_factory=dict)
     news: list[TransportEvent] = field(default_factory=list)
     capabilities: Capabilities = TCP
 
@@ -100,6 +103,11 @@ class FakeTransport:
     def disconnect(self, peer: PeerId) -> None:
         self._ask("disconnect", peer.worker)
 
+    def lay_out(self, tables: Sequence[PageTable]) -> None: ...
+
+    def lend(self, loan: Loan) -> None:
+        self.lent[loan.job] = loan
+
     def submit(self, copy: Copy) -> bool:
         if len(self.moving) >= self.room:
             return False
@@ -108,6 +116,9 @@ class FakeTransport:
         return True
 
     def cancel(self, job: JobId) -> None:
+        if self.lent.pop(job, None) is not None:  # all that was due under it came
+            self.news.append(CopyEnded(job, Reason.CANCELLED, unwritten=0))
+            return
         self._ask("cancel", job)
         if self.moving.pop(job, None) is not None:
             self.news.append(CopyEnded(job, Reason.CANCELLED))

@@ -34,7 +34,9 @@ class MixedPair(Pair):
         super().__init__(P, D)
 
     def add(self, name: str, **options: Any) -> Party:
-        return super().add(name, **(options | {"versions": self.speaks[name]}))
+        speaks = self.speaks[name]
+        features = {"optional": int(frozen_v1.ALL_FEATURES)} if speaks == OLD else {}
+        return super().add(name, **(options | features | {"versions": speaks}))
 
 
 def recorded(name: str) -> list[dict[str, Any]]:
@@ -51,7 +53,7 @@ def plain(line: dict[str, Any]) -> tuple[Any, ...]:
     """A frame as the old release hears it, without what new nodes add to their cards."""
     kind, fields = frozen_v1.heard(bytes.fromhex(line["frame"]))
     if kind in ("Hello", "Welcome"):
-        fields[5] = [fields[5][0], fields[5][1] & int(m.ALL_FEATURES), *fields[5][2:]]
+        fields[5] = [fields[5][0], fields[5][1] & int(frozen_v1.ALL_FEATURES), *fields[5][2:]]
     return line["at"], line["from"], line["to"], kind, fields
 
 

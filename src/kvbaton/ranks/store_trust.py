@@ -1,11 +1,13 @@
 """Whose values an engine's ranks believe, and what they sign theirs with: made of the engine's keys by its node.
 
 Laws: a signing key crosses only the encrypted link to a rank of the same engine. Only members that may grant are
-writers, so what an engine without that right puts is worth nothing, and it puts nothing.
+writers, so what an engine without that right puts is worth nothing, and it puts nothing. Engines without keys, which
+share a Mooncake store and nothing else, believe each other, and so whoever else reaches that store.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -52,6 +54,8 @@ def _check(key: bytes, payload: bytes, signature: bytes) -> bool:
 
 
 def trust_of(keyring: Keyring) -> ShelfTrust:
+    if not keyring.admission and not keyring.peers.keys() - {keyring.name}:
+        return _unkeyed()
     writers: dict[bytes, tuple[bytes, ...]] = {}
     for name in keyring.peers:
         if may(keyring.role_of(name), Act.GRANT):
@@ -60,6 +64,15 @@ def trust_of(keyring: Keyring) -> ShelfTrust:
     private = keyring.signer.private if may(keyring.role_of(keyring.name), Act.GRANT) else b""
     gone = tuple(sorted(map(mark_of, keyring.removed_names)))
     return ShelfTrust(writer_id(f"{keyring.name} {keyring.public}"), private, writers, gone[:WRITERS_MAX])
+
+
+@functools.cache
+def _unkeyed() -> ShelfTrust:
+    """Of engines that share a store and have no keys: all of them are one writer, and its signature proves nothing but
+    that the bytes are whole. There is no member to tell from another, and none to remove."""
+    signer = Signer.from_private(bytes(SIGNING_KEY_BYTES))
+    me = writer_id("")
+    return ShelfTrust(me, signer.private, {me: (signer.public,)})
 
 
 def bind_store(shelf: EngineStore, node: ClusterNode) -> None:

@@ -22,6 +22,7 @@ from kvbaton.protocol.geometry.layout import Cell, GroupKind, Place, Plane
 from kvbaton.ranks import device_store
 from kvbaton.ranks.device_store import DeviceRankStore
 from kvbaton.ranks.store_interface import RankStoreInterface
+from kvbaton.ranks.store_trust import trust_of
 from kvbaton.store.interface import OrderEnded, OrderId
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.store_server import StoreServer
@@ -69,6 +70,9 @@ def test_an_engine_that_shares_through_mooncake_alone_needs_no_keys() -> None:
     assert settings.is_alone
     ours, theirs = keyring_of(settings), keyring_of(settings)
     assert ours.secret != theirs.secret and ours.ticket_keys != theirs.ticket_keys, "nobody else has them"
+    putting, getting = trust_of(ours).trust, trust_of(theirs).trust
+    assert putting.sign is not None and getting.believes([putting.me]), "and they share all the same"
+    assert getting.has_signed(putting.me, b"batch", putting.sign(b"batch"))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +134,7 @@ def test_what_one_rank_put_another_engines_rank_gets(key_directory: Path, store:
         assert ended(putting) == OrderEnded(OrderId(1), 4)
         assert len(held) == 4
         assert getting.get(OrderId(1), HASHES, (0, 1, 2, 3), 20.0)
-        assert ended(getting) == OrderEnded(OrderId(1), 4)
+        assert_taken(ended(getting), 4)
     finally:
         putting.close()
         getting.close()
@@ -157,7 +161,7 @@ def test_caches_of_a_device_and_of_the_host_share_a_store(
         assert putting.put(OrderId(1), HASHES[:2], (5, 2), 20.0)
         assert ended(putting) == OrderEnded(OrderId(1), 2)
         assert getting.get(OrderId(1), HASHES[:2], (0, 1), 20.0)
-        assert ended(getting) == OrderEnded(OrderId(1), 2)
+        assert_taken(ended(getting), 2)
     finally:
         putting.close()
         getting.close()
@@ -178,6 +182,11 @@ def made(settings: ConnectorSettings, memory: memoryview, rank: int) -> RankStor
     make = rank_shelf(settings, facts(), rank, 2, [memory])
     assert make is not None
     return make(COMPAT)
+
+
+def assert_taken(end: OrderEnded, count: int) -> None:
+    """All of them, and the reader is told whose they are."""
+    assert (end.order, end.count, end.reason, len(end.writers)) == (OrderId(1), count, None, 1)
 
 
 def ended(shelf: RankStoreInterface) -> OrderEnded:

@@ -182,6 +182,9 @@ class FakeDoor:
     def open_ticket(self, ticket: str) -> Any:
         return SimpleNamespace(handoff="h", target="", max_readers=1)
 
+    def holder_of(self, ticket: str | None) -> str:
+        return "d0"
+
     def begin(self, handoff: str, digest: bytes, position: int, **more: Any) -> int:
         self.told.append(("begin", digest, position))
         return 1
