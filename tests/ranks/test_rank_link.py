@@ -18,11 +18,12 @@ import zmq
 
 from kvbaton.proof.contracts.transport_case import READ, WRITE, copy, flat
 from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.effects import Loan
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import LeaseProgressed
 from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.geometry.spans import SPANS_MAX
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.strided_spans import Area, Weave
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId
 from kvbaton.ranks import rank_endpoints, rank_host, rank_link, rank_stream, rank_transport
 from kvbaton.ranks.rank_host import RankHost
@@ -31,10 +32,12 @@ from kvbaton.ranks.rank_messages import (
     PART_BYTES_MAX,
     RankEnded,
     RankInvitation,
+    RankLend,
     Submit,
     TablePart,
     copy_of,
     encode_news,
+    lend_commands,
     submit_commands,
 )
 from kvbaton.ranks.rank_planes import HostedPlane
@@ -268,6 +271,18 @@ class TestOrder:
         plane.carry_out(last)
         (end,) = plane.take_news()
         assert (end.job, end.reason, end.at_rest) == (1, Reason.BAD_SPAN, True)  # type: ignore[union-attr]
+
+    def test_a_loan_with_a_part_of_its_table_missing_is_never_lent(self) -> None:
+        """It ended as if the transport had failed, which puts the blame on a data plane that was never asked."""
+        areas = (Area(0, array("q", range(3 * 40)), array("q", [0])),)
+        loan = Loan(JobId(1), OTHER, WRITE, ((1, 2),), areas)
+        *parts, last = lend_commands("fake", loan, 64)
+        assert parts and isinstance(last, RankLend)
+        plane = HostedPlane("fake", FakePlane())
+        plane.carry_out(last)
+        (end,) = plane.take_news()
+        assert (end.job, end.reason, end.at_rest) == (1, Reason.BAD_SPAN, True)  # type: ignore[union-attr]
+        assert plane.transport.asked == []  # type: ignore[attr-defined]
 
 
 class TestWeaves:

@@ -233,6 +233,16 @@ class Script:
         """`departed d p`: d hears that p is gone."""
         self._party(words).tell(ev.Departed(WorkerId(words[1])))
 
+    def do_removed(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        """`removed d p`: d hears that p is no member any more."""
+        party = self._party(words)
+        party.ledger.desk.identity.is_gone = lambda origin: origin in words[1:]
+        party.tell(ev.MembersGone())
+
+    def do_forgotten(self, words: list[str], options: dict[str, str], flags: set[str]) -> None:
+        """`forgotten d`: no request finds a block from before."""
+        self._party(words).tell(ev.CacheReplaced(forgotten=True))
+
     def do_rest(self, words: list[str], options: dict[str, str], flags: set[str]) -> str:
         """Let everything come to rest and check all promises; must be the last step."""
         self.pair.finish()

@@ -113,5 +113,6 @@ _EFFECTS: dict[type, Callable[[Any], str]] = {
     fx.DropHold: lambda effect: f"{effect.request} lets its blocks go",
     fx.StorePut: lambda effect: f"put {effect.put} stores {_groups(effect.blocks)}",
     fx.GivenUp: lambda effect: f"does without {effect.transport} to {effect.worker}: {effect.detail}",
+    fx.ForgetCache: lambda effect: f"the engine is to forget its cache: {', '.join(effect.origins)} is gone",
     fx.CancelPut: lambda effect: f"put {effect.put} is to stop",
 }

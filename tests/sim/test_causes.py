@@ -120,4 +120,4 @@ def test_most_worlds_object_when_every_other_granted_handoff_fails_for_nothing()
     seeds = [seed for seed in range(60) if draw(World(seed).rng).profile not in ("healthy", "liars")][:12]
     with find("every_other_grant_fails").switch():
         seen = [look(seed) for seed in seeds]
-    assert sum(each is not None for each in seen) >= 9
+    assert sum(each is not None and each.promise == NEEDLESS for each in seen) >= 10

@@ -15,13 +15,44 @@ import pytest
 from kvbaton.proof.sim import cover, reach
 from kvbaton.proof.sim.campaign import run_seeds
 from kvbaton.proof.sim.looking import Seen, look
-from kvbaton.proof.sim.mutants import hunting, kept, mutating, mutation_operators, survey, under_test
+from kvbaton.proof.sim.mutants import hunting, kept, mutating, mutation, mutation_operators, survey, under_test
 from kvbaton.proof.sim.mutants.handwritten import MUTANTS
 from kvbaton.proof.sim.mutants.mutation import Mutant
 from kvbaton.proof.sim.mutants.mutation_operators import Edit
 from kvbaton.protocol.geometry import progress
 from kvbaton.protocol.machines import lease
 from kvbaton.protocol.table import Verdict
+
+
+def arguments_of(function: Any) -> list[inspect.Parameter]:
+    function = inspect.unwrap(getattr(function, "__func__", getattr(function, "fget", function)))
+    return list(inspect.signature(function).parameters.values())
+
+
+def test_what_is_written_by_hand_takes_the_arguments_of_what_it_replaces(monkeypatch):
+    """Three were caught by the error of their own call, for the code had an argument more."""
+    seen: list[tuple[str, Any, Any]] = []
+
+    @contextlib.contextmanager
+    def patched(owner: Any, name: Any, replacement: Any) -> Iterator[None]:
+        original = owner[name] if isinstance(owner, dict) else vars(owner)[name]
+        if inspect.isroutine(original) or isinstance(original, property):
+            seen.append((f"{mutant.name}: {name}", original, replacement))
+        yield
+
+    monkeypatch.setattr(mutation, "_patched", patched)
+    for mutant in MUTANTS:
+        with mutant.switch():
+            pass
+    assert len(seen) > len(MUTANTS) / 2
+    takes_any = inspect.Parameter.VAR_POSITIONAL
+    wrong = [
+        name
+        for name, original, replacement in seen
+        if not any(each.kind is takes_any for each in arguments_of(replacement))
+        and len(arguments_of(replacement)) != len(arguments_of(original))
+    ]
+    assert not wrong
 
 
 def found(source: str) -> list[Edit]:

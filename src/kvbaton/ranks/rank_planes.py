@@ -190,7 +190,12 @@ class HostedPlane:
 
     def _lend(self, command: RankLend) -> None:
         try:
-            cast(LendingTransport, self.transport).lend(loan_of(command, self._parts.pop(command.job, b"")))
+            loan = loan_of(command, self._parts.pop(command.job, b""))
+        except ValueError as error:
+            self._end(command.job, Reason.BAD_SPAN, str(error))
+            return
+        try:
+            cast(LendingTransport, self.transport).lend(loan)
         except Exception as error:  # noqa: BLE001 - an adapter may throw anything
             self._end(command.job, Reason.TRANSFER_FAILED, _told(error))
 
@@ -202,7 +207,7 @@ class HostedPlane:
             self._fault(f"named {command.me}, but it was constructed with a name")
 
     def _gather(self, command: TablePart) -> None:
-        """At a bound the table stays incomplete, and its `Submit` is refused."""
+        """At a bound the table stays incomplete, and its `Submit` or `RankLend` is refused."""
         found = self._parts.get(command.job, b"")
         if self._closed or len(self._parts) >= self.waiting_max or len(found) + len(command.table) > TABLE_BYTES_MAX:
             self._fault(f"the table of job {command.job} beyond the bounds")

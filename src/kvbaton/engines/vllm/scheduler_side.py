@@ -153,10 +153,8 @@ class SchedulerSide:
             self._settings.named_pairs,
         )
         node.on_keys.append(lambda keyring: setattr(lookup, "ticket_key", keyring.ticket_keys[0]))
-        room = (
-            LoadAdmission(grouping, pool, self._config.scheduler_config.max_num_batched_tokens) if recomputes else None
-        )
-        total = self._cache.num_blocks
+        batch, total = self._config.scheduler_config.max_num_batched_tokens, self._cache.num_blocks
+        room = LoadAdmission(grouping, pool, batch) if recomputes else None
         decode = Decode(door, pool, grouping, recomputes, keeps_prefix, self._count_end, room, total)
         decode.failed = prompt_counting.FailedLoads(self.reporting.prompts)
         stored = NoStore()
@@ -238,7 +236,10 @@ class SchedulerSide:
         live = self._live
         if live is None:
             return self._before.match(request, local_tokens)
+        times = self._spoilt.times
         self._do_duties(live)
+        if self._spoilt.times != times:
+            return NOT_YET  # the cached blocks that vLLM has found for it are to be used by nobody any more
         if request.request_id in live.held:  # what its KV is of is still looked at, on a thread of its own
             if not request_content.is_known(request):
                 return NOT_YET
@@ -368,9 +369,8 @@ class SchedulerSide:
 
     def _is_idle(self, live: ConnectorParts, step: int) -> bool:
         """Whether no step that computes is on its way, and none can be before something arrives."""
-        return (
-            not self._pace.lock_step and live.is_awaited and not live.failures and not self._pace.computes_since(step)
-        )
+        pace = self._pace
+        return not pace.lock_step and live.is_awaited and not live.failures and not pace.computes_since(step)
 
     @guarded(returns(NO_ANSWER))
     def finished(self, request: Any, tables: Tables) -> tuple[bool, dict[str, Any] | None]:

@@ -24,6 +24,7 @@ class SpoiltCache:
     def __init__(self, weights: WeightsEpoch) -> None:
         self.weights = weights
         self._underway: dict[str, Any] = {}  # vLLM's requests, by id; as many as vLLM has
+        self.times = 0  # that it was forgotten
 
     def came(self, request: Any) -> None:
         self.weights.mark(request)
@@ -33,7 +34,7 @@ class SpoiltCache:
         self._underway.pop(request.request_id, None)
 
     def forget(self, live: ConnectorParts, duty: ForgetCached) -> None:
-        """At a step: before any request looks for cached blocks again."""
+        """At a step: before any request looks for cached blocks again. One that has just looked must do it again."""
         try:
             self.weights.begin_again()
             live.prefill.voided()
@@ -46,6 +47,7 @@ class SpoiltCache:
             note("forget_cached", error)
             live.door.cache_not_forgotten(duty)
         else:
+            self.times += 1
             live.door.cache_forgotten(duty, blocks)
 
 

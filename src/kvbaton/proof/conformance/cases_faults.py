@@ -55,7 +55,7 @@ _MAY_NOT_FAIL = frozenset(
     {"_on_reuse", "raise_epoch", "of", "all_of", "all_judged", "_is_told", "_are_told", "_watching", "_is_alone"}
     | {"_with_others"}
     | {"is_empty", "build_step", "allocated", "step_begun"}
-    | {"_post", "_unpinned", "hand_in", "unpin", "let_go", "back_to_vllm"}
+    | {"_post", "_unpinned", "hand_in", "unpin", "unpinned", "let_go", "back_to_vllm"}
 )
 """Nothing is put in at the entry of these: callbacks that cannot raise by construction (rule 7), what vLLM itself calls
 on our data, bodies of hooks that only call others, which get their turn; appends to and pops from queues and tables;

@@ -264,7 +264,7 @@ def another_kv_dtype_is_refused_by_name(lab: Lab, kinds: tuple[str, str]) -> Non
 
 
 def weights_of(engine: LabEngine) -> Any:
-    return engine.connector.scheduler._weights
+    return engine.connector.scheduler._spoilt.weights
 
 
 @case(mode=MODES)

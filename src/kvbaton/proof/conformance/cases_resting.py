@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from kvbaton.control import key_rotation
+from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.node.doorway import Doorway, LoadReport
 from kvbaton.proof.conformance import taps
 from kvbaton.proof.conformance.case_registry import MODES, case
@@ -15,6 +22,7 @@ from kvbaton.proof.conformance.lab import (
     Lab,
     d_params,
     demand,
+    key_directory,
     p_params,
     poll,
     prompt_of,
@@ -136,6 +144,99 @@ def a_cache_reset_while_loading_delivers_nothing_old(lab: Lab, mode: str) -> Non
         lab.run(40)
         tap.release()
         lab.finish(handoff)
+
+
+@contextmanager
+def with_keys_of_its_own(lab: Lab, shape: EngineShape) -> Iterator[tuple[LabEngine, LabEngine, Path]]:
+    """P and D, and the directory of D's keys, from which one can be removed."""
+    with tempfile.TemporaryDirectory(prefix="kvbaton-conformance-") as base:
+        keys = Path(base) / "keys"
+        shutil.copytree(key_directory(), keys)
+        yield lab.engine("p0", shape, lease_s=2.0), lab.engine("d0", shape, lease_s=9.0, keys=str(keys)), keys
+
+
+def remove(d: LabEngine, keys: Path, name: str) -> None:
+    """And wait, without a step of D, until its node has an engine's duty of it."""
+    presence = d.connector.scheduler.presence
+    key_rotation.remove(keys, name)
+    presence.node.control.look_soon()
+    poll(lambda: presence.node.ledger.desk.counts["cache_resets"], "D's node to know")
+    poll(lambda: presence.node.doorway.holding, "D's duty")
+
+
+def computed(d: LabEngine, name: str) -> int:
+    return d.runners[0].computed_of[name]
+
+
+@case(mode=MODES, shape=tuple(SHAPES))
+def kv_of_a_removed_member_is_found_by_no_request(lab: Lab, mode: str, shape: str) -> None:
+    """Neither in the cache, nor by a request that has just looked there, nor later in blocks of one under way."""
+    with with_keys_of_its_own(lab, SHAPES[shape]) as (_, d, keys):
+        prompt = prompt_of(30)
+        lab.finish(lab.hand_over(mode, prompt), loads=1)
+        runs = d.add(prompt, None, max_tokens=24)
+        lab.until(lambda: d.outcomes[runs].tokens, "a request on P's KV")
+        demand(computed(d, runs) < len(prompt), "it found nothing, so there is nothing to forget")
+        looks = d.add(prompt, None, max_tokens=1)
+        remove(d, keys, "p0")
+        lab.ended(d, looks)
+        demand(computed(d, looks) == len(prompt), f"{computed(d, looks)} of {len(prompt)} tokens were computed")
+        lab.ended(d, runs)
+        whole = [*prompt_of(30), *d.outcomes[runs].tokens]
+        d.scheduler.reset_prefix_cache()  # what `looks` has computed may be found
+        again = d.add(whole, None, max_tokens=1)
+        lab.ended(d, again)
+        for name in (runs, looks, again):
+            lab.right(d, name)
+        demand(computed(d, again) == len(whole), "a request under way put its blocks back")
+
+
+@case(settles=False)
+def a_cache_that_could_not_be_forgotten_is_forgotten_at_the_next_step(lab: Lab) -> None:
+    with with_keys_of_its_own(lab, EngineShape()) as (_, d, keys):
+        prompt = prompt_of(30)
+        lab.finish(lab.hand_over("pull", prompt), loads=1)
+        with taps.failing_once(PinnedPool, "forget_spoilt") as calls:
+            remove(d, keys, "p0")
+            lab.until(lambda: calls[0] == 2, "a second attempt")
+        found = d.add(prompt, None, max_tokens=1)
+        lab.ended(d, found)
+        demand(computed(d, found) == len(prompt), "KV of a member that is gone was found")
+        lab.settle()
+
+
+@case(mode=MODES, shape=tuple(SHAPES))
+def what_is_loaded_when_a_member_is_removed_is_computed(lab: Lab, mode: str, shape: str) -> None:
+    with with_keys_of_its_own(lab, SHAPES[shape]) as (_, d, keys):
+        lab.finish(lab.hand_over(mode, prompt_of(20, 3)), loads=1)
+        with taps.copies() as tap:
+            tap.hold()
+            handoff = lab.hand_over(mode, prompt_of(30))
+            lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+            remove(d, keys, "p0")
+            lab.run(5)
+            tap.release()
+            lab.finish(handoff, loads=1)
+        demand(d.watch.failed[handoff.at_d], "KV of a member that is gone was delivered")
+        demand(computed(d, handoff.at_d) >= 30, "not all of it was computed")
+
+
+@case(mode=MODES)
+def what_was_computed_on_kv_of_a_removed_member_is_granted_to_nobody(lab: Lab, mode: str) -> None:
+    """D's own lease, and one that begins as the request goes on."""
+    with with_keys_of_its_own(lab, EngineShape(blocks=121)) as (_, d, keys):
+        prompt = prompt_of(30)
+        lab.finish(lab.hand_over(mode, prompt), loads=1)
+        granted = d.add(prompt, p_params("pull"), max_tokens=1)
+        lab.ended(d, granted)
+        demand(d.blocks_left > 0, "nothing was leased")
+        late = d.add([*prompt, *prompt_of(60)], p_params("pull"), max_tokens=1)
+        lab.until(lambda: computed(d, late), "another to be under way")
+        demand(d.outcomes[late].reason is None, "it is over already")
+        remove(d, keys, "p0")
+        lab.until(lambda: d.blocks_left == 0, "D's leases to end", 4.0)
+        demand(not (d.outcomes[late].params or {}).get("ticket"), "KV on P's was granted")
+        lab.right(d, late)
 
 
 @case(mode=MODES, shape=tuple(SHAPES))

@@ -101,8 +101,9 @@ def router_ticket(source: str = "p0", target: str = "d0", *, ttl_s: float = 60.0
 
 
 def p_params(mode: str, ticket: str | None = None) -> dict[str, Any]:
-    params = {"do_remote_decode": True, "do_remote_prefill": False, "mode": mode}
-    return params if ticket is None else {**params, "ticket": ticket}
+    """As the router asks p0, for pull too with a ticket: who comes without one has half of the room to pin."""
+    ticket = router_ticket() if ticket is None else ticket
+    return {"do_remote_decode": True, "do_remote_prefill": False, "mode": mode, "ticket": ticket}
 
 
 def d_params(mode: str, ticket: str) -> dict[str, Any]:

@@ -85,7 +85,7 @@ class Accounts:
             raise Broken(HANG, f"{self._name}: {who}, has blocks, and does not fill them")
         if (state in (_S.OFFERED, _S.REVOKING)) > bool(intake.reservation):
             self._wrong(f"{who}, and has no reservation")
-        if not over:
+        if not over and state is not _S.JUDGING:  # then only our own ranks are waited for
             self._check_linked(consumer, intake, who)
         if state is _S.COMMITTING and not (intake.source and intake.source.final and intake.parts.at_rest):
             self._wrong(f"{who}, and does not have all")

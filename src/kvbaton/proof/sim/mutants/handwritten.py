@@ -12,6 +12,7 @@ from kvbaton.proof.sim.mutants.mutants_dialogue import DIALOGUE_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_discard import DISCARD_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_door import DOOR_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_liars import LIAR_MUTANTS
+from kvbaton.proof.sim.mutants.mutants_origins import ORIGIN_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_pins import PIN_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_planes import PLANE_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_push import PUSH_MUTANTS
@@ -39,5 +40,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *LIAR_MUTANTS,
     *DIALOGUE_MUTANTS,
     *TURN_MUTANTS,
+    *ORIGIN_MUTANTS,
 )
 """Every mutant must be caught by the simulator; the clean tree by none of the same seeds."""

@@ -144,9 +144,9 @@ def _one_rank_fewer(original: Any) -> Any:
 
 
 def _over_any_plane(original: Any) -> Any:
-    def lend(self: Any, parts: Any, plane: Any, peer: Any, direction: Any, blocks: Any) -> None:
+    def lend(self: Any, parts: Any, plane: Any, *rest: Any) -> None:
         forced = msgspec.structs.replace(plane, enforces=True) if plane is not None else None
-        original(self, parts, forced, peer, direction, blocks)
+        original(self, parts, forced, *rest)
 
     return lend
 

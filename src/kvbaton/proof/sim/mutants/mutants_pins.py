@@ -46,10 +46,10 @@ def _leases_remembered(original: Any) -> Any:
 def _asked_anew(original: Any) -> Any:
     """Every question is the first: its deadline begins anew."""
 
-    def ask(self: Any, request: Any, blocks: int, now: float) -> Any:
+    def ask(self: Any, request: Any, blocks: int, now: float, *holder: Any) -> Any:
         if request in self._waiting:
             self._waiting[request] = blocks, now + self.wait_s
-        return original(self, request, blocks, now)
+        return original(self, request, blocks, now, *holder)
 
     return ask
 

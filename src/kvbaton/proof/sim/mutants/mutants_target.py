@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from kvbaton.proof.sim.mutants.mutation import Mutant, swap
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol.errors import Reason
@@ -21,7 +23,7 @@ def _rest_at_first_failure(original: Any) -> Any:
 
 
 def _ended_means_rested(original: Any) -> Any:
-    return lambda self, job, at_rest: original(self, job, True)
+    return lambda self, event: original(self, msgspec.structs.replace(event, at_rest=True))
 
 
 def _hold_dropped_at_end(original: Any) -> Any:

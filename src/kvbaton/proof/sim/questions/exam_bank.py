@@ -12,6 +12,7 @@ from kvbaton.proof.sim.questions import (
     interview_greeting,
     interview_more,
     interview_node,
+    interview_origins,
     interview_p,
     interview_push,
     interview_writer,
@@ -33,4 +34,6 @@ BANK: list[Question] = [
     *interview_door.BANK,
     exam_moves.already_there,  # whatever is new comes last: the seeds that are remembered stay right
     interview_greeting.narrow,
+    *interview_origins.BANK,
+    interview_p.outlives_its_ticket,
 ]

@@ -57,6 +57,7 @@ class Booth:
         self.me = PeerId(WorkerId(name), Incarnation(rng.getrandbits(40)))
         self.other = PeerId(WorkerId(other), Incarnation(rng.getrandbits(40)))
         self.session, self.version = 0, 2
+        self.features = 7  # of the other
         self.epochs: dict[int, int] = {}
         self.planes = planes
         self.identity = Identity(
@@ -123,7 +124,7 @@ class Booth:
         return self.now + 1000.0
 
     def card(self, who: str = "", **fields: Any) -> m.Card:
-        card = m.Card(0, 7 | 1 << 47, "host", {"model": "m"}, _layout(self.shape), self.planes)
+        card = m.Card(0, self.features | 1 << 47, "host", {"model": "m"}, _layout(self.shape), self.planes)
         return msgspec.structs.replace(card, **fields)
 
 

@@ -146,7 +146,7 @@ class PlaneModel:
             case said.RankLend(_, job):
                 before = bytes(self.parts.pop(job, b""))
                 if any(len(ids) % 4 for ids in command.blocks) or before:
-                    self._end(job, Reason.TRANSFER_FAILED)
+                    self._end(job, Reason.BAD_SPAN)
                 elif not self._called("lend", said.loan_of(command)):
                     self._end(job, Reason.TRANSFER_FAILED, self.told_error)
             case said.Open():

@@ -1,0 +1,51 @@
+"""Wrong ideas about KV of members that are gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvbaton.proof.sim.mutants.mutation import Mutant, swap
+from kvbaton.protocol.machines.consumer import Consumer
+from kvbaton.protocol.machines.ledger import Ledger
+from kvbaton.protocol.machines.origins import Origins
+
+
+def _own_source_alone(original: Any) -> Any:
+    def note(self: Any, names: Any) -> None:
+        original(self, list(names)[:1])
+
+    return note
+
+
+def _untold(original: Any) -> Any:
+    return property(lambda self: ())
+
+
+def _no_question(original: Any) -> Any:
+    def note_origins(self: Any, link: Any, granted: Any) -> None:
+        identity, is_gone = self.desk.identity, self.desk.identity.is_gone
+        identity.is_gone = lambda origin: False
+        original(self, link, granted)
+        identity.is_gone = is_gone
+
+    return note_origins
+
+
+def _replaced_means_forgotten(original: Any) -> Any:
+    def on_cache_replaced(self: Any, event: Any, now: float) -> None:
+        original(self, event, now)
+        self.desk.origins.forgotten()
+
+    return on_cache_replaced
+
+
+ORIGIN_MUTANTS: tuple[Mutant, ...] = (
+    Mutant("origins_of_the_source_alone", "36", "D notes its P, and not from whom that P had taken",
+           swap(Origins, "note", _own_source_alone)),
+    Mutant("grants_without_origins", "36", "a grant does not name the members from whom its source took",
+           swap(Origins, "names", _untold)),
+    Mutant("gone_and_taken", "36", "D takes KV of a member that was removed",
+           swap(Consumer, "_note_origins", _no_question)),
+    Mutant("replaced_means_forgotten", "36", "a cache whose blocks may still be found has no origins any more",
+           swap(Ledger, "_on_cache_replaced", _replaced_means_forgotten)),
+)  # fmt: skip
