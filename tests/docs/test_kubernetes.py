@@ -19,6 +19,7 @@ from docs_rules import check_transfer_config, parsed
 from docs_running import answered, until
 from kubernetes_pods import Object, Pod, container, containers, has_keys, main_container, pod_spec
 
+from kvbaton.control import key_rotation
 from kvbaton.control import keyring as key_files
 from kvbaton.control.joining.admission_files import new_token
 from kvbaton.engines.embedded.http_worker import worker_app
@@ -285,12 +286,15 @@ def test_keys_reach_a_pod_in_the_form_that_kvbaton_asks_for(tmp_path: Path, over
     assert not (pod.keys / "secret" / "decode-0.json").exists()
     for secret in [pod.keys / "tickets.json", *(pod.keys / "secret").iterdir()]:
         assert stat.S_IMODE(secret.stat().st_mode) == 0o400
-    (minted / "public" / "decode-0.json").unlink()  # kvbaton keys remove
+    key_rotation.remove(minted, "decode-0")
+    shutil.copy(minted / "removed.json", minted / "public" / ".removed.json")  # as docs/kubernetes.md has it
     shutil.rmtree(pod.folder / "in")
     pod.mount(minted, script)
-    assert sorted(path.name for path in (pod.keys / "public").iterdir()) == [
-        "operator-drain.json", "operator.json", "prefill-0.json", "router.json",
-    ]  # fmt: skip
+    left = ["operator", "operator-drain", "prefill-0", "router"]
+    assert sorted(path.name for path in (pod.keys / "public").iterdir()) == sorted(
+        f"{name}.{kind}" for name in left for kind in ("json", "signing")
+    )
+    assert key_files.load(pod.keys, "prefill-0").removed_names == {"decode-0"}, "also for a pod that starts later"
 
 
 def test_tokens_reach_a_router_and_uses_that_it_counts_are_kept(

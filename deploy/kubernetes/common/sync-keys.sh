@@ -28,6 +28,9 @@ sync_once() {
     for file in "$out"/public/*.json "$out"/public/*.signing; do  # identities that were removed
         [ -e "$in/public/${file##*/}" ] || rm -f "$file"
     done
+    if [ -e "$in/public/.removed.json" ]; then  # a dot: an identity may be called "removed"
+        put "$in/public/.removed.json" "$out/removed.json"
+    fi
     put "$in/tickets/tickets.json" "$out/tickets.json"
     put "$in/identity.json" "$out/secret/$IDENTITY.json"
     if [ -e "$in/operator.json" ]; then

@@ -325,6 +325,16 @@ def _another_block(original: Any) -> Any:
     return pieces
 
 
+def _torn_is_failed(original: Any) -> Any:
+    def lend(self: Any, command: Any) -> None:
+        end = self._end
+        self._end = lambda job, reason, detail="": end(job, Reason.TRANSFER_FAILED, detail)
+        original(self, command)
+        del self._end
+
+    return lend
+
+
 RANK_MUTANTS: tuple[Mutant, ...] = (
     Mutant("rank_frame_after_a_gap", "20", "a link reconnects, and what was lost with the old connection is skipped",
            swap(Stream, "take", _any_number_will_do)),
@@ -364,6 +374,8 @@ RANK_MUTANTS: tuple[Mutant, ...] = (
            swap(rank_planes, "copy_of", _torn_is_used)),
     Mutant("rank_parts_kept", "20", "the parts of a table stay in the rank after its copy was started",
            swap(HostedPlane, "_submit", _parts_are_kept)),
+    Mutant("torn_loan_blames_the_plane", "20", "a loan whose table came in part ends as if its plane had failed",
+           swap(HostedPlane, "_lend", _torn_is_failed)),
     Mutant("rank_cancelled_without_end", "20", "a copy that waits for room is cancelled, and never ends",
            swap(HostedPlane, "carry_out", _cancelled_without_end)),
     Mutant("rank_no_room_forgotten", "20", "a copy for which a data plane has no room is dropped",

@@ -35,4 +35,5 @@ BANK: list[Question] = [
     exam_moves.already_there,  # whatever is new comes last: the seeds that are remembered stay right
     interview_greeting.narrow,
     *interview_origins.BANK,
+    interview_p.outlives_its_ticket,
 ]

@@ -385,4 +385,18 @@ def lending(rng: random.Random) -> None:
     p.expect("nobody is lent to who may not read", p.hear(p.claim(2)))
 
 
+def outlives_its_ticket(rng: random.Random) -> None:
+    """A claim for another prompt waits, its ticket expires, the lease begins: refused, and its seat is spent."""
+    p = P(rng)
+    p.join()
+    ticket = p.ticket(lease=0, digest=b"", expires_unix_s=p.wall + rng.uniform(1.0, 3.0))
+    asks = p.claim(ticket=ticket, deferred=True, digest=b"another prompt's")
+    p.expect("a claim before its lease", p.hear(asks))
+    p.later(4.0)
+    id = LeaseId(1)
+    found = p.tell(ev.LeaseBegun(id, handoff(1), DIGEST, TOKENS, len(p.blocks), deferred=True))
+    refusal = p.say(m.ClaimRefused(asks.handoff, asks.attempt, _R.CONTENT_MISMATCH, ""))
+    p.expect("another prompt, and an old ticket", found, refusal, fx.Unpin(id))
+
+
 BANK: list[Question] = [pulls, streams, source_ends, tickets, quotas, puts, lending]
