@@ -26,6 +26,7 @@ from kvbaton.ranks.rank_stream import WINDOW_FRAMES_MAX, Stream, StreamEnvelope
 from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.store import store_messages, tcp_connection, value_header
 from kvbaton.store.content_keys import HASH_BYTES
+from kvbaton.store.value_trust import ALONE
 from kvbaton.transports.checksum import checksum_endpoint
 from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.cuda import cuda_listener
@@ -191,16 +192,17 @@ def store_seeds() -> list[bytes]:
 
 
 def kept_value(data: bytes) -> None:
-    """A value that holds for a key is the one that was sealed for it: nothing else, altered anywhere, does."""
-    key, size = "kv1-a", 16
-    assert not value_header.holds(memoryview(data), key, size) or data[: value_header.FRAME_BYTES + size] == _sealed()
-    assert not value_header.holds(memoryview(data), "kv1-b", size)
+    """A value that is held for a key is the one that was sealed for it: nothing else, altered anywhere, is."""
+    frame = memoryview(data)
+    assert (value_header.held(frame, "kv1-a", ALONE) is not None) == (data == _sealed())
+    assert value_header.held(frame, "kv1-b", ALONE) is None
+    assert len(value_header.writers_of(frame)) <= 1 + value_header.ORIGINS_MAX
 
 
 def _sealed() -> bytes:
     room = bytearray(value_header.FRAME_BYTES + 16)
     room[value_header.FRAME_BYTES :] = bytes(range(16))
-    value_header.seal(memoryview(room), "kv1-a", 16)
+    value_header.seal_all([memoryview(room)], ["kv1-a"], (), ALONE)
     return bytes(room)
 
 

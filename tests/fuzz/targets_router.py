@@ -18,6 +18,7 @@ from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import FIELD
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router import kv_params, worker_calls
+from kvbaton.router.hops import Hops
 from kvbaton.router.http import http_client, http_types
 from kvbaton.router.openai_api import OpenAiApi
 from kvbaton.router.router_settings import RouterSettings
@@ -234,7 +235,7 @@ async def _leg(chunks: Sequence[bytes]) -> None:
     leg = worker_calls.Leg("decode", WORKER, "/v1/completions", (), b"{}")
     for streams in (False, True):
         pool = Answering(chunks)
-        sender = worker_calls.Legs(pool, SETTINGS)
+        sender = worker_calls.Legs(pool, SETTINGS, Hops())
         with contextlib.suppress(worker_calls.LegError):
             if streams:
                 stream = await sender.stream(leg, deadline, 60.0)

@@ -199,13 +199,13 @@ def test_a_process_of_another_user_is_turned_away_at_the_door(rig: Rig, monkeypa
 
 
 def test_a_disconnected_peer_gets_nothing_new_and_a_new_endpoint_lets_it_in_again(rig: Rig) -> None:
+    """Loans stand when a pair is made anew: the lender does not lend the same blocks twice."""
     p, d = rig.make(P), rig.make(D)
     old = p.endpoint(D)
     p.disconnect(D)
     d.connect(P, old)
     assert d.submit(read()) and end(d).reason is Reason.UNREACHABLE
     d.connect(P, p.endpoint(D))
-    p.lend(Loan(JobId(8), D, Direction.READ, ((0,),)))
     assert d.submit(read(2)) and end(d).reason is None
 
 
@@ -442,10 +442,13 @@ def test_who_has_only_greeted_gets_no_memory(rig: Rig) -> None:
         assert end(p) == CopyEnded(JobId(job), Reason.CANCELLED)
 
 
-def test_a_new_pairing_needs_a_new_loan(rig: Rig) -> None:
-    p, d = rig.make(P), rig.make(D)
+def test_a_new_pairing_needs_a_loan_that_stands(rig: Rig) -> None:
+    p, d = rig.make(P, lends=False), rig.make(D)
+    p.lend(Loan(JobId(7), D, Direction.READ, ((0,),)))
     d.connect(P, p.endpoint(D))
     assert d.submit(read(1)) and end(d).reason is None
+    p.cancel(JobId(7))
+    assert end(p).job == 7
     d.disconnect(P)
     p.disconnect(D)
     d.connect(P, p.endpoint(D))

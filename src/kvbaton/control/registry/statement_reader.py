@@ -25,7 +25,7 @@ from kvbaton.control.joining.certificate import verified as certified
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.registry import statements
 from kvbaton.control.registry.registry_messages import Registration, RegistryFault
-from kvbaton.control.registry.registry_union import RegistryView
+from kvbaton.control.registry.registry_union import RegistryView, UnionEntry
 from kvbaton.control.registry.statements import FRESH_S, Statement
 from kvbaton.control.signing import Signed
 from kvbaton.observe.codes.saying import worth_saying
@@ -44,15 +44,9 @@ REMEMBER_S = 2 * FRESH_S
 """For which the newest statement of a worker that is no longer listed is remembered: no older one is fresh then."""
 
 
-class ListedEntry(Protocol):
-    """A worker as a registry lists it."""
+class ListedEntry(UnionEntry, Protocol):
+    """A worker as a registry lists it, with what it has signed."""
 
-    @property
-    def worker(self) -> WorkerId: ...
-    @property
-    def peer(self) -> PeerId: ...
-    @property
-    def born(self) -> float: ...
     @property
     def role(self) -> str: ...
     @property

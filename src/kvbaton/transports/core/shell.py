@@ -25,7 +25,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.transports.core.device_event_wait import DeviceEventWait
 from kvbaton.transports.core.jobs import CopyJob, Jobs
-from kvbaton.transports.core.loans import Loans
+from kvbaton.transports.core.loans import Loans, engine_of
 from kvbaton.transports.core.mover import choose_mover
 from kvbaton.transports.core.transport import (
     Capabilities,
@@ -236,22 +236,23 @@ class AdmittingShell(PlaneShell[LinkT]):
 
     def __init__(self, me: PeerId, copies_max: int, pure_python: bool = False) -> None:
         super().__init__(me, copies_max, pure_python)
-        self._lent: set[JobId] = set()
+        self._lent: dict[JobId, PeerId | None] = {}  # loans that stand; to whom, if for reading
 
     def lay_out(self, tables: Sequence[PageTable]) -> None:
         """Where blocks are is of no use here: it is all or nothing."""
 
     def lend(self, loan: Loan) -> None:
         """Of any block: what it opens cannot be closed again, so its end says only that it was revoked."""
+        reads = loan.direction is Direction.READ
         with self._jobs:
-            self._lent.add(loan.job)
-            if loan.direction is Direction.READ:
+            self._lent[loan.job] = loan.peer if reads else None
+            if reads:
                 self._admit(loan.peer)
 
     def cancel(self, job: JobId) -> None:
         with self._jobs:
             if job in self._lent:
-                self._lent.discard(job)
+                del self._lent[job]
                 self._jobs.loan_ended(CopyEnded(job, Reason.CANCELLED))
                 return
         super().cancel(job)
@@ -260,6 +261,13 @@ class AdmittingShell(PlaneShell[LinkT]):
         super()._wind_up()
         for job in list(self._lent):
             self.cancel(job)
+
+    def _admit_again(self, peer: PeerId) -> None:
+        """A rank was turned away. Loans to its engine that stand are not made anew when it pairs again, and other ranks
+        of it may not have come yet. The lock is held."""
+        engine = engine_of(peer)
+        if engine in self._lent.values():
+            self._admit(engine)
 
     def _admit(self, engine: PeerId) -> None:
         """All ranks of that engine may have the memory from now on. The lock is held."""

@@ -89,7 +89,7 @@ class RegionListener:
         self._loop.call(lambda: self._admit(engine))
 
     def revoke(self, peer: PeerId) -> None:
-        """Nothing new for that rank, nor for its engine before something is lent to it again. From any thread."""
+        """Nothing new for that rank, nor for its engine before it is admitted again. From any thread."""
         self.keyring.revoke(peer)
         self._loop.call(lambda: self._forget(peer))
 

@@ -90,8 +90,9 @@ class ShmTransport(AdmittingShell[Attachment]):
         self._link(peer, there, attach)
 
     def _turn_away(self, peer: PeerId) -> None:
-        """Memory that `peer` has already mapped it keeps until it unmaps it; it gets nothing new."""
+        """Memory that `peer` has already mapped it keeps until it unmaps it; its old endpoint gives it nothing new."""
         self._door.revoke(peer)
+        self._admit_again(peer)
 
     def _admit(self, engine: PeerId) -> None:
         self._door.admit(engine)
