@@ -20,6 +20,8 @@ _given: set[int] = set()  # to whoever may not have bound it yet
 # Lends memory, puts what it is told on its input, and says when it has done so.
 OWNER = """
 import sys
+from kvbaton.control.keyring import Keyring
+from kvbaton.ranks.store_trust import trust_of
 from kvbaton.store.threaded_store import KeptStore
 from kvbaton.store.interface import OrderId, Put, StoreSettings
 from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
@@ -27,6 +29,7 @@ from kvbaton.proof.contracts.store_case import VALUE_BYTES, names, values
 from kvbaton.proof.contracts.store_harness import Ends, PinBook
 backend = MooncakeBackend(MooncakeSettings(master=sys.argv[1], segment_bytes=int(sys.argv[2])))
 store, pins = KeptStore(backend, PinBook(), StoreSettings(value_bytes_max=VALUE_BYTES)), PinBook()
+store.set_trust(trust_of(Keyring("owner", "", "", {}, ())).trust)  # as of any engine without keys
 ends = Ends(store)
 for order, line in enumerate(sys.stdin):
     count, seed = map(int, line.split())

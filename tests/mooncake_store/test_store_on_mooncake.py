@@ -15,10 +15,13 @@ import pytest
 from mooncake.store import MooncakeDistributedStore
 from mooncake_processes import Master, Owner
 
+from kvbaton.control.keyring import Keyring
 from kvbaton.proof.contracts.store_case import NOTHING, StoreCase, blank, data, engine, names, values
 from kvbaton.proof.contracts.store_contract import check_store
 from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import WorkerId
+from kvbaton.ranks.store_trust import trust_of
 from kvbaton.store.interface import Backend
 from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
 
@@ -93,6 +96,7 @@ def test_mooncake_keeps_the_contract(harness: MooncakeHarness, case: StoreCase) 
 
 def test_what_another_process_put_is_got_here(master: Master, owner: Owner) -> None:
     with engine(MooncakeHarness(master)) as d:
+        d.store.set_trust(trust_of(Keyring(WorkerId("d"), "", "", {}, ())).trust)
         assert owner.put(7, 3) == 7
         into = blank(7)
         assert d.end(d.get(names(7, 3), into)).count == 7

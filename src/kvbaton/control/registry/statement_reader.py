@@ -295,10 +295,10 @@ class StatementReader(Generic[E]):
             return None
         if name not in self._unsigned:
             self._unsigned.put(name, None)
-            said = (
+            log.warning(
                 "[worker-unsigned] %s signs nothing, and is taken at the registry's word; run this release there, and "
-            )
-            log.warning(said + "copy public/%s.signing to this host", name, name)
+                "copy public/%s.signing to this host", name, name,
+            )  # fmt: skip
         return entry
 
     def _left(self, left: frozenset[PeerId]) -> frozenset[PeerId]:
