@@ -81,7 +81,7 @@ def test_what_no_world_meets_a_question_does(name: str, question: str) -> None:
 @pytest.mark.parametrize(
     ("name", "word"),
     [
-        ("protocol.machines.claims:Claims._answer_parked:drop:1", "is over, and a timer waits for it"),
+        ("protocol.machines.claims:Claims._answer_parked:drop:1", "for a lease that there is"),
         ("protocol.machines.producer:Producer.on_progressed:always:3", ""),
         ("protocol.machines.producer:Producer.on_session_ended:once:1", "reads lease"),
     ],
