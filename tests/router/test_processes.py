@@ -180,9 +180,9 @@ def test_a_process_that_hangs_is_killed_and_comes_back(monkeypatch: pytest.Monke
             before = hung.child
             assert before is not None
             os.kill(before.pid, signal.SIGSTOP)
-            await until(lambda: not before.is_alive, 60)
+            await until(lambda: hung.child is not before, 60)
+            assert before.process.returncode == -signal.SIGKILL
             await until(lambda: all(each.ready.is_set() for each in parent.processes), 60)
-            assert hung.child is not before and before.process.returncode == -signal.SIGKILL
             monkeypatch.undo()
             assert {(await c.post(BODY))[0] for _ in range(8)} == {200}
 
