@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.proof.sim.checks.successes import check_pushed, check_streamed
+from kvbaton.proof.sim.checks.successes import check_pushed, check_streamed, watch
 from kvbaton.proof.sim.checks.vigil import quarantined, restless
 from kvbaton.proof.sim.promises import NEEDLESS, Broken
 from kvbaton.proof.sim.world.life import Character, Life
@@ -68,6 +68,7 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
         *_STUCK,
         *_APART,
     ),
+    _R.ORIGIN_GONE: ("removed",),
     _R.PEER_GONE: (FENCED, *_APART, *_STUCK),
     _R.PEER_UNKNOWN: ("ticket_of_nobody", *_APART, *_STUCK),
     _R.PINS_FULL: ("pins_refused",),
@@ -79,8 +80,19 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.TICKET_SPENT: ("discarded", FULL, *_TICKET, *_STUCK, *_APART),
     _R.TRANSFER_FAILED: ("failed_copy", *_APART, *_STUCK),
     _R.TRANSFER_TIMEOUT: _STUCK,
-    _R.UNKNOWN_LEASE: (*_TURN, "no_room", FULL, "late_ticket", *_TICKET, "preempted", *_LEFT, *_STUCK, *_APART),
-    _R.UNREACHABLE: (BOUNDED, "plane_shut", *_THREW, *_RANKS),
+    _R.UNKNOWN_LEASE: (
+        "draining",
+        *_TURN,
+        "no_room",
+        FULL,
+        "late_ticket",
+        *_TICKET,
+        "preempted",
+        *_LEFT,
+        *_STUCK,
+        *_APART,
+    ),
+    _R.UNREACHABLE: (BOUNDED, *_THREW, *_RANKS),  # of all planes of a pair the last is never shut
     _R.WRONG_INCARNATION: (FULL, WRITE_STUCK, *_CUT, *_APART),  # P began anew, or has forgotten the session
     _R.WRONG_VERSION: (OTHER_NEEDS,),
 }
@@ -138,6 +150,7 @@ class Causes:
                     check_pushed(life, self._lives, life.node.ledger.consumer.by_attempt[mark.key])
 
         self._note_stuck(life)
+        watch(life)
         desk.marks = HeardMarks(on_mark)
         life.on_step = self._after_step(life, life.on_step)
 

@@ -61,6 +61,7 @@ class Plan(msgspec.Struct, frozen=True):
     ranks: RankFaults = RankFaults()
     liars: tuple[WorkerId, ...] = ()
     talks: bool = False  # conversations go on, and D keeps them for that: in worlds of their own (`turn_worlds`)
+    removals: int = 0  # members whose keys are removed: likewise
 
 
 HEALTHY = Settings(

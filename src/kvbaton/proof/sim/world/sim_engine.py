@@ -15,15 +15,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvbaton.node.doorway import Doorway, DropBlocks, LoadReport, MatchState, UnpinBlocks
+from kvbaton.node.doorway import Doorway, DropBlocks, ForgetCached, LoadReport, MatchState, UnpinBlocks
 from kvbaton.proof.sim.promises import DEATH, STRANGER, Broken
 from kvbaton.proof.sim.world.fetching import Fetching
 from kvbaton.proof.sim.world.sim_admission import is_put_off
 from kvbaton.proof.sim.world.sim_announcing import Announcer
 from kvbaton.proof.sim.world.sim_device import Device, Step, Work
 from kvbaton.proof.sim.world.sim_memory import Shape
-from kvbaton.proof.sim.world.sim_pool import Pool, Prefixes
-from kvbaton.proof.sim.world.sim_request import Phase, SimRequest, digest_of
+from kvbaton.proof.sim.world.sim_pool import Pool, Prefixes, nothing_to_forget
+from kvbaton.proof.sim.world.sim_request import Phase, SimRequest, digest_of, one_value
 from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
@@ -55,8 +55,9 @@ class SimEngine:
         self.replacing, self.depth, self.defers = False, 1, True  # frees wait for the steps that were in flight
         self.preempt = self.put = self.get = self.early = self.skips = 0.0  # shares of requests
         self.on_wake: Callable[[], None] = doorway.wake_engine
+        self.on_forget: Callable[[ForgetCached], None] = nothing_to_forget
         self.put_prompts: dict[Groups, SimRequest] = {}  # by their blocks: while these are put, they are no other's
-        self.values_of: Callable[[SimRequest, Groups], tuple[Groups, tuple[bytes, ...]]] = _one_value
+        self.values_of: Callable[[SimRequest, Groups], tuple[Groups, tuple[bytes, ...]]] = one_value
         self._in_flight: deque[Step] = deque()
         self._deferred: deque[tuple[int, list[int]]] = deque()  # (the last step that may write there, blocks)
         self.turns: EngineTurns | None = None  # where conversations go on
@@ -142,6 +143,8 @@ class SimEngine:
                 self.pool.let_go(duty.blocks)
             elif isinstance(duty, LoadReport):
                 self._report(duty)
+            else:
+                self.on_forget(duty)
 
     def _report(self, duty: LoadReport) -> None:
         request = self.requests.get(duty.request)
@@ -439,11 +442,6 @@ class SimEngine:
         """Every cell of the prompt is this prompt's."""
         ranks, layers = range(self.shape.ranks), range(self.shape.layers)
         self.device.check(request.content, request.blocks, tokens, ranks, layers, f"{request.id} {when}")
-
-
-def _one_value(request: SimRequest, blocks: Groups) -> tuple[Groups, tuple[bytes, ...]]:
-    """A store that keeps prompts, not blocks."""
-    return blocks, (digest_of(request),)
 
 
 def _nobody(how: str, detail: str) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvbaton.proof.sim.world.touches import handoff_of
 from kvbaton.protocol.content import Content, digest
 from kvbaton.protocol.effects import End
+from kvbaton.protocol.events import Groups
 from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId, WorkerId
 
 
@@ -53,12 +54,19 @@ class SimRequest:
     offer: tuple[str, int] | None = None  # what a D keeps of it: the ticket, and the turn's tokens
     prefers: tuple[int, ...] = ()  # blocks that it gets, where they are free
     put_off_at: float | None = None  # when it was first told to wait for room to be pinned
+    rests: frozenset[str] = frozenset()  # on whose KV its own was computed, where members are removed
+    era: int = 0  # how often its engine's cache had been forgotten when it got its blocks
 
     @property
     def handoffs(self) -> tuple[HandoffId, ...]:
         """That it is for, or waits for."""
         tickets = (self.ticket, self.offer[0] if self.offer is not None else "")
         return (self.handoff, *map(handoff_of, filter(None, tickets)))
+
+
+def one_value(request: SimRequest, blocks: Groups) -> tuple[Groups, tuple[bytes, ...]]:
+    """Of a store that keeps prompts, not blocks."""
+    return blocks, (digest_of(request),)
 
 
 def digest_of(request: SimRequest) -> bytes:
