@@ -6,6 +6,7 @@ so a P needs no way to dial a D. Sockets are touched by one thread only; from ot
 and `set_peers`, which leave a note for it. A keyring that was loaded from a directory is followed: what changes there
 is in force a few seconds later, and `on_keys` is called with it on that one thread; so it is with members that joined,
 of whom others tell (`set_directory`), and with the keyring of a member that has no directory (`set_keyring`).
+`on_refused` is called there with a worker that we had dialled when nothing listens at its address any more.
 
 A connection holds at most `frames_queued_max` whole frames; libzmq does not bound the parts of one unfinished
 multi-part message, so an *authenticated* peer that has gone bad can make this process grow. Take its key off the list.
@@ -50,6 +51,7 @@ class ZmqControl:
     ) -> None:
         self._plane = SocketPlane(keyring, limits or ControlLimits(), clock)
         self.on_keys: Callable[[Keyring], None] = lambda _: None
+        self.on_refused: Callable[[WorkerId], object] = lambda _: None
         self._following = Following(keyring, clock()) if keyring.directory else None
         self._keyring, self._told = keyring, keyring  # as loaded or joined; as it is in force, with who joined
         self._joined: Mapping[WorkerId, Membership] = {}
@@ -76,7 +78,7 @@ class ZmqControl:
     @property
     def counters(self) -> Counter[str]:
         """frames_in, frames_out, lost, malformed, over_quota, connections, admitted, refused, mismatched, redialled,
-        hung_up, keys_changed."""
+        hung_up, keys_changed, refused_lines."""
         return self._plane.counters
 
     @property
@@ -203,6 +205,9 @@ class ZmqControl:
             if any(asked):
                 self._take_notes()
                 self._listener.gate.tend()
+        for worker in self._dialler.take_refused(events):
+            self.counters["refused_lines"] += 1
+            self.on_refused(worker)
         return events
 
     def _note(self, kind: str, note: Callable[[], None]) -> None:

@@ -53,7 +53,7 @@ from kvbaton.node.ports import StorePort
 from kvbaton.node.ticket_discard import discarded
 from kvbaton.observe.tracing.export import of_worker
 from kvbaton.protocol.compat import digest as compat_digest
-from kvbaton.protocol.events import Departed, Event
+from kvbaton.protocol.events import Departed, Event, LineRefused
 from kvbaton.protocol.geometry.layout import EngineLayout
 from kvbaton.protocol.ids import Incarnation, PeerId, TransferId, WorkerId
 from kvbaton.protocol.machines.context import Identity
@@ -171,6 +171,7 @@ class ClusterNode:
         self.watch.begin(self.node, gauges)
         self.loop = NodeLoop(self.node, self.control)
         self.control.on_keys = self._take_keys
+        self.control.on_refused = lambda worker: self.loop.tell(LineRefused(worker))
 
     @property
     def peer(self) -> PeerId:
