@@ -9,7 +9,6 @@ which a port raised is retried, and so is polling: nothing waits forever because
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import cast
 import msgspec
 
 from kvbaton.node.doorway import Doorway
-from kvbaton.node.ports import ControlPort, DistantTransport, StorePort
+from kvbaton.node.ports import ControlPort, StorePort
 from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.observe.flight.recorder import Recorder
 from kvbaton.protocol import effects as fx
@@ -313,23 +312,12 @@ class Node:
             self._next_events.append(Departed(effect.worker, reason=Reason.PEER_UNKNOWN))
 
     def _endpoints(self, invitation: fx.Invitation) -> tuple[bytes, ...]:
-        """TimeoutError where a rank is late; by then all others are asked too, or a handshake with many late ranks
-        would be as many rounds."""
         self._hold(invitation)
-        found: list[bytes] = []
-        late: TimeoutError | None = None
-        for rank, remote in itertools.product(self.ranks, range(invitation.ranks)):
-            transport, peer = rank[invitation.transport], rank_peer(invitation.peer, remote)
-            if late is None:
-                try:
-                    found.append(transport.endpoint(peer))
-                except TimeoutError as error:
-                    late = error
-            elif isinstance(transport, DistantTransport):
-                transport.ask_endpoint(peer)
-        if late is not None:
-            raise late
-        return tuple(found)
+        return tuple(
+            rank[invitation.transport].endpoint(rank_peer(invitation.peer, remote))
+            for rank in self.ranks
+            for remote in range(invitation.ranks)
+        )
 
     def _hold(self, effect: fx.Connect | fx.Invitation) -> None:
         held = self._held.setdefault((effect.peer, effect.transport), _Held())

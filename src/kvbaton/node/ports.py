@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from kvbaton.protocol.events import Groups, StoreEnded
-from kvbaton.protocol.ids import PeerId, PutId, WorkerId
+from kvbaton.protocol.ids import PutId, WorkerId
 
 
 class ControlPort(Protocol):
@@ -17,14 +17,6 @@ class ControlPort(Protocol):
 
     def receive(self) -> Sequence[tuple[WorkerId, bytes]]:
         """Frames received since the last call, each with its authenticated sender."""
-
-
-@runtime_checkable
-class DistantTransport(Protocol):
-    """A transport in another process, whose endpoints take a while."""
-
-    def ask_endpoint(self, peer: PeerId) -> None:
-        """Have it made. Never waits; `endpoint` has it later."""
 
 
 class StorePort(Protocol):

@@ -34,7 +34,10 @@ class Endpoints:
         """TimeoutError: not yet; RuntimeError: the rank could not."""
         with self._came:
             patient = not self._asked
-            self.ask(peer)
+            if peer not in self._answers and peer not in self._asked:
+                number = next(self._numbers)
+                self._ask(number, peer)
+                self._asked[peer] = number
             self._awaited = peer
             self._came.wait_for(lambda: peer in self._answers, ENDPOINT_WAIT_S if patient else 0)
             self._awaited = None
@@ -45,14 +48,6 @@ class Endpoints:
                 raise TimeoutError(f"{self._whose} has not created an endpoint for {peer} yet; try again")
             del self._answers[peer]
         raise RuntimeError(f"{self._whose} could not create an endpoint for {peer}: {answer.detail}")
-
-    def ask(self, peer: PeerId) -> None:
-        """Never waits."""
-        with self._came:
-            if peer not in self._answers and peer not in self._asked:
-                number = next(self._numbers)
-                self._ask(number, peer)
-                self._asked[peer] = number
 
     def forget(self, peer: PeerId) -> None:
         with self._came:

@@ -115,9 +115,6 @@ class RemoteTransport:
         """The rank's answer, kept until `peer` is disconnected or fenced. TimeoutError: try again later."""
         return self._endpoints.get(peer)
 
-    def ask_endpoint(self, peer: PeerId) -> None:
-        self._endpoints.ask(peer)
-
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
         """Problems that only the rank can detect come later: `OpenFailed` follows, and copies with `peer` end."""
         _check_endpoint(self.capabilities.name, peer, endpoint)
