@@ -92,7 +92,11 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
         *_STUCK,
         *_APART,
     ),
-    _R.UNREACHABLE: (BOUNDED, *_THREW, *_RANKS),  # of all planes of a pair the last is never shut
+    _R.UNREACHABLE: (
+        BOUNDED,
+        RANK_SLOW,
+        *_STUCK,
+    ),  # of all planes of a pair the last is never shut, but it may be shunned
     _R.WRONG_INCARNATION: (FULL, WRITE_STUCK, *_CUT, *_APART),  # P began anew, or has forgotten the session
     _R.WRONG_VERSION: (OTHER_NEEDS,),
 }
@@ -100,6 +104,8 @@ _TIMEOUTS = {_R.CLAIM_TIMEOUT, _R.DEFER_TIMEOUT, _R.TRANSFER_TIMEOUT}
 _EARLY = 0.9
 """Clocks drift, and one side's may be the one that counts."""
 
+SHUNNED = 2.2
+"""P leaves a plane out for `shun_s`, and D for as long again; clocks drift."""
 SLOW = 0.4
 """The share of the shortest time for a transfer below which a copy must cost nothing."""
 LEASE_BYTES = 4096
@@ -182,6 +188,8 @@ class Causes:
         since = self._born[what.handoff]
         if reason is _R.HANDSHAKE_TIMEOUT:  # the greeting may be older
             since -= life.character.settings.claim_timeout
+        if reason is _R.UNREACHABLE:  # the planes that were left may have failed before
+            since -= SHUNNED * life.character.settings.shun_s
         found = touches.between(what.handoff, 0.0, now)
         for whom in (pair(what.peer, target), what.peer, target):
             found |= touches.between(whom, since, now)

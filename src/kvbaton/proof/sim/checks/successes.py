@@ -68,8 +68,9 @@ def _departed(name: str, ledger: Ledger, handle: Handle) -> Handle:
 
 def _left(name: str, ledger: Ledger, handle: Handle) -> Handle:
     def left(sender: PeerId, session: int, now: float) -> None:
+        links, reads = ledger.consumer.links, ledger.sessions.joined(session, sender) is not None
         handle(sender, session, now)
-        if ledger.sessions.joined(session, sender) or ledger.consumer.links.current(sender, session):
+        if ledger.sessions.joined(session, sender) or not (reads or links.current(sender, session) is None):
             raise Broken(RULE, f"{name}: is paired with {sender}, which said goodbye")
 
     return left

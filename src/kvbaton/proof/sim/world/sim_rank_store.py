@@ -27,7 +27,6 @@ from kvbaton.proof.sim.world.sim_pool import Pool
 from kvbaton.proof.sim.world.sim_request import SimRequest
 from kvbaton.proof.sim.world.touches import ALWAYS
 from kvbaton.proof.sim.world.world import InjectedFault, World
-from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.geometry.layout import EngineLayout
 from kvbaton.ranks.engine_store import AskId, EngineStore, ShelfSettings, StoreTold
@@ -238,7 +237,7 @@ class RankStore:
 
     def holds(self, hashes: Sequence[bytes]) -> int:
         """How many of these, from the first on, are there for every rank."""
-        if not self._of_rank:
+        if len(self._of_rank) < len(self._memory):
             return 0
         values = self.backend._values  # not asked: who asks for a value makes it the last to be evicted
         wanted = (keys(shelf._front, hashes) for shelf in self._of_rank.values())
@@ -388,12 +387,12 @@ class ShelfFetching(Fetching):
     def _check_hit(self, told: StoreTold) -> None:
         """What was there for every rank is found, and brought, unless a fault or a bound is in the way."""
         holds, evictions, since = self._holds.pop(told.ask)
-        if told.count >= holds or evictions != self._store.backend.counters["evicted"]:
-            return
+        if told.count >= holds or told.reason or evictions != self._store.backend.counters["evicted"]:
+            return  # one that was slow or full says so
         touched = self.world.touches.between(self.device.name, since, self.world.now)
-        if told.reason not in (Reason.BUSY, Reason.CANCELLED) and touched.isdisjoint(STORE_CAUSES):
-            what = f"{told.count} of {holds} that it has, {told.reason}"
-            raise Broken(NEEDLESS, f"{self.device.name}: a store finds or brings {what}; touched by {sorted(touched)}")
+        if touched.isdisjoint(STORE_CAUSES):
+            what = f"{told.count} of {holds} that it has; touched by {sorted(touched)}"
+            raise Broken(NEEDLESS, f"{self.device.name}: a store finds or brings {what}")
 
     def _ask_wildly(self) -> None:
         """Ask for what cannot be brought: a block that does not exist."""
