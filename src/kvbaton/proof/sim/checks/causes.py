@@ -81,7 +81,18 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.TICKET_SPENT: ("discarded", FULL, *_TICKET, *_STUCK, *_APART),
     _R.TRANSFER_FAILED: ("failed_copy", *_APART, *_STUCK),
     _R.TRANSFER_TIMEOUT: _STUCK,
-    _R.UNKNOWN_LEASE: (SHORT_LEASE, *_TURN, "no_room", FULL, "late_ticket", *_TICKET, "preempted", *_LEFT, *_STUCK, *_APART),
+    _R.UNKNOWN_LEASE: (
+        SHORT_LEASE,
+        *_TURN,
+        "no_room",
+        FULL,
+        "late_ticket",
+        *_TICKET,
+        "preempted",
+        *_LEFT,
+        *_STUCK,
+        *_APART,
+    ),
     _R.UNREACHABLE: (BOUNDED, "plane_shut", *_THREW, *_RANKS),
     _R.WRONG_INCARNATION: (FULL, WRITE_STUCK, *_TURN, *_CUT, *_APART),  # P began anew, or has forgotten the session
     _R.WRONG_VERSION: (OTHER_NEEDS,),
@@ -132,6 +143,7 @@ class Causes:
         if life.character.name in self._liars:
             return
         desk, begun = life.node.ledger.desk, dict[int, tuple[Begun, float]]()
+        turns = dict[int, HandoffId]()
 
         def on_mark(mark: Mark) -> None:
             if isinstance(mark.what, Begun):
@@ -139,6 +151,13 @@ class Causes:
                 if mark.side is Side.DECODE:
                     begun[mark.key] = mark.what, mark.at
                     self._note_unpaired(life, mark.what)
+                elif mark.detail:
+                    turns[mark.key] = mark.what.handoff
+            elif mark.step is Step.CLOSED and mark.key in turns:
+                assert isinstance(mark.what, Ended)
+                handoff = turns.pop(mark.key)
+                if mark.what.end.reason is _R.DRAINING:  # one that drains keeps nothing for later
+                    self._world.touch("turn_unkept", handoff)
             elif mark.side is Side.DECODE and mark.step is Step.ENDED:
                 assert isinstance(mark.what, Ended)
                 what, asked_at = begun.pop(mark.key)
