@@ -52,7 +52,7 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.BUSY: (FULL, BOUNDED, *_RANKS),
     _R.CLAIM_TIMEOUT: _CUT,
     _R.CONTENT_MISMATCH: ("ticket_other_prompt",),
-    _R.DEFER_TIMEOUT: ("no_room", "preempted", *_LEFT, *_STUCK, *_APART),
+    _R.DEFER_TIMEOUT: ("no_room", "preempted", *_TICKET, *_LEFT, *_STUCK, *_APART),
     _R.DISCARDED: ("discarded", "turn_let_go", "draining"),
     _R.DRAINING: ("draining", "retired"),
     _R.DUPLICATE: ("ticket_twice", "ticket_replayed"),
