@@ -26,7 +26,6 @@ from kvbaton.proof.sim.world.sim_engine import SimEngine
 from kvbaton.proof.sim.world.sim_rank_store import COMPAT, RankStore, ShelfFetching, make_shelf, values_of
 from kvbaton.proof.sim.world.sim_transport import KINDS, SimTransport
 from kvbaton.proof.sim.world.world import World
-from kvbaton.protocol.effects import Copy
 from kvbaton.protocol.geometry.progress import Progress
 from kvbaton.protocol.ids import JobId, LeaseId, PeerId
 from kvbaton.ranks import rank_host
