@@ -33,7 +33,8 @@ from kvbaton.protocol.wire import messages as m
 
 LIE, OTHER_NEEDS, FULL, BOUNDED = "lie", "other_needs", "full", "rank_bounded"
 FENCED, WRITE_STUCK, RANK_SLOW = "fenced", "write_stuck", "rank_slow"
-UNPAIRED, SHORT_LEASE = "unpaired", "short_lease"
+NO_TURN = float("inf")
+UNPAIRED, SHORT_LEASE, NO_LEASE = "unpaired", "short_lease", "no_lease"
 
 _R = Reason
 _RANKS = ("rank_stalls", "rank_lost", "rank_link_cut", "rank_plane_threw", "rank_reports_late", "rank_frame_garbled")
@@ -46,17 +47,25 @@ _STUCK = ("slow_copy", "stalled_copy", "failed_copy", "queued_copy", *_CUT)
 _TURN = ("late_turn", "turn_let_go", "turn_unkept")
 _TICKET = ("ticket_other_prompt", "ticket_replayed", "ticket_twice")
 
+_UNBEGUN = (NO_LEASE, "no_room", "preempted", *_TICKET, *_LEFT, *_STUCK, *_APART)  # what keeps P from it
+
 CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.ABORTED: ("not_needed", "pins_refused", *_LEFT),
     _R.BAD_SPAN: (BOUNDED, *_RANKS),  # parts of what a rank was told were lost
     _R.BUSY: (FULL, BOUNDED, *_RANKS),
     _R.CLAIM_TIMEOUT: _CUT,
     _R.CONTENT_MISMATCH: ("ticket_other_prompt",),
-    _R.DEFER_TIMEOUT: ("no_room", "preempted", *_TICKET, *_LEFT, *_STUCK, *_APART),
+    _R.DEFER_TIMEOUT: _UNBEGUN,
     _R.DISCARDED: ("discarded", "turn_let_go", "draining"),
     _R.DRAINING: ("draining", "retired"),
     _R.DUPLICATE: ("ticket_twice", "ticket_replayed"),
-    _R.HANDSHAKE_TIMEOUT: (FULL, RANK_SLOW, *_CUT),  # each endpoint that came late costs a repeated Hello or Joined
+    _R.HANDSHAKE_TIMEOUT: (
+        FULL,
+        RANK_SLOW,
+        FENCED,
+        WRITE_STUCK,
+        *_STUCK,
+    ),  # each endpoint that came late costs a repeated Hello or Joined
     _R.LEASE_EXPIRED: (
         BOUNDED,
         RANK_SLOW,
@@ -77,10 +86,10 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.SOURCE_ABORTED: ("pins_refused", *_LEFT, *_STUCK, *_APART),  # also a Quiesced of which only the repetition came
     _R.SOURCE_PREEMPTED: ("preempted",),
     _R.STALE: ("nibbled", "cache_replaced", *_STUCK, *_APART),
-    _R.TICKET_EXPIRED: ("late_ticket", "ticket_replayed", *_CUT),
+    _R.TICKET_EXPIRED: ("late_ticket", *_UNBEGUN),
     _R.TICKET_SPENT: ("discarded", FULL, *_TICKET, *_STUCK, *_APART),
     _R.TRANSFER_FAILED: ("failed_copy", *_APART, *_STUCK),
-    _R.TRANSFER_TIMEOUT: _STUCK,
+    _R.TRANSFER_TIMEOUT: (FENCED, WRITE_STUCK, *_STUCK),  # what a fence ends is judged after it
     _R.UNKNOWN_LEASE: (
         SHORT_LEASE,
         *_TURN,
@@ -143,7 +152,7 @@ class Causes:
         if life.character.name in self._liars:
             return
         desk, begun = life.node.ledger.desk, dict[int, tuple[Begun, float]]()
-        turns = dict[int, HandoffId]()
+        leased = dict[int, tuple[Begun, float]]()
 
         def on_mark(mark: Mark) -> None:
             if isinstance(mark.what, Begun):
@@ -151,13 +160,12 @@ class Causes:
                 if mark.side is Side.DECODE:
                     begun[mark.key] = mark.what, mark.at
                     self._note_unpaired(life, mark.what)
-                elif mark.detail:
-                    turns[mark.key] = mark.what.handoff
-            elif mark.step is Step.CLOSED and mark.key in turns:
+                else:
+                    leased[mark.key] = mark.what, mark.at if mark.detail else NO_TURN
+            elif mark.side is Side.PREFILL and mark.step is Step.CLOSED:
                 assert isinstance(mark.what, Ended)
-                handoff = turns.pop(mark.key)
-                if mark.what.end.reason is _R.DRAINING:  # one that drains keeps nothing for later
-                    self._world.touch("turn_unkept", handoff)
+                what, kept_at = leased.pop(mark.key)
+                self._note_closed(life, what.handoff, mark.what.end, mark.at - kept_at)
             elif mark.side is Side.DECODE and mark.step is Step.ENDED:
                 assert isinstance(mark.what, Ended)
                 what, asked_at = begun.pop(mark.key)
@@ -198,7 +206,7 @@ class Causes:
         since = self._born[what.handoff]
         found = touches.between(what.handoff, 0.0, now)
         if reason is _R.HANDSHAKE_TIMEOUT or UNPAIRED in found:  # the greeting may be older
-            since -= life.character.settings.claim_timeout
+            since -= 2 * life.character.settings.claim_timeout  # and begin with what an earlier one left behind
         for whom in (pair(what.peer, target), what.peer, target):
             found |= touches.between(whom, since, now)
         for each in (life, self._lives.get(what.peer)):
@@ -208,12 +216,24 @@ class Causes:
                 found.add(BOUNDED)
         return found | self._before_fence(what, life)
 
+    def _note_closed(self, life: Life, handoff: HandoffId, end: End, kept_s: float) -> None:
+        """P was full; or a turn ran out, in its time, or was not kept by one that drains."""
+        if end.reason is _R.BUSY:
+            self._world.touch(NO_LEASE, handoff)
+        elif kept_s < 0:
+            return
+        elif end.reason is _R.DRAINING:
+            self._world.touch("turn_unkept", handoff)
+        elif life.engine.turns is not None and kept_s >= _EARLY * life.engine.turns.keeper.settings.turn_s:
+            self._world.touch("late_turn", handoff)
+
     def _note_unpaired(self, life: Life, what: Begun) -> None:
         """A handoff that waits for its pair's greeting waits for what befell that; its lease runs meanwhile."""
         link, source = life.node.ledger.consumer.links.by_worker.get(what.peer), self._lives.get(what.peer)
         if link is None or link.state is not LinkState.UP:
             self._world.touch(UNPAIRED, what.handoff)
-            if source is not None and source.character.settings.lease_s < PAIRING_S:
+            short = source is not None and source.character.settings.lease_s < PAIRING_S
+            if short or is_full(life) or (source is not None and is_full(source)):  # then a greeting waits for room
                 self._world.touch(SHORT_LEASE, what.handoff)
 
     def _note_stuck(self, life: Life) -> None:
