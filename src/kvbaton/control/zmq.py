@@ -20,7 +20,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import zmq
 
@@ -28,7 +28,7 @@ from kvbaton.control.addressing import ControlError, ControlLimits, check_endpoi
 from kvbaton.control.dialler import Address, Dialler
 from kvbaton.control.joining.certificate import Membership
 from kvbaton.control.key_following import Following
-from kvbaton.control.keyring import Keyring, is_public_key, with_joined
+from kvbaton.control.keyring import Keyring, is_public_key, with_joined, with_removed
 from kvbaton.control.listener import Listener, Sent
 from kvbaton.control.sockets import Heard, SocketPlane
 from kvbaton.control.waker import Waker
@@ -37,6 +37,8 @@ from kvbaton.protocol.ids import WorkerId
 log = logging.getLogger(__name__)
 
 LOOPBACK = "tcp://127.0.0.1:0"
+REMOVED_KEPT_MAX = 16384
+"""Removals beside those of the key directory; beyond it only the latest list counts."""
 
 
 class ZmqControl:
@@ -55,6 +57,7 @@ class ZmqControl:
         self._following = Following(keyring, clock()) if keyring.directory else None
         self._keyring, self._told = keyring, keyring  # as loaded or joined; as it is in force, with who joined
         self._joined: Mapping[WorkerId, Membership] = {}
+        self._removed: tuple[frozenset[WorkerId], frozenset[str]] = frozenset(), frozenset()  # of whom others tell
         self._waker = Waker()
         self._notes: dict[str, Callable[[], None]] = {}  # at most one of a kind: the last
         self._ready: dict[object, int] | None = None  # as the last wait found it; None: not looked since
@@ -113,6 +116,12 @@ class ZmqControl:
     def set_keyring(self, keyring: Keyring) -> None:
         """Of a member that joined: its renewed keyring."""
         self._note("keyring", lambda: self._take_keyring(keyring))
+
+    def add_removed(self, names: Iterable[WorkerId], keys: Iterable[str]) -> None:
+        """Of these it was proven that they were removed; what was said before stays said."""
+        told = frozenset(names), frozenset(keys)
+        if not (told[0] <= self._removed[0] and told[1] <= self._removed[1]):
+            self._note("removed", lambda: self._take_removed(*told))
 
     def look_soon(self) -> None:
         """Somebody was added to the key directory: look now."""
@@ -228,6 +237,11 @@ class ZmqControl:
         if self._listener is not None:
             self._listener.forget(moved)
 
+    def _take_removed(self, names: frozenset[WorkerId], keys: frozenset[str]) -> None:
+        before = self._removed if max(map(len, self._removed)) < REMOVED_KEPT_MAX else (frozenset(), frozenset())
+        self._removed = names | before[0], keys | before[1]
+        self._take_keyring(self._keyring)
+
     def _take_peers(self, peers: Mapping[WorkerId, str], also: Mapping[WorkerId, tuple[str, ...]]) -> None:
         self._plane.take(peers, also)
         self._dialler.take_peers()
@@ -254,7 +268,7 @@ class ZmqControl:
 
     def _take_keyring(self, keyring: Keyring) -> None:
         self._keyring = keyring
-        fresh = with_joined(keyring, self._joined)
+        fresh = with_joined(with_removed(keyring, *self._removed), self._joined)
         if fresh == self._told:
             return
         self._told = self._plane.keyring = fresh
