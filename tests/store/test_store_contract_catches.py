@@ -16,7 +16,7 @@ from kvbaton.store.interface import OrderEnded, Pins, Put
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.order_scripts import BackendCall, OrderKind, Script, Task
 from kvbaton.store.threaded_store import KeptStore
-from kvbaton.store.value_header import Claim
+from kvbaton.store.value_header import HeaderClaim
 from kvbaton.store.value_trust import ALONE
 
 CASES = {case.name: case for case in check_store.cases}
@@ -128,7 +128,7 @@ def reads_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def trusts_back_ends(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(backend_threads, "claimed", lambda *_: Claim((), lambda _: b"", b""))
+    patch.setattr(backend_threads, "claimed", lambda *_: HeaderClaim((), lambda _: b"", b""))
 
 
 def never_gives_up(patch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def held(frame: memoryview, key: str, trust: StoreTrust) -> tuple[bytes, ...] | 
     return claim.names if claim is not None and claim.fits(frame) else None
 
 
-class Claim(NamedTuple):
+class HeaderClaim(NamedTuple):
     """What a header says that is believed, if the value is the one it was written for."""
 
     names: tuple[bytes, ...]  # from whom it is, its writer first
@@ -97,7 +97,7 @@ class Claim(NamedTuple):
         return self.digest(frame[FRAME_BYTES:]) == self.expected
 
 
-def claimed(frame: memoryview, key: str, trust: StoreTrust, proven: set[bytes]) -> Claim | None:
+def claimed(frame: memoryview, key: str, trust: StoreTrust, proven: set[bytes]) -> HeaderClaim | None:
     """What is said of a value of that length for that key; None if it is not to be believed.
 
     `proven`: writers and nodes of their trees, known to be signed, by the same trust; what is proven here is added. So
@@ -118,7 +118,7 @@ def claimed(frame: memoryview, key: str, trust: StoreTrust, proven: set[bytes]) 
         return None
     leaf = _leaf(head[:_PLACE], head[_ORIGINS:names_end])
     is_signed = _is_signed(head, leaf, depth, writer, trust, proven)
-    return Claim(names, digest, head[_DIGEST:_PLACE]) if is_signed else None
+    return HeaderClaim(names, digest, head[_DIGEST:_PLACE]) if is_signed else None
 
 
 def _is_signed(head: bytes, node: bytes, depth: int, writer: bytes, trust: StoreTrust, proven: set[bytes]) -> bool:
