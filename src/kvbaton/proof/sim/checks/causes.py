@@ -74,7 +74,7 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.QUARANTINE_FULL: (FULL, *_STUCK),  # a push that was delivered is not at rest before its loans are back
     _R.SOURCE_ABORTED: ("pins_refused", *_LEFT, *_STUCK, *_APART),  # also a Quiesced of which only the repetition came
     _R.SOURCE_PREEMPTED: ("preempted",),
-    _R.STALE: ("nibbled", "cache_replaced", *_STUCK, *_APART),
+    _R.STALE: ("nibbled", "overwritten", "cache_replaced", *_STUCK, *_APART),
     _R.TICKET_EXPIRED: ("late_ticket", "ticket_replayed", *_CUT),
     _R.TICKET_SPENT: ("discarded", FULL, *_TICKET, *_STUCK, *_APART),
     _R.TRANSFER_FAILED: ("failed_copy", *_APART, *_STUCK),
@@ -167,11 +167,14 @@ class Causes:
         """All that befell this handoff: by itself, with its pair, and with each of the two."""
         touches, now, target = self._world.touches, self._world.now, life.character.name
         since = self._born[what.handoff]
-        if reason is _R.HANDSHAKE_TIMEOUT:  # the greeting may be older
-            since -= life.character.settings.claim_timeout
+        greeted = since - life.character.settings.claim_timeout  # the greeting may be older
+        if reason is _R.HANDSHAKE_TIMEOUT:
+            since = greeted
         found = touches.between(what.handoff, 0.0, now)
         for whom in (pair(what.peer, target), what.peer, target):
             found |= touches.between(whom, since, now)
+            if reason is _R.LEASE_EXPIRED:
+                found |= touches.between(whom, greeted, now) & {RANK_SLOW}
         for each in (life, self._lives.get(what.peer)):
             if each is not None and not self._liars and is_full(each):
                 found.add(FULL)
