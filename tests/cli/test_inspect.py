@@ -115,11 +115,13 @@ def test_json_is_what_the_router_said(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_the_share_of_prompts_that_d_computed_alone_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     prompts = {"tokens": 1000, "alone": 500, "reasons": {"unasked": 400, "bad\x1b[2Jword": 60}}
+    prompts |= {"resets": 2, "reset_blocks": 480}
     with router({**journeys(1), "prompts": prompts}) as (url, _):
         assert main(["inspect", "--router", url]) == 0
         shown = capsys.readouterr().out
         assert main(["inspect", "--json", "--router", url]) == 0
     assert "in the cluster: prompt tokens computed by D although a P should have: 50.0% of 1000" in shown
+    assert "prefix caches reset since a member was removed: 2 times, 480 cached blocks dropped" in shown
     assert "unasked 40.0%" in shown and "other 4.0%" in shown and "\x1b" not in shown
     assert json.loads(capsys.readouterr().out)["prompts"]["alone"] == 500
 

@@ -8,10 +8,16 @@ import time
 from pathlib import Path
 
 import pytest
+import zmq
 
+from kvbaton.cli.key_tokens import AFTERMATH
 from kvbaton.cli.main import main
 from kvbaton.control import key_rotation, keyring
+from kvbaton.control.joining import admission_files as book
+from kvbaton.control.joining.certificate import Membership
 from kvbaton.control.key_report import fingerprint, report
+from kvbaton.protocol.ids import WorkerId
+from kvbaton.protocol.privileges import Role
 
 
 @pytest.fixture
@@ -143,7 +149,11 @@ def test_tokens_are_made_listed_and_revoked(capsys: pytest.CaptureFixture[str], 
     assert call(capsys, "token", "new", minted, "--out", str(out))[0] == 2  # nothing is overwritten
     status, said, _ = call(capsys, "token", "list", minted, "--json")
     assert [(each["id"], each["state"]) for each in json.loads(said)["tokens"]] == [(made["id"], "good")]
-    assert call(capsys, "token", "revoke", minted, made["id"], "--with-members")[0] == 0
+    joined = Membership(WorkerId("w1"), zmq.curve_keypair()[0].decode(), Role.DECODE, made["id"], 9**9)
+    book.put_joined(Path(minted), joined, b"")
+    status, said, _ = call(capsys, "token", "revoke", minted, made["id"], "--with-members")
+    assert status == 0 and "removed w1; registries reject it within" in said
+    assert AFTERMATH in said and f"kvbaton keys rotate {minted} --tickets" in said
     _, said, _ = call(capsys, "list", minted)
     assert f"{made['id']}  decode, revoked, 0 of 3 uses" in said and "0 joined" not in said
     status, said, _ = call(capsys, "token", "new", minted)

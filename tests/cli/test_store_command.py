@@ -15,12 +15,16 @@ from typing import Any
 import pytest
 
 from kvbaton.cli import main as cli
-from kvbaton.control import keyring
+from kvbaton.control import key_rotation, keyring
 from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics.metric_names import Where
+from kvbaton.proof.contracts.transport_harness import poll
+from kvbaton.protocol.machines.origins import mark_of
 from kvbaton.ranks.store_address import bytes_of, opener, store_place
+from kvbaton.ranks.store_trust import trust_of
 from kvbaton.store.interface import Backend
 from kvbaton.store.store_client import ServerSilent
+from kvbaton.store.value_header import FRAME_BYTES, seal_all
 
 WORDS = [sys.executable, "-m", "kvbaton.cli.main", "store", "--port", "0", "--json"]
 
@@ -102,6 +106,29 @@ def test_it_keeps_values_tells_figures_and_ends_on_sigterm(directory: Path, serv
     assert [(line["level"], line["message"]) for line in lines] == [
         ("INFO", "[stopping] SIGTERM"), ("INFO", "[stopping] stopped"),
     ]  # fmt: skip
+
+
+def test_what_a_removed_member_wrote_or_gave_is_dropped_from_memory_and_disk(tmp_path: Path) -> None:
+    directory = tmp_path / "keys"
+    keyring.mint(directory, ["store", "p0", "p1"])
+    written = {name: trust_of(keyring.load(directory, name)).trust for name in ("p0", "p1")}
+    served = Served(directory, "--bytes", "16KiB", "--disk", str(tmp_path / "disk"), "--disk-bytes", "1MiB")
+    backend = client(directory, served.url, "p1")
+    names = [f"{kind}{number}" for number in range(8) for kind in ("false", "derived", "honest")]
+    for name in names:
+        frame = memoryview(bytearray(FRAME_BYTES + 1000))
+        origins = (mark_of("p0"),) if name.startswith("derived") else ()
+        seal_all([frame], [name], origins, written["p0" if name.startswith("false") else "p1"])
+        assert backend.put([name], [frame]) == [""]
+    figures = served.figures()
+    assert figures["values"] and figures["disk_values"], "some are in memory, some on disk"
+    assert backend.exists(names) == [True] * 24
+    key_rotation.remove(directory, "p0")
+    poll(lambda: sum(backend.exists(names)) == 8, 30.0)
+    assert backend.exists(names) == [name.startswith("honest") for name in names]
+    backend.close()
+    served.close()
+    assert "[store-swept] dropped 16 values" in served.said.read_text()
 
 
 def test_a_worker_of_another_cluster_gets_no_answer(tmp_path: Path, directory: Path, served: Served) -> None:

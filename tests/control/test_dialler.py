@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -13,6 +14,7 @@ import zmq
 
 from kvbaton.control.addressing import ControlLimits
 from kvbaton.control.dialler import Dialler
+from kvbaton.control.line_watch import PATIENCE_S
 from kvbaton.control.sockets import SocketPlane
 from kvbaton.protocol.ids import WorkerId
 
@@ -269,3 +271,43 @@ def test_an_odd_message_from_a_server_is_dropped() -> None:
         assert d0.inbox == [("p0", b"good")]
         assert d0.control.counters["malformed"] == 2
     context.term()
+
+
+def test_a_peer_whose_process_has_ended_is_known_at_once() -> None:
+    """Its host refuses the next connection: no silence has to be waited for."""
+    gone: list[WorkerId] = []
+    p0, d0 = Post(RINGS["p0"]), Post(RINGS["d0"])
+    with posted(d0):
+        d0.control.on_refused = gone.append
+        with posted(p0):
+            d0.knows(p0)
+            exchange(d0, p0)
+            assert not gone
+        until(lambda: gone, d0, timeout_s=PATIENCE_S)
+        assert set(gone) == {P0} and d0.control.counters["refused_lines"] == len(gone)
+
+
+def test_where_nobody_ever_answered_one_waits_a_moment_for_another_address() -> None:
+    gone: list[WorkerId] = []
+    with posted(d0 := Post(RINGS["d0"])):
+        d0.control.on_refused = gone.append
+        d0.control.set_directory({P0: (_silent_port(), RINGS["p0"].public)})
+        began = time.monotonic()
+        assert d0.control.send(P0, b"hello")
+        until(lambda: gone, d0)
+        assert time.monotonic() - began >= PATIENCE_S
+
+
+def test_connections_that_break_while_something_listens_are_no_death() -> None:
+    gone: list[WorkerId] = []
+    with posted(d0 := Post(RINGS["d0"])), socket.create_server(("127.0.0.1", 0)) as between:
+        d0.control.on_refused = gone.append
+        d0.control.set_directory({P0: (f"tcp://127.0.0.1:{between.getsockname()[1]}", RINGS["p0"].public)})
+        assert d0.control.send(P0, b"hello")
+        between.settimeout(20.0)
+        began, cut = time.monotonic(), 0
+        while time.monotonic() - began < 1.5 * PATIENCE_S or cut < 2:
+            between.accept()[0].close()  # whoever listens is there
+            cut += 1
+            d0.turn()
+        assert not gone

@@ -29,7 +29,7 @@ def test_the_transport_of_the_page_keeps_the_contract(case: Case, transport: Mod
     if case.needs <= offered(harness):
         case(harness)
     else:
-        assert case.needs & {"write", "fence", "kill", "pause", "lends"}, "only these may be left out"
+        assert case.needs & {"write", "fence", "kill", "pause", "lends", "knows_writes"}, "only these may be left out"
 
 
 def test_the_page_shows_how_the_contract_is_run_and_that_is_so() -> None:

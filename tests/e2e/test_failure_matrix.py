@@ -247,6 +247,9 @@ def test_p_is_killed_before_its_answer(crew: Crew, mode: str, others: tuple[str,
                 await until(lambda: town["p0"].seen and town["p0"].seen[0].sent, call)
                 crew.kill("p0")
             got = await call
+            if got.status == 200 and got.headers["x-kvbaton-pair"] == "p0/d1":  # D noticed it before the router did
+                assert mode != "pull" and got.text == right
+                return
             if others:
                 assert (got.status, got.text, got.headers["x-kvbaton-pair"]) == (200, right, "p1/d1")
             else:
@@ -283,6 +286,26 @@ def test_p_is_killed_after_its_answer(crew: Crew, mode: str) -> None:
 
 GONE = ("claim_timeout", "handshake_timeout", "defer_timeout", "peer_gone")
 """What D says of a P that does not answer: which depends on whether they knew each other."""
+
+
+@modes
+def test_d_waits_for_no_p_that_was_killed(crew: Crew, mode: str) -> None:
+    """Its host refuses connections at once. No time-out of this D is near, and its registry says it after 12 s."""
+
+    async def story() -> None:
+        async with row(crew, mode, "p0", "d1", settings=msgspec.structs.replace(QUICK, decode_retries=0)) as town:
+            gate = asyncio.Event()
+            town["d1"].script = held(gate)
+            prompt, right = next(crew.prompts)
+            call = asyncio.create_task(town.ask(mode, prompt))
+            await until(lambda: town["p0"].seen and town["p0"].seen[0].answered and town["d1"].seen, call)
+            crew.kill("p0")
+            gate.set()
+            began = time.monotonic()
+            assert (await call).text == right  # computed by D
+            assert time.monotonic() - began < EVICT_S / 2
+
+    run(story())
 
 
 @modes

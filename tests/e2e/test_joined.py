@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvbaton.control import key_following, key_rotation, keyring
+from kvbaton.control.joining import admission_files as book
 from kvbaton.control.joining.certificate import verified
 from kvbaton.control.registry import RegistryServer
 from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker, reference_answers
@@ -38,9 +40,11 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def worker(house: Gatehouse, name: str, role: str, *, joins: bool = True) -> AsyncIterator[EmbeddedWorker]:
+async def worker(
+    house: Gatehouse, name: str, role: str, *, joins: bool = True, keys: Path | None = None
+) -> AsyncIterator[EmbeddedWorker]:
     """Listed by the registry; `joins`: with a token, not with minted keys."""
-    ring = None if joins else keyring.load(house.directory, name)
+    ring = None if joins else keyring.load(keys or house.directory, name)
     member = house.join(house.token(), name, Role(role)) if ring is None else None
     ring = member.keyring if member is not None else ring
     assert ring is not None
@@ -147,6 +151,37 @@ def test_ticket_keys_reach_members_that_joined_and_removal_ends_their_sessions(
                 assert p.node.control.counters["frames_in"] == heard
 
     asyncio.run(story())
+
+
+def test_what_a_member_that_joined_gave_is_forgotten_on_other_hosts_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By engines that have no key directory, or a copy of it in which nobody has joined."""
+    monkeypatch.setattr(key_following, "LOOK_S", 0.1)
+
+    async def story() -> None:
+        with gatehouse(tmp_path / "keys") as house:
+            keyring.add(tmp_path / "keys", "d0:decode")
+            elsewhere = shutil.copytree(tmp_path / "keys", tmp_path / "copy")
+            async with (
+                worker(house, "p-joined", "prefill") as p,
+                worker(house, "d-joined", "decode") as d,
+                worker(house, "d0", "decode", joins=False, keys=elsewhere) as minted,
+            ):
+                await until(lambda: all(knows(each, p) and knows(p, each) for each in (d, minted)))
+                await delivers(p, d, "pull")
+                await delivers(p, minted, "pull")
+                book.revoke_token(tmp_path / "keys", one_token(tmp_path, "p-joined"), with_members=True)
+                await until(lambda: all(each.stats()["cache_resets_total"] == 1 for each in (d, minted)))
+                assert all(p.node.keyring.public in each.node.keyring.removed for each in (d, minted))
+
+    asyncio.run(story())
+
+
+def one_token(tmp_path: Path, name: str) -> str:
+    known = book.joined_file(tmp_path / "keys", name)
+    assert known is not None
+    return known.token
 
 
 def test_a_certificate_is_renewed_while_its_member_pings(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from party import Load
 from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.protocol.effects import Connect, Disconnect, StartFence
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.events import Departed, RankFenced
+from kvbaton.protocol.events import Departed, LineRefused, RankFenced
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import (
@@ -260,6 +260,20 @@ class TestLoss:
         assert load.failed is None
         pair.d.tell(Departed(pair.p.name))
         assert failure(load)[0] is Reason.PEER_GONE
+
+    def test_where_nothing_listens_any_more_nothing_is_waited_for(self, pair: Pair) -> None:
+        """Rule 9: of whom has answered there, or not yet; no other worker's handoffs are touched."""
+        pair.d.habits.copies = False
+        first = pair.d.want("r", pair.router_ticket())
+        pair.settle()
+        pair.d.tell(LineRefused(WorkerId("nobody")))
+        assert first.failed is None and "p" in pair.d.ledger.consumer.links.by_worker
+        pair.d.tell(LineRefused(pair.p.name))
+        assert failure(first) == (Reason.PEER_GONE, "worker p has left or is not registered")
+        pair.lose(Hello, times=99)
+        second = pair.d.want("q", pair.router_ticket(2), 2)
+        pair.d.tell(LineRefused(pair.p.name))
+        assert failure(second) == (Reason.PEER_GONE, "nothing listens at the address of worker p")
 
     def test_leaving_says_goodbye_where_somebody_answered(self, pair: Pair) -> None:
         pair.d.want("r", pair.p.grant())

@@ -23,7 +23,8 @@ from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import ALL_MODES, ListedEngine, StaticDirectory, WorkerListState
 
 KEY = b"k" * 32
-QUICK = RouterSettings(first_byte_s=20, deadline_s=40, suspect_s=0.01, settle_s=1)  # a busy machine may stand still
+# a busy machine may stand still
+QUICK = RouterSettings(connect_s=20, first_byte_s=20, deadline_s=40, suspect_s=0.01, settle_s=1)
 Script = Callable[["FakeWorker", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
 

@@ -164,6 +164,23 @@ def test_what_comes_before_the_first_event_is_bounded_and_the_workers_fault(
     run(story())
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_stream_that_nobody_asked_for_is_refused_before_it_is_read(side: str) -> None:
+    """It was read up to the bound of an answer, 16 MiB, for each request: 48 MiB stayed with a router after 15."""
+
+    async def story() -> None:
+        script, sent = endless(b'data: {"type":"response.created"}\n\n' * 1000)
+        settings = msgspec.structs.replace(QUICK, decode_retries=0, prefill_retries=0)
+        scripts = ([script], 1) if side == "prefill" else (1, [script])
+        async with cluster(*scripts, settings=settings) as c:
+            status, answer, _ = await c.post(BODY)
+            assert (status, answer["error"]["code"]) == (502, "bad_answer")
+            assert "answered with events, and was asked for no stream" in answer["error"]["message"]
+        assert sum(sent) < 8 << 20  # what sockets hold
+
+    run(story())
+
+
 def test_a_few_comments_before_the_first_event_pass_and_are_told() -> None:
     first = b": wait\n\n" * 1000
 

@@ -28,6 +28,7 @@ from kvbaton.testing import Log, TransportHarness, check_transport
 from kvbaton.transports import catalogue
 from kvbaton.transports.catalogue import SUMS
 from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.transport import Copy
 from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport
 
@@ -73,6 +74,7 @@ def a_killed_owners_memory_is_free_within_5_s(harness: TransportHarness) -> None
     process = DeviceProcess("cuda")
     try:
         far = FarDevice(process, owner, "cuda", size, 5.0)
+        lend_everything(far, reader)
         near.connect(owner, far.endpoint(reader))
         assert near.submit(Copy(JobId(1), owner, READ, 0, 0, array("q", (0, size - 64, 64))))
         ends: list[object] = []

@@ -68,6 +68,10 @@ class FakeGpu:
         self._called("free")
         self.regions.pop(address).close()
 
+    def clear(self, address: int, nbytes: int) -> None:
+        self._called("clear")
+        ctypes.memset(address, 0, nbytes)
+
     def allocate_pinned(self, nbytes: int) -> int:
         self._called("allocate_pinned")
         held = ctypes.create_string_buffer(nbytes)

@@ -18,6 +18,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing import Case, Log, Pair
 from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.refusals import Cause
 from kvbaton.transports.core.transport import Copy, CopyEnded
 from kvbaton.transports.cuda import cuda_client, cuda_listener, cuda_table
@@ -98,6 +99,7 @@ class Rig:
     def make(self, me: PeerId, idle_s: float = 60.0) -> CudaTransport:
         transport = CudaTransport(me, CudaConfig(idle_s=idle_s), self.gpu)
         transport.register(0, DeviceMemory(self.gpu.allocate(SIZE), SIZE))
+        lend_everything(transport, D, P)
         self.made.append(transport)
         return transport
 

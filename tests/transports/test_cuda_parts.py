@@ -18,16 +18,16 @@ import pytest
 from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.strided_spans import Weave
-from kvbaton.protocol.ids import Incarnation, JobId, PeerId
+from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
 from kvbaton.transports.core.loans import lend_everything
-from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceEvent, Direction, Spans
+from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceEvent, Direction, Loan, Spans
 from kvbaton.transports.cuda import cuda_client, cuda_driver, cuda_ptx, cuda_transport
 from kvbaton.transports.cuda.cuda_client import CudaRemote
 from kvbaton.transports.cuda.cuda_driver import CudaError, CudaGpu
 from kvbaton.transports.cuda.cuda_event_wait import quiet_event
 from kvbaton.transports.cuda.cuda_launch import SMALL_NUMBERS, Tables
-from kvbaton.transports.cuda.cuda_listener import Allocation, CudaEndpoint, CudaPlace, Exported, Shared
+from kvbaton.transports.cuda.cuda_listener import SAMPLE_BYTES, Allocation, CudaEndpoint, CudaPlace, Exported, Shared
 from kvbaton.transports.cuda.cuda_table import (
     GROUP_NUMBERS,
     PIECE_BYTES,
@@ -223,10 +223,12 @@ class Rig:
         self.made: list[CudaTransport] = []
         self.memory: dict[PeerId, int] = {}
 
-    def make(self, me: PeerId, **options: object) -> CudaTransport:
+    def make(self, me: PeerId, lends: bool = True, **options: object) -> CudaTransport:
         transport = CudaTransport(me, CudaConfig(**options), self.gpu)  # type: ignore[arg-type]
         self.memory[me] = self.gpu.allocate(SIZE)
         transport.register(0, DeviceMemory(self.memory[me] + 4096, SIZE - 4096))
+        if lends:
+            lend_everything(transport, D, P)
         self.made.append(transport)
         return transport
 
@@ -272,6 +274,70 @@ def test_an_endpoint_is_small_and_belongs_to_its_owner(rig: Rig) -> None:
     for change in changes:
         with pytest.raises(ValueError):
             d.connect(P, msgspec.msgpack.encode(msgspec.structs.replace(there, **change)))  # type: ignore[arg-type]
+
+
+def handles(rig: Rig) -> set[int]:
+    """Addresses at which somebody has opened registered memory, or a sample: by size."""
+    return {len(mapped) for mapped in rig.gpu.opened.values()}
+
+
+def nothing(job: int) -> Copy:
+    return Copy(JobId(job), P, Direction.READ, 0, 0, array("q"))
+
+
+def test_who_has_only_greeted_gets_no_handle(rig: Rig) -> None:
+    """Before, any member that had said Hello could read and write all KV of a rank, without a ticket."""
+    p, d = rig.make(P, lends=False), rig.make(D, lends=False)
+    d.connect(P, p.endpoint(D))
+    assert d.submit(nothing(1)) and end(d).reason is None
+    assert handles(rig) == {SAMPLE_BYTES}, "a pair finds out that memory can be opened, by a sample of it"
+    assert d.submit(read(2))
+    p.lend(Loan(JobId(7), PeerId(WorkerId("other"), D.incarnation), Direction.READ, ((0,),)))
+    p.lend(Loan(JobId(9), D, Direction.WRITE, ((0,),)))
+    assert not poll(lambda: bool(d.drain()), 0.3) and handles(rig) == {SAMPLE_BYTES}
+    p.lend(Loan(JobId(8), D, Direction.READ, ((0,),)))
+    assert end(d).reason is None
+    assert poll(lambda: handles(rig) == {SIZE}, 10), "the sample is closed"
+    p.disconnect(D)
+    p.cancel(JobId(8))
+    d.disconnect(P)
+    d.connect(P, p.endpoint(D))
+    assert d.submit(read(3)) and not poll(lambda: bool(d.drain()), 0.3), "a new pairing needs a new loan"
+
+
+def test_a_sample_that_cannot_be_opened_makes_the_plane_unreachable(rig: Rig) -> None:
+    d = rig.make(D)
+    d.connect(P, rig.make(P, lends=False).endpoint(D))
+    rig.gpu.refusals["open"] = CudaError("cuIpcOpenMemHandle_v2", 1, "CUDA_ERROR_INVALID_VALUE")
+    assert d.submit(nothing(1)) and end(d).reason is Reason.UNREACHABLE
+
+
+@pytest.mark.parametrize("call", ["allocate", "clear", "export"])
+def test_without_room_for_a_sample_the_first_copy_finds_out(rig: Rig, call: str) -> None:
+    p, d = rig.make(P, lends=False), rig.make(D)
+    rig.gpu.refusals[call] = CudaError(call, 2, "CUDA_ERROR_OUT_OF_MEMORY")
+    d.connect(P, p.endpoint(D))
+    assert d.submit(nothing(1)) and end(d).reason is None and not handles(rig)
+    rig.gpu.refusals.clear()
+    p.lend(Loan(JobId(8), D, Direction.READ, ((0,),)))
+    assert d.submit(read(2)) and end(d).reason is None
+
+
+def test_an_owner_that_goes_takes_its_sample_along(rig: Rig) -> None:
+    p, d = rig.make(P, lends=False), rig.make(D)
+    d.connect(P, p.endpoint(D))
+    assert d.submit(nothing(1)) and end(d).reason is None and handles(rig) == {SAMPLE_BYTES}
+    p.close()
+    assert poll(lambda: not handles(rig) and d.mapped_bytes == 0, 10)
+    assert not any(len(region.view) == SAMPLE_BYTES for region in rig.gpu.regions.values())
+
+
+def test_an_idle_sample_is_closed_and_opened_again_at_need(rig: Rig) -> None:
+    d = rig.make(D, idle_s=0.1)
+    d.connect(P, rig.make(P, lends=False).endpoint(D))
+    for job in (1, 2):
+        assert d.submit(nothing(job)) and end(d).reason is None
+        assert poll(lambda: not handles(rig), 10)
 
 
 def test_without_the_secret_there_is_no_handle(rig: Rig) -> None:

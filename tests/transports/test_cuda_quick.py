@@ -14,6 +14,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import JobId
 from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction, Spans
 from kvbaton.transports.cuda import cuda_client, cuda_mover
 from kvbaton.transports.cuda.cuda_driver import CudaError
@@ -70,6 +71,7 @@ class Rig:
             address = self.gpu.allocate(SIZE)
             transport.register(0, DeviceMemory(address, SIZE))
             self.views.append(self.gpu.regions[address].view)
+        lend_everything(self.p, D)
         self.views[1][:] = random.Random(1).randbytes(SIZE)
         self.d.connect(P, self.p.endpoint(D))
 

@@ -458,6 +458,18 @@ def test_a_new_pairing_needs_a_loan_that_stands(rig: Rig) -> None:
     assert end(d).reason is None
 
 
+def test_a_loan_that_outlived_its_pairing_admits_nobody_after_its_end(rig: Rig) -> None:
+    p, d = rig.make(P, lends=False), rig.make(D)
+    p.lend(Loan(JobId(8), D, Direction.READ, ((0,),)))
+    d.connect(P, p.endpoint(D))
+    assert d.submit(read(1)) and end(d).reason is None
+    p.disconnect(D)  # before the loan is taken back: one that pairs again meanwhile has it still
+    p.cancel(JobId(8))
+    d.disconnect(P)
+    d.connect(P, p.endpoint(D))
+    assert d.submit(read(2)) and not poll(lambda: bool(d.drain()), 0.3) and not mapped(d)
+
+
 def test_lines_that_wait_are_bounded_and_one_for_each_peer(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region_listener, "WAITING_MAX", 1)
     p, d, other = rig.make(P, lends=False), rig.make(D), rig.make(PeerId(WorkerId("e"), Incarnation(9)))

@@ -80,6 +80,9 @@ def run(args: argparse.Namespace) -> int:
         print(_nothing(args), flush=True)
     if prompts and not args.json and (said := share_line({"all": prompts.tokens}, _by_reason(prompts))):
         print(f"\nin the cluster: {said}")
+    if prompts and prompts.resets and not args.json:
+        dropped = f"{prompts.resets} times, {prompts.reset_blocks} cached blocks dropped"
+        print(f"in the cluster: prefix caches reset since a member was removed: {dropped}")
     return 0 if found else 1
 
 

@@ -17,12 +17,17 @@ import msgspec
 from kvbaton.cli.arguments import whole
 from kvbaton.control import key_files
 from kvbaton.control.joining import admission_files
+from kvbaton.control.key_following import LOOK_S
 from kvbaton.control.key_report import TokenView, tokens
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.privileges import Role
 
 ACTIONS = ("new", "list", "revoke")
 DAY_S = 86_400.0
+AFTERMATH = (
+    "engines that took KV from it, or from others that did, then reset their prefix caches at their next step, and "
+    "values that it put into the store count as missing; answers given, or begun, before that may be wrong"
+)
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": DAY_S}
 
 
@@ -116,15 +121,19 @@ def _revoke(args: argparse.Namespace) -> int:
     gone: list[str] = []
     for token in args.names:
         gone += admission_files.revoke_token(args.directory, token, with_members=args.with_members)
-    then = "the same in every registry's key directory that is not this one"
-    if args.json:
-        told = {"action": "token revoke", "dir": args.directory, "ids": args.names, "removed": gone, "next": [then]}
-        print(msgspec.json.encode(told).decode())
-        return 0
-    print(f"revoked {', '.join(args.names)}: nobody joins by it any more")
+    did = [f"revoked {', '.join(args.names)}: nobody joins by it any more"]
+    then = ["the same in every registry's key directory that is not this one"]
     if args.with_members:
-        print(f"removed {', '.join(gone) or 'nobody'}")
-    print(f"next: {then}")
+        did.append(f"removed {', '.join(gone) or 'nobody'}")
+    if gone:
+        did[-1] += f"; registries reject it within {LOOK_S:g} s, and tell all workers, on other hosts too"
+        did.append(AFTERMATH)
+        then.append(f"it has read the ticket keys: kvbaton keys rotate {args.directory} --tickets")
+    if args.json:
+        told = {"action": "token revoke", "dir": args.directory, "ids": args.names, "removed": gone}
+        print(msgspec.json.encode({**told, "did": did, "next": then}).decode())
+    else:
+        print("\n".join([*did, *(f"next: {each}" for each in then)]))
     return 0
 
 

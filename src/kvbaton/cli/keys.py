@@ -29,10 +29,6 @@ ACTIONS = {
     "remove": "names that are no longer let in, also of members that joined",
     "token": f"token {'|'.join(key_tokens.ACTIONS)} DIR [ID…]: tokens by which members join by themselves",
 }
-AFTERMATH = (
-    "engines that took KV from it, or from others that did, then reset their prefix caches at their next step, and "
-    "values that it put into the store count as missing; answers given, or begun, before that may be wrong"
-)
 SETTLE_S = 2 * LOOK_S + 1.0
 """How long a new ticket key only verifies, so that every process that sees the directory has loaded it."""
 
@@ -135,7 +131,7 @@ def _remove(args: argparse.Namespace) -> int:
     if came:
         again = f"kvbaton keys token revoke {args.directory} {' '.join(came)}"
         then.append(f"who holds the token can join again under another name, unless it is revoked: {again}")
-    did = [f"{who}; running processes reject it within {LOOK_S:g} s", AFTERMATH]
+    did = [f"{who}; running processes reject it within {LOOK_S:g} s", key_tokens.AFTERMATH]
     return _tell(args, args.names, did, then)
 
 

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import zmq
 
 from kvbaton.control.addressing import is_ipv6
+from kvbaton.control.line_watch import LineWatch
 from kvbaton.control.sockets import Heard, Socket, SocketPlane, has_frame
 from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import WorkerId
@@ -34,6 +35,7 @@ Address = tuple[str, str]
 @dataclass(slots=True)
 class _Line:
     socket: Socket
+    watch: LineWatch
     address: Address  # with the key under which it was dialled
     quiet_since: float  # when it was dialled, or last heard
     patience_s: float  # how long an answer may take before another key is tried
@@ -81,6 +83,11 @@ class Dialler:
 
     def readable(self, events: Mapping[object, int]) -> Iterator[WorkerId]:
         return (worker for worker, line in self._lines.items() if line.socket in events)
+
+    def take_refused(self, events: dict[object, int]) -> list[WorkerId]:
+        """Workers where nothing listens any more; takes what `events` says of it."""
+        asked = [worker for worker, line in self._lines.items() if events.pop(line.watch.events, 0)]
+        return [worker for worker in asked if self._lines[worker].watch.is_refused()]
 
     def drain(self, worker: WorkerId, found: list[Heard], frames_max: int) -> None:
         """Append up to `frames_max` frames that came on the line to `worker`."""
@@ -157,15 +164,23 @@ class Dialler:
             self._hang_up(next(iter(self._lines)))
         endpoint, key = address
         socket = self._plane.client(key, ipv6=is_ipv6(endpoint))
+        try:
+            watch = LineWatch(self._plane, socket)
+        except zmq.ZMQError:
+            socket.close(linger=0)
+            raise
         socket.connect(endpoint)
-        self._plane.poller.register(socket, zmq.POLLIN)
-        line = self._lines[worker] = _Line(socket, address, self._plane.clock(), self._plane.limits.redial_s)
+        for each in (socket, watch.events):
+            self._plane.poller.register(each, zmq.POLLIN)
+        line = self._lines[worker] = _Line(socket, watch, address, self._plane.clock(), self._plane.limits.redial_s)
         return line
 
     def _hang_up(self, worker: WorkerId, linger_s: float = 0.0) -> None:
-        socket = self._lines.pop(worker).socket
-        self._plane.poller.unregister(socket)
-        socket.close(linger=int(linger_s * 1000))
+        line = self._lines.pop(worker)
+        for each in (line.socket, line.watch.events):
+            self._plane.poller.unregister(each)
+        line.socket.close(linger=int(linger_s * 1000))
+        line.watch.events.close(linger=0)
 
 
 def _queued(socket: Socket, frame: bytes) -> bool:

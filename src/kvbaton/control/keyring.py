@@ -42,7 +42,7 @@ from kvbaton.protocol.privileges import Act, Role, may, role_by_name
 
 __all__ = [
     "FILE_BYTES_MAX", "IDENTITIES_MAX", "TICKET_KEYS_MAX", "TICKET_KEY_BYTES", "Keyring", "add", "is_public_key",
-    "load", "mint", "reload", "with_joined",
+    "load", "mint", "reload", "with_joined", "with_removed",
 ]  # fmt: skip
 ALWAYS = ("router", "operator")
 """Names that every cluster has keys for."""
@@ -188,7 +188,9 @@ def with_joined(keyring: Keyring, members: Mapping[WorkerId, Membership]) -> Key
     """The same, and these members, in the roles that their certificates say; whoever is minted keeps name and key."""
     minted = {key for name, key in keyring.peers.items() for key in (key, *keyring.also.get(name, ()))}
     found = {
-        name: member for name, member in members.items() if name not in keyring.peers and member.public not in minted
+        name: member
+        for name, member in members.items()
+        if name not in keyring.peers and member.public not in minted | keyring.removed
     }
     if not found:
         return keyring
@@ -198,6 +200,13 @@ def with_joined(keyring: Keyring, members: Mapping[WorkerId, Membership]) -> Key
         roles={**keyring.roles, **{name: member.role for name, member in found.items()}},
         joined={**keyring.joined, **found},
         signing={**keyring.signing, **{member.public: member.signing for member in found.values() if member.signing}},
+    )
+
+
+def with_removed(keyring: Keyring, names: Iterable[WorkerId], keys: Iterable[str]) -> Keyring:
+    """The same, and that these members were removed; a minted one whose key is in the directory is a member still."""
+    return msgspec.structs.replace(
+        keyring, removed_names=keyring.removed_names.union(names), removed=keyring.removed.union(keys)
     )
 
 

@@ -6,6 +6,7 @@ so a P needs no way to dial a D. Sockets are touched by one thread only; from ot
 and `set_peers`, which leave a note for it. A keyring that was loaded from a directory is followed: what changes there
 is in force a few seconds later, and `on_keys` is called with it on that one thread; so it is with members that joined,
 of whom others tell (`set_directory`), and with the keyring of a member that has no directory (`set_keyring`).
+`on_refused` is called there with a worker that we had dialled when nothing listens at its address any more.
 
 A connection holds at most `frames_queued_max` whole frames; libzmq does not bound the parts of one unfinished
 multi-part message, so an *authenticated* peer that has gone bad can make this process grow. Take its key off the list.
@@ -19,7 +20,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import zmq
 
@@ -27,7 +28,7 @@ from kvbaton.control.addressing import ControlError, ControlLimits, check_endpoi
 from kvbaton.control.dialler import Address, Dialler
 from kvbaton.control.joining.certificate import Membership
 from kvbaton.control.key_following import Following
-from kvbaton.control.keyring import Keyring, is_public_key, with_joined
+from kvbaton.control.keyring import Keyring, is_public_key, with_joined, with_removed
 from kvbaton.control.listener import Listener, Sent
 from kvbaton.control.sockets import Heard, SocketPlane
 from kvbaton.control.waker import Waker
@@ -36,6 +37,8 @@ from kvbaton.protocol.ids import WorkerId
 log = logging.getLogger(__name__)
 
 LOOPBACK = "tcp://127.0.0.1:0"
+REMOVED_KEPT_MAX = 16384
+"""Removals beside those of the key directory; beyond it only the latest list counts."""
 
 
 class ZmqControl:
@@ -50,9 +53,11 @@ class ZmqControl:
     ) -> None:
         self._plane = SocketPlane(keyring, limits or ControlLimits(), clock)
         self.on_keys: Callable[[Keyring], None] = lambda _: None
+        self.on_refused: Callable[[WorkerId], object] = lambda _: None
         self._following = Following(keyring, clock()) if keyring.directory else None
         self._keyring, self._told = keyring, keyring  # as loaded or joined; as it is in force, with who joined
         self._joined: Mapping[WorkerId, Membership] = {}
+        self._removed: tuple[frozenset[WorkerId], frozenset[str]] = frozenset(), frozenset()  # of whom others tell
         self._waker = Waker()
         self._notes: dict[str, Callable[[], None]] = {}  # at most one of a kind: the last
         self._ready: dict[object, int] | None = None  # as the last wait found it; None: not looked since
@@ -76,7 +81,7 @@ class ZmqControl:
     @property
     def counters(self) -> Counter[str]:
         """frames_in, frames_out, lost, malformed, over_quota, connections, admitted, refused, mismatched, redialled,
-        hung_up, keys_changed."""
+        hung_up, keys_changed, refused_lines."""
         return self._plane.counters
 
     @property
@@ -111,6 +116,12 @@ class ZmqControl:
     def set_keyring(self, keyring: Keyring) -> None:
         """Of a member that joined: its renewed keyring."""
         self._note("keyring", lambda: self._take_keyring(keyring))
+
+    def add_removed(self, names: Iterable[WorkerId], keys: Iterable[str]) -> None:
+        """Of these it was proven that they were removed; what was said before stays said."""
+        told = frozenset(names), frozenset(keys)
+        if not (told[0] <= self._removed[0] and told[1] <= self._removed[1]):
+            self._note("removed", lambda: self._take_removed(*told))
 
     def look_soon(self) -> None:
         """Somebody was added to the key directory: look now."""
@@ -203,6 +214,9 @@ class ZmqControl:
             if any(asked):
                 self._take_notes()
                 self._listener.gate.tend()
+        for worker in self._dialler.take_refused(events):
+            self.counters["refused_lines"] += 1
+            self.on_refused(worker)
         return events
 
     def _note(self, kind: str, note: Callable[[], None]) -> None:
@@ -222,6 +236,11 @@ class ZmqControl:
         moved = self._dialler.set_directory(directory)
         if self._listener is not None:
             self._listener.forget(moved)
+
+    def _take_removed(self, names: frozenset[WorkerId], keys: frozenset[str]) -> None:
+        before = self._removed if max(map(len, self._removed)) < REMOVED_KEPT_MAX else (frozenset(), frozenset())
+        self._removed = names | before[0], keys | before[1]
+        self._take_keyring(self._keyring)
 
     def _take_peers(self, peers: Mapping[WorkerId, str], also: Mapping[WorkerId, tuple[str, ...]]) -> None:
         self._plane.take(peers, also)
@@ -249,7 +268,7 @@ class ZmqControl:
 
     def _take_keyring(self, keyring: Keyring) -> None:
         self._keyring = keyring
-        fresh = with_joined(keyring, self._joined)
+        fresh = with_joined(with_removed(keyring, *self._removed), self._joined)
         if fresh == self._told:
             return
         self._told = self._plane.keyring = fresh

@@ -35,6 +35,8 @@ from kvbaton.control.addressing import ControlError
 from kvbaton.control.joining.acquaintances import Acquaintances
 from kvbaton.control.joining.certificate import Membership
 from kvbaton.control.joining.join_client import JoinedMember
+from kvbaton.control.joining.join_messages import JoinFault
+from kvbaton.control.joining.signed_card import opened
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.registry.held_report import HeldReport
 from kvbaton.control.registry.member import MemberState
@@ -53,7 +55,7 @@ from kvbaton.node.ports import StorePort
 from kvbaton.node.ticket_discard import discarded
 from kvbaton.observe.tracing.export import of_worker
 from kvbaton.protocol.compat import digest as compat_digest
-from kvbaton.protocol.events import Departed, Event
+from kvbaton.protocol.events import Departed, Event, LineRefused
 from kvbaton.protocol.geometry.layout import EngineLayout
 from kvbaton.protocol.ids import Incarnation, PeerId, TransferId, WorkerId
 from kvbaton.protocol.machines.context import Identity
@@ -171,6 +173,7 @@ class ClusterNode:
         self.watch.begin(self.node, gauges)
         self.loop = NodeLoop(self.node, self.control)
         self.control.on_keys = self._take_keys
+        self.control.on_refused = lambda worker: self.loop.tell(LineRefused(worker))
 
     @property
     def peer(self) -> PeerId:
@@ -231,7 +234,7 @@ class ClusterNode:
             on_discard=self._on_discard,
             report=self.watch.report,
             on_show=self.watch.recorder.show,
-            on_membership=self._member.take if self._member is not None else lambda *_: None,
+            on_membership=self._on_membership,
         )
         self.client.start()
         if self._member is not None:
@@ -324,6 +327,16 @@ class ClusterNode:
     def _is_listed(self) -> bool:
         client = self.client
         return client is not None and client.state is MemberState.LISTED
+
+    def _on_membership(self, certificate: bytes, card: bytes) -> None:
+        """What a registry passed on. Who was removed counts for engines that have a key directory too: members that
+        joined are in none of theirs."""
+        if self._member is not None:
+            self._member.take(certificate, card)
+        if card:
+            with contextlib.suppress(JoinFault):
+                told = opened(card, self.keyring.admission)
+                self.control.add_removed(map(WorkerId, told.removed), told.removed_keys)
 
     def _take_membership(self, keyring: Keyring) -> None:
         """From any thread."""

@@ -24,7 +24,10 @@ from kvbaton.observe.tracing.export import SpanExport
 from kvbaton.protocol.ids import PeerId
 
 More = Callable[[], Mapping[str, float]]
-_COUNTED = ("bytes_total", "copies_total", "leases_total", "leases_expired_total", "commits_stale_total")
+_COUNTED = (
+    "bytes_total", "copies_total", "leases_total", "leases_expired_total", "commits_stale_total",
+    "cache_resets_total", "cache_reset_blocks_total",
+)  # fmt: skip
 
 
 def dump_on_signal(dumps: Dumps) -> bool:

@@ -181,6 +181,12 @@ class Departed(_Event, frozen=True):
     reason: Reason = Reason.PEER_GONE
 
 
+class LineRefused(_Event, frozen=True):
+    """Nothing listens any more where this worker was dialled: what answered there has ended."""
+
+    worker: WorkerId
+
+
 class PlaneFailed(_Event, frozen=True):
     """A transport could not be opened here, for one link or session with that peer."""
 
@@ -229,6 +235,7 @@ Event = (
     | PutWanted
     | StoreEnded
     | Departed
+    | LineRefused
     | Discarded
     | DrainStarted
     | CacheReplaced

@@ -133,7 +133,8 @@ class FlightsPage:
         wanted = FlightsQuery.parse(request.query)
         found = await self.journeys(wanted)
         told: dict[str, Any] = {"journeys": found}
-        if (prompts := share_of(self._gathering.workers())).tokens:
+        prompts = share_of(self._gathering.workers())
+        if prompts.tokens or prompts.resets:
             told["prompts"] = prompts
         async with self._turn:
             return await asyncio.to_thread(json_answer, told, headers={"Cache-Control": "no-store"})

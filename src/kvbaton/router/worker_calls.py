@@ -137,6 +137,8 @@ class Legs:
             try:
                 await exchange.head()
                 status = exchange.status
+                if status == 200 and _is_stream(exchange):  # else it would be read up to the bound of an answer
+                    raise wire_errors.GarbageError("answered with events, and was asked for no stream")
                 data = await exchange.whole(leg.bytes_max(status, self._settings.answer_bytes_max))
                 if status != 200:
                     raise self._refused(leg, exchange, data)
@@ -177,8 +179,7 @@ class Legs:
             stream = EventStream(self, msgspec.structs.replace(leg, body=None), exchange, deadline)
             try:
                 await exchange.head()
-                kind = http_client.header(exchange.headers, b"content-type") or ""
-                if exchange.status == 200 and kind.partition(";")[0].strip().lower() == sse.CONTENT_TYPE:
+                if exchange.status == 200 and _is_stream(exchange):
                     await stream.begin()
                     return stream
                 exchange.expire_in(max(deadline - asyncio.get_running_loop().time(), 0))
@@ -257,6 +258,11 @@ class Legs:
             if not held:
                 del self._open[peer]
         exchange.close()
+
+
+def _is_stream(exchange: Exchange) -> bool:
+    kind = http_client.header(exchange.headers, b"content-type") or ""
+    return kind.partition(";")[0].strip().lower() == sse.CONTENT_TYPE
 
 
 def _told(leg: Leg, error: wire_errors.WireError, timeout_s: float | None) -> LegError:

@@ -31,6 +31,7 @@ from kvbaton.security.handshake import (
 )
 from kvbaton.security.records import HEAD, OVERHEAD_BYTES, RECORD_BYTES, Seals
 from kvbaton.store.content_keys import KEY_CHARS_MAX, VALUE_BYTES_MAX, is_key
+from kvbaton.store.value_header import FRAME_BYTES
 
 KEYS_MAX = 4096
 BLOB_BYTES_MAX = 2 << 20
@@ -43,7 +44,8 @@ _HEAD = struct.Struct("<B3xI")  # the request, and the size of its list
 SIZE = struct.Struct("<Q")
 
 Item: TypeAlias = tuple[
-    Annotated[str, msgspec.Meta(max_length=KEY_CHARS_MAX)], Annotated[int, msgspec.Meta(ge=0, le=VALUE_BYTES_MAX + 64)]
+    Annotated[str, msgspec.Meta(max_length=KEY_CHARS_MAX)],
+    Annotated[int, msgspec.Meta(ge=0, le=VALUE_BYTES_MAX + FRAME_BYTES)],
 ]
 """A key, and the bytes of its value: that follow, or that there is room for."""
 _items = msgspec.msgpack.Decoder(Annotated[tuple[Item, ...], msgspec.Meta(min_length=1, max_length=KEYS_MAX)])

@@ -66,46 +66,61 @@ def seal_all(
         raise PermissionError(f"origins: {len(origins)} members, at most {ORIGINS_MAX}")
     depth = (len(frames) - 1).bit_length()
     told = b"".join(origins)
-    leaves = []
+    heads = []
     for frame, key in zip(frames, keys, strict=True):
         value = frame[FRAME_BYTES:]
         head = _HEAD.pack(_MAGIC, _VERSION, kind, len(origins), depth, value.nbytes, _named(key), trust.me)
-        frame[:FRAME_BYTES] = (head + DIGESTS[kind](value)).ljust(FRAME_BYTES, b"\0")
-        frame[_ORIGINS : _ORIGINS + len(told)] = told
-        leaves.append(_leaf(frame, len(told)))
-    levels = _tree(leaves, depth)
+        heads.append(head + DIGESTS[kind](value))
+    levels = _tree([_leaf(head, told) for head in heads], depth)
     signature = trust.sign(levels[-1][0])
-    for index, frame in enumerate(frames):
-        frame[_PLACE:_SIGNATURE] = index.to_bytes(2, "little")
-        frame[_SIGNATURE:_WAY] = signature
+    for index, (frame, head) in enumerate(zip(frames, heads, strict=True)):
         way = b"".join(levels[each][(index >> each) ^ 1] for each in range(depth))
-        frame[_WAY : _WAY + len(way)] = way
+        front = head + index.to_bytes(2, "little") + signature + way
+        frame[:FRAME_BYTES] = (front.ljust(_ORIGINS, b"\0") + told).ljust(FRAME_BYTES, b"\0")
 
 
-def held(frame: memoryview, key: str, trust: StoreTrust) -> tuple[bytes, ...] | None:
-    """From whom an intact value of that length for that key is, its writer first; None if it is not one to believe."""
+def held(frame: memoryview, key: str, trust: StoreTrust, proven: set[bytes] | None = None) -> tuple[bytes, ...] | None:
+    """From whom an intact value of that length for that key is, its writer first; None if it is not one to believe.
+
+    `proven`: writers and nodes of their trees, known to be signed, by the same trust; what is proven here is added. So
+    the values of one batch cost one signature and a node or two each.
+    """
     value = frame[FRAME_BYTES:]
     if not value.nbytes:
         return None
-    magic, version, kind, count, depth, size, named, writer = _HEAD.unpack(frame[:_DIGEST])
+    head = bytes(frame[:FRAME_BYTES])
+    magic, version, kind, count, depth, size, named, writer = _HEAD.unpack(head[:_DIGEST])
     if (magic, version, size, named) != (_MAGIC, _VERSION, value.nbytes, _named(key)):
         return None
-    names = writers_of(frame)
-    if count > ORIGINS_MAX or depth > DEPTH_MAX or not trust.believes(names):
+    names = writers_of(head)
+    if depth > DEPTH_MAX or not trust.believes(names):
         return None
-    index = int.from_bytes(frame[_PLACE:_SIGNATURE], "little")
     way_end, names_end = _WAY + depth * _HASH_BYTES, _ORIGINS + count * WRITER_BYTES
-    unused = bytes(frame[way_end:_ORIGINS]) + bytes(frame[names_end:FRAME_BYTES])
-    if index >> depth or unused.strip(b"\0"):
+    unused = head[way_end:_ORIGINS] + head[names_end:]
+    if int.from_bytes(head[_PLACE:_SIGNATURE], "little") >> depth or unused != bytes(len(unused)):
         return None
     digest = DIGESTS.get(kind)
-    if digest is None or digest(value) != frame[_DIGEST:_PLACE]:
+    if digest is None or digest(value) != head[_DIGEST:_PLACE]:
         return None
-    root = _leaf(frame, count * WRITER_BYTES)
-    for level in range(depth):
-        other = bytes(frame[_WAY + level * _HASH_BYTES : _WAY + (level + 1) * _HASH_BYTES])
-        root = _node(other, root) if index >> level & 1 else _node(root, other)
-    return names if trust.has_signed(writer, root, bytes(frame[_SIGNATURE:_WAY])) else None
+    leaf = _leaf(head[:_PLACE], head[_ORIGINS:names_end])
+    return names if _is_signed(head, leaf, depth, writer, trust, set() if proven is None else proven) else None
+
+
+def _is_signed(head: bytes, node: bytes, depth: int, writer: bytes, trust: StoreTrust, proven: set[bytes]) -> bool:
+    """Climb from a leaf until a node is proven. What lies beside a proven way is proven with it, since no other node
+    would have led to that root."""
+    index, seen = int.from_bytes(head[_PLACE:_SIGNATURE], "little"), []
+    for at in range(_WAY, _WAY + depth * _HASH_BYTES, _HASH_BYTES):
+        if writer + node in proven:
+            break
+        other = head[at : at + _HASH_BYTES]
+        seen += [writer + node, writer + other]
+        node = _node(other, node) if index & 1 else _node(node, other)
+        index >>= 1
+    if writer + node not in proven and not trust.has_signed(writer, node, head[_SIGNATURE:_WAY]):
+        return False
+    proven.update(seen, (writer + node,))
+    return True
 
 
 def writers_of(head: bytes | memoryview) -> tuple[bytes, ...]:
@@ -128,9 +143,8 @@ def _tree(leaves: list[bytes], depth: int) -> list[list[bytes]]:
     return levels
 
 
-def _leaf(frame: memoryview, origins_bytes: int) -> bytes:
-    said = bytes(frame[:_PLACE]) + bytes(frame[_ORIGINS : _ORIGINS + origins_bytes])
-    return hashlib.blake2b(said, digest_size=_HASH_BYTES, person=b"kvbaton-leaf").digest()
+def _leaf(head: bytes, origins: bytes) -> bytes:
+    return hashlib.blake2b(head + origins, digest_size=_HASH_BYTES, person=b"kvbaton-leaf").digest()
 
 
 def _node(left: bytes, right: bytes) -> bytes:

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvbaton.control import keyring
+from kvbaton.control import key_rotation, keyring
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.joining import admission_files as book
 from kvbaton.control.joining import join_client
 from kvbaton.control.joining.acquaintances import Acquaintances
+from kvbaton.control.joining.admission import Admission
 from kvbaton.control.joining.certificate import (
     CERTIFICATE_BYTES_MAX,
     CertificateFault,
@@ -24,12 +25,20 @@ from kvbaton.control.joining.certificate import (
     verified,
 )
 from kvbaton.control.joining.enrolment import Credentials, enrolled
-from kvbaton.control.joining.join_client import doors_of
-from kvbaton.control.joining.join_messages import ClusterCard, JoinFault, decode_answer, decode_question
+from kvbaton.control.joining.join_client import JoinWish, doors_of
+from kvbaton.control.joining.join_messages import (
+    ClusterCard,
+    JoinAdmitted,
+    JoinFault,
+    MemberCard,
+    decode_answer,
+    decode_question,
+)
 from kvbaton.control.joining.join_token import TOKEN_ENV, JoinToken, token_from
 from kvbaton.control.joining.member_names import auto_name
 from kvbaton.control.joining.own_address import own_address
-from kvbaton.control.keyring import Keyring, with_joined
+from kvbaton.control.joining.signed_card import opened, signed
+from kvbaton.control.keyring import Keyring, with_joined, with_removed
 from kvbaton.control.registry.registry_messages import DirectoryEntry
 from kvbaton.protocol.ids import WorkerId, is_worker_id
 from kvbaton.protocol.privileges import Role, role_by_name
@@ -228,6 +237,63 @@ def test_rubbish_is_a_fault_and_nothing_else(frame: bytes) -> None:
     for decode in (decode_question, decode_answer):
         with pytest.raises(JoinFault):
             decode(frame)
+
+
+def test_a_registry_cannot_change_what_a_member_knows_of_its_cluster() -> None:
+    """One without the admission key passes cards on: it can leave them out, and not make, alter or repeat one."""
+    made = join_client.JoinedMember(JoinWish("w1", Role.DECODE, JoinToken.new(key()), ()))
+    own = member("w1", public=made.keyring.public)
+    certificate = sign(own, SEED)
+    cards = [ClusterCard((bytes([n]) * 32,), (_operator(key()),), at=n) for n in (5, 6, 7)]
+    assert made._believe(JoinAdmitted(certificate, PUBLIC, cards[1]))
+    known = made.keyring
+    for lie in (
+        signed(cards[2], b"l" * 32),  # its own key
+        signed(cards[0], SEED),  # an earlier one
+        signed(cards[2], SEED)[:-1] + b"x",
+        sign(own, SEED),  # signed, and no card
+        b"x",
+    ):
+        made.take(certificate, lie)
+        assert made.keyring is known
+    made.take(certificate, signed(cards[2], SEED))
+    assert made.keyring.ticket_keys == cards[2].ticket_keys
+    assert made.keyring.signing_keys(WorkerId("operator")) == (b"s" * 32,)
+    assert made._believe(
+        JoinAdmitted(certificate, PUBLIC, cards[0])
+    )  # a door has the key, also one whose clock is late
+    assert made.keyring.ticket_keys == cards[0].ticket_keys
+
+
+def _operator(public: str) -> MemberCard:
+    return MemberCard("operator", public, Role.OPERATOR, (), {public: b"s" * 32})
+
+
+def test_a_card_says_who_was_removed_and_since_when(tmp_path: Path) -> None:
+    keyring.mint(tmp_path / "keys", ["router", "p0", "p1"])
+    book.new_token(tmp_path / "keys", Role.BOTH, 600.0, 1)
+    admission = Admission(keyring.load(tmp_path / "keys", "router"))
+    first = admission.card()
+    assert admission.card() is first and first.removed == ()
+    assert opened(admission.signed_card(), admission.public) == first
+    key_rotation.remove(tmp_path / "keys", "p1")
+    gone = member("w1")
+    book.put_joined(tmp_path / "keys", gone, sign(gone, SEED))
+    book.remove_joined(tmp_path / "keys", "w1")
+    admission.keyring = keyring.reload(admission.keyring)
+    later = opened(admission.signed_card(), admission.public)
+    assert (later.removed, later.removed_keys, later.at > first.at) == (("p1", "w1"), (gone.public,), True)
+    with pytest.raises(JoinFault, match="removed"):
+        opened(signed(ClusterCard((b"t" * 32,), (), removed=("no name",)), SEED), PUBLIC)
+
+
+def test_one_that_was_removed_is_let_in_by_no_certificate() -> None:
+    joined = {WorkerId("w1"): member("w1")}
+    ring = with_removed(Keyring(WorkerId("d0"), key(), "", {}, ()), [WorkerId("w1")], [joined[WorkerId("w1")].public])
+    assert not with_joined(ring, joined).peers
+    again = member("w1", Role.PREFILL)  # the name was given to another
+    later = with_joined(ring, {again.name: again})
+    assert later.peers == {again.name: again.public} and not later.is_gone(f"w1 {again.public}")
 
 
 def test_a_card_shows_no_ticket_key() -> None:

@@ -101,13 +101,16 @@ def test_a_registration_that_is_only_signed_anew_is_no_news(scene: Scene, monkey
     assert roster.revision == revision and scene.listed() == {"p0": 1}
 
 
-def test_a_worker_drains_for_a_signed_order_and_for_no_other(scene: Scene) -> None:
+def test_a_worker_drains_for_a_signed_order_and_for_no_other(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     client = scene.client(reg("p0", 7))
     until(lambda: client.state is MemberState.LISTED)
     by_a_worker = statements.drain_order(RINGS["d0"], P0, Incarnation(7))
     another_life = statements.drain_order(RINGS["operator"], P0, Incarnation(6))
-    for order in (None, by_a_worker, another_life):
-        scene.server._send(P0, m.encode(m.DrainWorker(P0, 7, order)))  # as a registry would that lies
+    lies = [m.DrainWorker(P0, 7, order) for order in (None, by_a_worker, another_life)]
+    due = scene.server._watchers.due  # asked on the server's thread, as its sockets are
+    monkeypatch.setattr(
+        scene.server._watchers, "due", lambda now: [*due(now), *((P0, lies.pop()) for _ in range(len(lies)))]
+    )
     until(lambda: client.counters["orders_unsigned"] == 3)
     assert not scene.drains
     with OperatorLine(RINGS["operator"], (ROUTER, scene.server.endpoint)) as line:

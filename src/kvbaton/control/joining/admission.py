@@ -36,6 +36,7 @@ from kvbaton.control.joining.certificate import (
     verified,
 )
 from kvbaton.control.joining.join_token import proof
+from kvbaton.control.joining.signed_card import signed
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.rank_names import are_related
 from kvbaton.protocol.bounded import Remembered
@@ -70,7 +71,6 @@ class Admission:
         if not keyring.directory or secret is None:
             raise ControlError(f"{self._base}: nobody can join: {_NO_KEY}")
         self._seed = bytes.fromhex(secret.seed)
-        self.public = admission_public(self._seed)
         if keyring.admission != self.public:
             raise ControlError(f"{self._base}: public-admission.json does not belong to admission.json; restore both")
         self.door_secret = secret.door
@@ -79,10 +79,16 @@ class Admission:
         self.counters: Counter[str] = Counter()
         self._life_s, self._wall = life_s, wall
         self._lock = threading.Lock()
+        self._card = m.ClusterCard((), ())
         self._issued: dict[WorkerId, Membership] = {}  # the latest of each name
         self._unsaved: set[WorkerId] = set()
         self._heard: Remembered[str, float] = Remembered(ISSUED_MAX)  # by key: when it was last at this door
         self.has_served: Callable[[str], bool] = lambda _: False  # whether the registry has listed a worker by that key
+
+    @property
+    def public(self) -> bytes:
+        """What everybody checks certificates and the card with."""
+        return admission_public(self._seed)
 
     # --- the door's thread
 
@@ -97,7 +103,8 @@ class Admission:
             return refused.answer
         self._heard.put(key, self._wall())
         self.counters["joined" if isinstance(question, m.Join) else "presented"] += 1
-        return m.JoinAdmitted(sign(member, self._seed), self.public, self.card())
+        brief = msgspec.structs.replace(self.card(), removed=(), removed_keys=())
+        return m.JoinAdmitted(sign(member, self._seed), self.public, brief)
 
     def save(self) -> None:
         """Write down what was renewed. One that was removed meanwhile stays removed."""
@@ -138,7 +145,18 @@ class Admission:
             for name, public in sorted(keyring.peers.items())
             if (role := keyring.role_of(name)) in _CARRIED and name not in keyring.joined
         ]
-        return m.ClusterCard(keyring.ticket_keys, tuple(found[: m.CARDS_MAX]))
+        members = tuple(found[: m.CARDS_MAX])
+        gone, keys = (tuple(sorted(each))[: m.REMOVED_TOLD_MAX] for each in (keyring.removed_names, keyring.removed))
+        with self._lock:
+            fresh = m.ClusterCard(keyring.ticket_keys, members, self._card.at, gone, keys)
+            if fresh != self._card:
+                at = max(int(self._wall() * 1000), self._card.at + 1)
+                self._card = msgspec.structs.replace(fresh, at=at)
+            return self._card
+
+    def signed_card(self) -> bytes:
+        """The same, for members that a registry tells."""
+        return signed(self.card(), self._seed)
 
     # ---
 

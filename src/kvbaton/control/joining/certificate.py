@@ -60,6 +60,7 @@ def sign(membership: Membership, seed: bytes) -> bytes:
     return bytes(_private(seed).sign(_DOMAIN + body)) + body
 
 
+@functools.lru_cache(maxsize=8)
 def admission_public(seed: bytes) -> bytes:
     """The key by which everybody checks what this seed signs."""
     raw = importlib.import_module("cryptography.hazmat.primitives.serialization")

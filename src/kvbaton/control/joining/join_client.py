@@ -25,6 +25,7 @@ from kvbaton.control.addressing import ControlError, ControlLimits, check_endpoi
 from kvbaton.control.joining import join_messages as m
 from kvbaton.control.joining.certificate import CertificateFault, verified
 from kvbaton.control.joining.join_token import JoinToken, proof
+from kvbaton.control.joining.signed_card import opened
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.sockets import SocketPlane
 from kvbaton.protocol.ids import WorkerId
@@ -75,6 +76,7 @@ class JoinedMember:
         self._clock = clock
         self._closing = threading.Event()
         self._lock = threading.Lock()
+        self._cluster = m.ClusterCard((), ())
         self._said = ""
         self._is_removed = False
         self._thread: threading.Thread | None = None
@@ -95,14 +97,19 @@ class JoinedMember:
         log.info("%s joined as %s, by token %s", wish.name, wish.role, wish.token.id)
         return member
 
-    def take(self, certificate: bytes, cluster: m.ClusterCard) -> None:
-        """What a registry told of this member and its cluster. From any thread."""
+    def take(self, certificate: bytes, card: bytes) -> None:
+        """What a registry told of this member, and the card that it passed on. From any thread.
+
+        Counts only as the admission key signed it, and not if it is older than what is known: only a door, which has
+        that key, may take anything back.
+        """
         with self._lock:
-            fresh = _keyring(self.keyring, self.keyring.admission, certificate, cluster, self.wish.role)
-            if fresh is None or fresh == self.keyring:
-                return
-            self.keyring = fresh
-            self.on_keyring(fresh)
+            cluster = self._cluster
+            if card:
+                with contextlib.suppress(m.JoinFault):
+                    told = opened(card, self.keyring.admission)
+                    cluster = told if told.at > cluster.at else cluster
+            self._renew(self.keyring.admission, certificate, cluster)
 
     def start(self, is_listed: Callable[[], bool] = lambda: True) -> None:
         """Stay a member from now on. `is_listed`: whether some registry lists it."""
@@ -160,11 +167,17 @@ class JoinedMember:
 
     def _believe(self, answer: m.JoinAdmitted) -> bool:
         with self._lock:
-            fresh = _keyring(self.keyring, answer.admission, answer.certificate, answer.cluster, self.wish.role)
-            if fresh is not None and fresh != self.keyring:
-                self.keyring = fresh
-                self.on_keyring(fresh)
-        return fresh is not None
+            return self._renew(answer.admission, answer.certificate, answer.cluster)
+
+    def _renew(self, admission: bytes, certificate: bytes, cluster: m.ClusterCard) -> bool:
+        fresh = _keyring(self.keyring, admission, certificate, cluster, self.wish.role)
+        if fresh is None:
+            return False
+        self._cluster = cluster
+        if fresh != self.keyring:
+            self.keyring = fresh
+            self.on_keyring(fresh)
+        return True
 
     def _ask(self, door: str, question: m.Question) -> m.Answer | None:
         """One question, one answer; None when none came in time."""

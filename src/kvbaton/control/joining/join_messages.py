@@ -23,6 +23,8 @@ JOIN_VERSION = 1
 QUESTION_BYTES_MAX = 1024
 ANSWER_BYTES_MAX = 64 << 10
 CARDS_MAX = 128
+REMOVED_TOLD_MAX = 8192
+"""More than a key directory remembers."""
 DETAIL_CHARS_MAX = 256
 
 _Key = Annotated[str, Meta(min_length=40, max_length=40)]
@@ -50,6 +52,12 @@ class ClusterCard(msgspec.Struct, frozen=True):
 
     ticket_keys: Annotated[tuple[_TicketKey, ...], Meta(max_length=TICKET_KEYS_MAX + 1)]
     members: Annotated[tuple[MemberCard, ...], Meta(max_length=CARDS_MAX)]
+    at: Annotated[int, Meta(ge=0, lt=1 << 60)] = 0  # ms, wall clock: since when it says this
+    removed: Annotated[tuple[_Name, ...], Meta(max_length=REMOVED_TOLD_MAX)] = ()  # not at the door; see `removed_keys`
+    removed_keys: Annotated[tuple[_Key, ...], Meta(max_length=REMOVED_TOLD_MAX)] = ()  # of members that had joined
+
+    def __hash__(self) -> int:
+        return hash((self.at, self.removed, self.removed_keys, self.ticket_keys))  # members have dicts
 
     def __repr__(self) -> str:
         return f"ClusterCard(members={len(self.members)}, ticket_keys={len(self.ticket_keys)})"
@@ -142,6 +150,8 @@ def check_card(card: ClusterCard) -> None:
     for member in card.members:
         if not is_worker_id(member.name) or not all(map(is_public_key, (member.public, *member.also, *member.signing))):
             raise JoinFault("cluster.members: a name or key that is none")
+    if not all(map(is_worker_id, card.removed)) or not all(map(is_public_key, card.removed_keys)):
+        raise JoinFault("cluster.removed: a name or key that is none")
 
 
 def _body(frame: bytes) -> msgspec.Raw:

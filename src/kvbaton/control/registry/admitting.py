@@ -40,11 +40,16 @@ def _of(admission: Admission, entry: DirectoryEntry | RosterEntry) -> bytes:
     return admission.vouch(entry.worker, entry.public_key, admission.keyring.role_of(entry.worker))
 
 
-def membership(admission: Admission | None, worker: WorkerId, key: str) -> tuple[bytes, ClusterCard | None]:
-    """What one that joined is told with every answer; nothing to others."""
-    if admission is None or worker not in admission.keyring.joined:
-        return b"", None
-    return admission.vouch(worker, key, admission.keyring.role_of(worker)), admission.card()
+def membership(admission: Admission | None, worker: WorkerId, key: str) -> tuple[bytes, ClusterCard | None, bytes]:
+    """What a worker is told with every answer: one that joined its certificate and the card, others who was removed."""
+    if admission is None:
+        return b"", None, b""
+    joined = admission.keyring.joined.get(worker)
+    if joined is None:
+        return b"", None, admission.signed_card() if admission.keyring.removed else b""
+    # One of a release that did not sign reads the card as it is, and believes a registry.
+    plain = None if joined.signing else msgspec.structs.replace(admission.card(), removed=(), removed_keys=())
+    return admission.vouch(worker, key, admission.keyring.role_of(worker)), plain, admission.signed_card()
 
 
 def is_living(workers: Iterable[RosterEntry], name: str, key: str) -> bool:

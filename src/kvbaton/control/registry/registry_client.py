@@ -17,7 +17,6 @@ from functools import partial
 import msgspec
 
 from kvbaton.control.addressing import ControlError, ControlLimits, check_endpoint
-from kvbaton.control.joining.join_messages import ClusterCard
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.poll_loop import LoopThread
 from kvbaton.control.registry import registry_messages as m
@@ -46,7 +45,7 @@ OnDeparted = Callable[[WorkerId, Incarnation], None]
 OnDrain = Callable[[], None]
 OnDiscard = Callable[[Sequence[str]], None]
 OnShow = Callable[[Sequence[str]], None]
-OnMembership = Callable[[bytes, ClusterCard], None]
+OnMembership = Callable[[bytes, bytes], None]
 MakeReport = Callable[[], bytes | None]
 OnView = Callable[[RegistryView[m.DirectoryEntry]], None]
 OnKeys = Callable[[Keyring], None]
@@ -112,13 +111,14 @@ class RegistryClient:
     ) -> None:
         """`registry` is the registry's name in the key directory and its endpoint.
 
-        `on_drain` is called when an operator wants this worker to drain, until it has called `drain`; `on_discard` with
-        the tickets that nobody will use. `report` makes the next report, or None if there is nothing to tell; it is
-        called every half a second at most while the registry takes reports, and soon after `on_show`, which is called
-        with what somebody wants to be told of. `on_membership`: the certificate of a member that joined, and its
-        cluster's keys, as of now; told with every answer. `on_view` is called when the registry's list changes, and
-        when the registry begins or ceases to answer: of several registries, one list is made elsewhere. What this
-        worker says of itself is one of its `own_statements`, for all registries. `on_keys`: the key directory changed.
+        `on_drain` is called when an operator wants this worker to drain, until it has called `drain`; `on_discard`
+        with the tickets that nobody will use. `report` makes the next report, or None if there is nothing to tell; it
+        is called every half a second at most while the registry takes reports, and soon after `on_show`, which is
+        called with what somebody wants to be told of. `on_membership`: the certificate of a member that joined, and
+        the cluster's signed card, as of now; told with every answer. `on_view` is called when the registry's list
+        changes, and when the registry begins or ceases to answer: of several registries, one list is made elsewhere.
+        What this worker says of itself is one of its `own_statements`, for all registries. `on_keys`: the key
+        directory changed.
         """
         self.counters: Counter[str] = Counter()
         _check_known(keyring, registry[0])
@@ -232,8 +232,8 @@ class RegistryClient:
         if isinstance(message, m.DrainWorker | m.DiscardTickets | m.Show):
             self._obey(message, now)
             return
-        if isinstance(message, m.RegisteredReply) and message.cluster is not None:
-            self._guard(partial(self._callbacks.on_membership, message.certificate, message.cluster))
+        if isinstance(message, m.RegisteredReply) and (message.certificate or message.card):
+            self._guard(partial(self._callbacks.on_membership, message.certificate, message.card))
         before = self._member.state
         news = self._member.on_message(message, now)
         if self._member.state is not before:

@@ -17,6 +17,7 @@ from msgspec import Meta
 from kvbaton.control.addressing import check_authority, check_endpoint
 from kvbaton.control.joining.certificate import Certificate
 from kvbaton.control.joining.join_messages import ClusterCard
+from kvbaton.control.joining.signed_card import SignedCard
 from kvbaton.control.keyring import is_public_key
 from kvbaton.control.signing import Signed
 from kvbaton.protocol import ids
@@ -250,7 +251,8 @@ class RegisteredReply(msgspec.Struct, frozen=True, tag="registered"):
     draining: bool = False  # and nobody new is sent to you
     reports: bool = False  # the registry takes reports; older ones do not know what that is
     certificate: Certificate = b""  # to one that joined: its certificate as of now, and
-    cluster: ClusterCard | None = None  # what a member without a key directory needs of one
+    cluster: ClusterCard | None = None  # what a member without a key directory needs of one; to earlier releases
+    card: SignedCard = b""  # the same, signed; to any worker: who was removed
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):

@@ -248,9 +248,9 @@ class RegistryServer:
                 return [
                     m.RegistryRefused(f"workers: {self._roster.settings.workers_max} are listed, the most there can be")
                 ]
-        certificate, cluster = membership(self._admission, worker, key)
+        certificate, cluster, card = membership(self._admission, worker, key)
         draining = self._roster.is_draining(worker)
-        listed = m.RegisteredReply(incarnation, draining, self._reports.taken, certificate, cluster)
+        listed = m.RegisteredReply(incarnation, draining, self._reports.taken, certificate, cluster, card)
         if isinstance(message, m.Ping) and message.seen != self._roster.seen:
             self._behind.add(worker)
         return [listed]

@@ -40,6 +40,8 @@ _GAUGES = {
     "running": "running",
     "waiting": "waiting",
     "loading": "loading",
+    "resets": "cache_resets_total",
+    "reset_blocks": "cache_reset_blocks_total",
 }
 """What is shown of a worker, and what its report calls it."""
 BYTES = "bytes_total"

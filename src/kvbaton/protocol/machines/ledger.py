@@ -270,6 +270,18 @@ class Ledger:
             self.producer.on_departed(event.worker, now)
         self.consumer.links.lose_worker(event, now)
 
+    def _on_line_refused(self, event: ev.LineRefused, now: float) -> None:
+        """Concerns the life that answered there, and a greeting that none has answered; not one that is listed since
+        at another address."""
+        link = self.consumer.links.by_worker.get(event.worker)
+        if link is None:
+            return
+        if link.peer is None:
+            detail = f"nothing listens at the address of worker {event.worker}"
+            self.consumer.links.lose(link, Reason.PEER_GONE, detail, now)
+        else:
+            self._on_departed(ev.Departed(event.worker, link.peer.incarnation), now)
+
     def _on_plane_failed(self, event: ev.PlaneFailed, now: float) -> None:
         role, number = event.holder
         if role == "session":
@@ -333,6 +345,7 @@ class Ledger:
             ev.PutWanted: self.puts.on_wanted,
             ev.StoreEnded: self.puts.on_ended,
             ev.Departed: self._on_departed,
+            ev.LineRefused: self._on_line_refused,
             ev.PlaneFailed: self._on_plane_failed,
             ev.Discarded: producer.on_discarded,
             ev.DrainStarted: self._on_drain,

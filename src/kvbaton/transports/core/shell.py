@@ -237,6 +237,7 @@ class AdmittingShell(PlaneShell[LinkT]):
     def __init__(self, me: PeerId, copies_max: int, pure_python: bool = False) -> None:
         super().__init__(me, copies_max, pure_python)
         self._lent: dict[JobId, PeerId | None] = {}  # loans that stand; to whom, if for reading
+        self._parting: set[PeerId] = set()  # engines that were turned away, and admitted again while loans stand
 
     def lay_out(self, tables: Sequence[PageTable]) -> None:
         """Where blocks are is of no use here: it is all or nothing."""
@@ -247,12 +248,16 @@ class AdmittingShell(PlaneShell[LinkT]):
         with self._jobs:
             self._lent[loan.job] = loan.peer if reads else None
             if reads:
+                self._parting.discard(loan.peer)
                 self._admit(loan.peer)
 
     def cancel(self, job: JobId) -> None:
         with self._jobs:
             if job in self._lent:
-                del self._lent[job]
+                engine = self._lent.pop(job)
+                if engine in self._parting and engine not in self._lent.values():
+                    self._parting.discard(engine)
+                    self._dismiss(engine)
                 self._jobs.loan_ended(CopyEnded(job, Reason.CANCELLED))
                 return
         super().cancel(job)
@@ -264,13 +269,18 @@ class AdmittingShell(PlaneShell[LinkT]):
 
     def _admit_again(self, peer: PeerId) -> None:
         """A rank was turned away. Loans to its engine that stand are not made anew when it pairs again, and other ranks
-        of it may not have come yet. The lock is held."""
+        of it may not have come yet; when they have ended, it needs a new one. The lock is held."""
         engine = engine_of(peer)
         if engine in self._lent.values():
+            self._parting.add(engine)
             self._admit(engine)
 
     def _admit(self, engine: PeerId) -> None:
         """All ranks of that engine may have the memory from now on. The lock is held."""
+        raise NotImplementedError
+
+    def _dismiss(self, engine: PeerId) -> None:
+        """Ranks of that engine that come from now on wait. The lock is held."""
         raise NotImplementedError
 
 

@@ -54,8 +54,8 @@ class Mapped:
 class CudaRemote:
     """The memory of one peer, as far as it is known and opened. Once shut it stays shut; see `anew`."""
 
-    def __init__(self, shared: Shared, mapped: Mapped | None = None) -> None:
-        """ValueError for places that lie outside their allocations."""
+    def __init__(self, shared: Shared, mapped: Mapped | None = None, is_sample: bool = False) -> None:
+        """ValueError for places that lie outside their allocations. `is_sample`: of use to copies of nothing alone."""
         for place in shared.places:
             if not 0 <= place.allocation < len(shared.allocations) or place.size < 1:
                 raise ValueError(f"region {place.region} is in no allocation that was passed")
@@ -63,6 +63,7 @@ class CudaRemote:
                 raise ValueError(f"region {place.region} is not inside its allocation")
         if any(len(allocation.handle) != HANDLE_BYTES for allocation in shared.allocations):
             raise ValueError(f"a handle has {HANDLE_BYTES} bytes")
+        self.is_sample = is_sample
         self._shared = shared
         self._places = {place.region: place for place in shared.places}
         self._mapped = mapped or Mapped()
@@ -75,9 +76,13 @@ class CudaRemote:
     def is_open(self) -> bool:
         return bool(self._bases)
 
+    @property
+    def regions(self) -> int:
+        return len(self._places)
+
     def anew(self) -> CudaRemote:
         """The same memory, not opened yet."""
-        return CudaRemote(self._shared, self._mapped)
+        return CudaRemote(self._shared, self._mapped, self.is_sample)
 
     def size_of(self, region: int) -> int | None:
         place = self._places.get(region)
@@ -194,11 +199,11 @@ class CudaAttachment:
     def use(self, job: CopyJob, then: Callable[[CudaRemote], None]) -> None:
         """Call `then` with the peer's memory, now or on the loop; or fail the job. The caller holds the lock."""
         self._used_at = time.monotonic()
-        if self.remote is not None:
-            then(self.remote)
-            return
-        self._waiting.append((job, then))
-        self.dial()
+        if self.remote is not None and (not self.remote.is_sample or _is_empty(job)):
+            self._give(self.remote, job, then)
+        else:
+            self._waiting.append((job, then))
+            self.dial()
 
     def dial(self) -> None:
         """The caller holds the lock."""
@@ -236,25 +241,52 @@ class CudaAttachment:
         wire.open(self._talk(wire))
 
     def _talk(self, wire: Wire) -> Script:
-        """Prove ourselves, receive the handles; then the line only serves to detect the end."""
+        """Prove ourselves, receive the handles, perhaps of a sample first; then the line only serves to detect the
+        end."""
         yield from greet(wire, self.there.secret, self._me, self.there.owner, 0)
         head = yield from take(LENGTH.size)
-        table = yield from take(min(LENGTH.unpack(head)[0], TABLE_BYTES_MAX))
-        try:
-            remote = CudaRemote(msgspec.msgpack.decode(table, type=Shared), self._mapped)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise ProtocolError(Reason.BAD_MESSAGE, f"regions that cannot be opened: {error}") from None
-        self._done(remote, "")
+        if not LENGTH.unpack(head)[0]:  # nothing was lent to us yet
+            head = yield from take(LENGTH.size)
+            table = yield from take(min(LENGTH.unpack(head)[0], TABLE_BYTES_MAX))
+            self._note_reached(self._opened(table, is_sample=True))
+            self._look()
+            head = yield from take(LENGTH.size)
+        self._done(self._opened((yield from take(min(LENGTH.unpack(head)[0], TABLE_BYTES_MAX)))), "")
         self._look()
         yield from take(1)
         raise ProtocolError(Reason.BAD_MESSAGE, "it sent data on its lifeline")
+
+    def _opened(self, table: bytes | bytearray, is_sample: bool = False) -> CudaRemote:
+        try:
+            return CudaRemote(msgspec.msgpack.decode(table, type=Shared), self._mapped, is_sample)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise ProtocolError(Reason.BAD_MESSAGE, f"regions that cannot be opened: {error}") from None
+
+    def _note_reached(self, sample: CudaRemote) -> None:
+        """Copies of nothing find out whether it can be opened; where there is none, the first copy of bytes does."""
+        with self._jobs:
+            self.remote = sample
+            empty = [item for item in self._waiting if _is_empty(item[0])]
+            self._waiting = deque(item for item in self._waiting if not _is_empty(item[0]))
+            for job, then in empty:
+                self._give(sample, job, then)
+
+    def _give(self, remote: CudaRemote, job: CopyJob, then: Callable[[CudaRemote], None]) -> None:
+        if remote.is_sample and not remote.regions:
+            self._jobs.settle(job)
+        else:
+            then(remote)
 
     def _done(self, remote: CudaRemote | None, detail: str) -> None:
         """The first result of a dial counts."""
         with self._jobs:
             if not self._dialling:
                 return
-            self.remote, self._dialling = remote, False
+            self._dialling = False
+            if remote is not None:
+                sample, self.remote = self.remote, remote
+                if sample is not None:
+                    self._owner.retire(sample)
             waiting, self._waiting = self._waiting, deque()
             problem = f"cannot reach the memory of {self.there.owner}: {detail}"
             for job, then in waiting:
@@ -287,3 +319,7 @@ class CudaAttachment:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _is_empty(job: CopyJob) -> bool:
+    return not job.copy.spans and job.copy.weave is None

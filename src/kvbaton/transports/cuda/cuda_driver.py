@@ -71,6 +71,9 @@ class Gpu(Protocol):
 
     def allocate(self, nbytes: int) -> int: ...
     def free(self, address: int) -> None: ...
+    def clear(self, address: int, nbytes: int) -> None:
+        """Zeroes, in place of what an earlier owner left there."""
+
     def allocate_pinned(self, nbytes: int) -> int: ...
     def free_pinned(self, address: int) -> None: ...
     def pin(self, address: int, nbytes: int) -> None:
@@ -191,6 +194,9 @@ class CudaGpu:
 
     def free(self, address: int) -> None:
         self._ask("cuMemFree_v2", ctypes.c_uint64(address))
+
+    def clear(self, address: int, nbytes: int) -> None:
+        self._ask("cuMemsetD8_v2", ctypes.c_uint64(address), ctypes.c_ubyte(0), ctypes.c_size_t(nbytes))
 
     def allocate_pinned(self, nbytes: int) -> int:
         return self._make("cuMemHostAlloc", ctypes.c_size_t(nbytes), _PORTABLE | _MAPPED)

@@ -1,9 +1,10 @@
 """P's side of cuda: a UNIX socket that sends the IPC handles of the registered memory to authenticated peers.
 
-Law: a handle goes only to a process of the same user that has proven the secret minted for it. CUDA has no read-only
-handles and cannot revoke them: the holder of one can read and write that whole allocation for as long as it likes.
-Endpoints therefore go to authenticated peers only, and those are trusted with the allocations that contain the
-registered memory.
+Law: a handle goes only to a process of the same user that has proven the secret minted for it, and whose engine has
+been lent something here. CUDA has no read-only handles and cannot revoke them: the holder of one can read and write
+that whole allocation for as long as it likes. Who comes before anything is lent to it gets the handle of a sample, an
+allocation of zeroes of its own, by which it finds out whether memory of this process can be opened there, and waits
+on its line. (Releases before this one take that for a fault, and the pair takes its next transport.)
 
 The connection that carried the handles stays open as a lifeline: nothing is sent on it, and the kernel ends it when
 either process dies, so the reader closes a dead owner's memory at once. One line for each peer, a bounded number in
@@ -13,6 +14,8 @@ holds its line too, and its memory.)
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
 import secrets
 import socket
@@ -25,18 +28,23 @@ from kvbaton.protocol.numbers import Bytes, Number
 from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.host_identity import host_identity
-from kvbaton.transports.core.refusals import Cause, Refusals, Refused, cause_of
+from kvbaton.transports.core.loans import engine_of
+from kvbaton.transports.core.refusals import Cause, Refusals, cause_of
 from kvbaton.transports.core.shared_memory import REGIONS_MAX
 from kvbaton.transports.cuda.cuda_driver import HANDLE_BYTES, CudaError, Gpu
-from kvbaton.transports.local.region_listener import LENGTH, NAME_PREFIX, STRANGERS_MAX, same_user
+from kvbaton.transports.local.region_listener import LENGTH, NAME_PREFIX, STRANGERS_MAX, same_user, silence
 from kvbaton.transports.net.connection_handshake import Admitted, SecretRing
 from kvbaton.transports.net.reception import BACKLOG, Reception
 from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.stream_socket import Bytes as Message
-from kvbaton.transports.net.stream_socket import Script, Wire, take
+from kvbaton.transports.net.stream_socket import Wire
+
+log = logging.getLogger(__name__)
 
 TABLE_BYTES_MAX = (HANDLE_BYTES + 64) * REGIONS_MAX
 LINES_MAX = 512
+SAMPLE_BYTES = 2 << 20
+"""A handle opens all of what the driver divides; of this size it divides nothing."""
 LIFE = secrets.token_bytes(16)
 """Of this process; earlier versions knew by it what was their own."""
 
@@ -108,6 +116,44 @@ class Shared(msgspec.Struct, frozen=True, array_like=True):
     places: list[CudaPlace]
 
 
+class CudaSample:
+    """An allocation that is nobody's KV. Without memory for it there is none, and the first copy finds out."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._made: list[Allocation] | None = None
+
+    def shared(self, places: list[CudaPlace]) -> Shared:
+        """The table that says no more than that: each region as one byte of the sample."""
+        if self._made is None:
+            self._made = self._make()
+        seen = [CudaPlace(place.region, 0, 0, 1) for place in places] if self._made else []
+        return Shared(LIFE, self._made, seen)
+
+    def close(self) -> None:
+        for made in self._made or ():
+            EXPORTED.remove(made.handle)
+            with self._gpu as gpu, contextlib.suppress(CudaError):  # of a device that is lost
+                gpu.free(made.base)
+        self._made = []
+
+    def _make(self) -> list[Allocation]:
+        try:
+            with self._gpu as gpu:
+                base = gpu.allocate(SAMPLE_BYTES)
+                try:
+                    gpu.clear(base, SAMPLE_BYTES)
+                    made = Allocation(gpu.export(base), base, SAMPLE_BYTES)
+                except CudaError:
+                    gpu.free(base)
+                    raise
+        except CudaError as error:
+            log.info("no sample of device memory: %s", error)
+            return []
+        EXPORTED.add(made.handle, base, SAMPLE_BYTES)
+        return [made]
+
+
 class CudaDoor:
     """One listening socket, and the handles that it sends."""
 
@@ -115,7 +161,10 @@ class CudaDoor:
         self._name = NAME_PREFIX + secrets.token_hex(16)
         self._gpu = gpu
         self._loop = loop
-        self._lines: dict[PeerId, Wire] = {}  # touched on the loop only
+        self._lines: dict[PeerId, Wire] = {}  # touched on the loop only, as are the next three
+        self._waiting: dict[PeerId, Admitted] = {}  # who of them has a sample only
+        self._admitted: set[PeerId] = set()  # engines
+        self._sample = CudaSample(gpu)
         self._allocations: list[Allocation] = []
         self._places: list[CudaPlace] = []
         self._reception = Reception(me, loop, same_user, self._welcome, STRANGERS_MAX, handshake_s)
@@ -154,11 +203,21 @@ class CudaDoor:
         for allocation in self._allocations:
             EXPORTED.remove(allocation.handle)
         self._allocations = []
+        self._sample.close()
+
+    def admit(self, engine: PeerId) -> None:
+        """Something was lent to it: its ranks get the handles, those that wait for them at once. From any thread."""
+        self._loop.call(lambda: self._admit(engine))
+
+    def dismiss(self, engine: PeerId) -> None:
+        """Nothing is lent to it any more: who comes now waits. From any thread."""
+        self._loop.call(lambda: self._admitted.discard(engine))
 
     def revoke(self, peer: PeerId) -> None:
-        """Send `peer` nothing new, and end its line: it is to close what it has opened."""
+        """Send `peer` nothing new, nor its engine before it is admitted again, and end its line: it is to close what it
+        has opened. From any thread."""
         self.keyring.revoke(peer)
-        self._loop.call(lambda: self._hang_up(peer))
+        self._loop.call(lambda: self._forget(peer))
 
     def _allocation(self, base: int, size: int) -> int:
         for index, known in enumerate(self._allocations):
@@ -189,13 +248,34 @@ class CudaDoor:
         def closed(_detail: str, _by_peer: bool) -> None:
             if self._lines.get(peer) is wire:
                 del self._lines[peer]
+                self._waiting.pop(peer, None)
             if wire.fault is not None:
                 self.refusals.add(cause_of(wire.fault))
 
         wire = self._lines[peer] = Wire(self._loop, sock, closed)
-        table = msgspec.msgpack.encode(Shared(LIFE, self._allocations, self._places))
-        wire.out.append(Message(LENGTH.pack(len(table)) + table))
-        wire.open(_silence(peer))
+        if engine_of(peer) in self._admitted:
+            wire.out.append(_message(self._shared))
+        else:
+            self._waiting[peer] = admitted
+            wire.out.append(Message(LENGTH.pack(0)))
+            wire.out.append(_message(self._sample.shared(self._places)))
+        wire.open(silence(peer))
+
+    @property
+    def _shared(self) -> Shared:
+        return Shared(LIFE, self._allocations, self._places)
+
+    def _admit(self, engine: PeerId) -> None:
+        self._admitted.add(engine)
+        for peer, admitted in list(self._waiting.items()):
+            if engine_of(peer) == engine and self.keyring.still_admits(admitted):
+                del self._waiting[peer]
+                self._lines[peer].out.append(_message(self._shared))
+                self._lines[peer].flush()
+
+    def _forget(self, peer: PeerId) -> None:
+        self._admitted.discard(engine_of(peer))
+        self._hang_up(peer)
 
     def _hang_up(self, peer: PeerId) -> None:
         line = self._lines.get(peer)
@@ -203,9 +283,9 @@ class CudaDoor:
             line.close("hung up")
 
 
-def _silence(peer: PeerId) -> Script:
-    yield from take(1)
-    raise Refused(Cause.BAD_MESSAGE, f"{peer} sent data on its lifeline")
+def _message(shared: Shared) -> Message:
+    table = msgspec.msgpack.encode(shared)
+    return Message(LENGTH.pack(len(table)) + table)
 
 
 def parse_endpoint(peer: PeerId, endpoint: bytes) -> CudaEndpoint:

@@ -1,9 +1,10 @@
 """cuda: READ from the device memory of another process of this host, all spans of a copy by one kernel launch.
 
-P sends D the IPC handles of its allocations (`cuda_listener`), D opens them (`cuda_client`), and D's mover launches one
-kernel over a table of spans (`cuda_move.cu`) on its own stream. P takes no part; it need not even be running. Nothing
-here needs PyTorch; only the driver is called (`cuda_driver`). A copy that finds the device idle is launched by the
-submitting thread, if that takes no more than a check, a small table and a few launches.
+P sends D the IPC handles of its allocations when something is lent to D for the first time (`cuda_listener`), D opens
+them (`cuda_client`), and D's mover launches one kernel over a table of spans (`cuda_move.cu`) on its own stream. P
+takes no part; it need not even be running. Nothing here needs PyTorch; only the driver is called (`cuda_driver`). A
+copy that finds the device idle is launched by the submitting thread, if that takes no more than a check, a small table
+and a few launches.
 
 Law: only the mover touches memory. Every span is checked here, against the memory that this side has registered and
 that the peer announced, before the device gets it. A copy ends when the device has said that its launch is over: a
@@ -37,7 +38,7 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
 from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.jobs import CopyJob
-from kvbaton.transports.core.shell import PlaneShell
+from kvbaton.transports.core.shell import AdmittingShell
 from kvbaton.transports.core.transport import Capabilities, Copy, DeviceEvent, Spans
 from kvbaton.transports.cuda.cuda_client import CudaAttachment, CudaLimits, CudaRemote, Mapped
 from kvbaton.transports.cuda.cuda_driver import SHARE, CudaError, CudaGpu, Gpu, check_share
@@ -59,6 +60,7 @@ CAPABILITIES = Capabilities(
     same_host=True,
     device_kinds=("cuda",),
     weaves=True,
+    admits=True,
 )
 
 
@@ -73,7 +75,7 @@ class CudaConfig(msgspec.Struct, frozen=True):
         check_share(self.share)
 
 
-class CudaTransport(PlaneShell[CudaAttachment]):
+class CudaTransport(AdmittingShell[CudaAttachment]):
     """See `base.DeviceTransport`. Threads: one for handles, two that drive the device, one more to wait for events."""
 
     capabilities = CAPABILITIES
@@ -107,7 +109,8 @@ class CudaTransport(PlaneShell[CudaAttachment]):
         return self._mapped.nbytes
 
     def register(self, region: int, memory: DeviceMemory) -> None:
-        """It must stay allocated until `close`; the holder of an endpoint is trusted with all of its allocation."""
+        """It must stay allocated until `close`; a peer that something was lent to is trusted with all of its
+        allocation."""
         self._memory.add(region, memory)
         self._door.add(region, memory)
 
@@ -117,7 +120,8 @@ class CudaTransport(PlaneShell[CudaAttachment]):
         return msgspec.msgpack.encode(CudaEndpoint(self._me, host_identity(), name, secret, self._gpu.uuid))
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
-        """Requests the peer's handles right away, in the background; the first copy opens them.
+        """Requests the peer's handles right away, in the background, and has them when something is lent to us; the
+        first copy opens them.
 
         A device that ours cannot read fails the copies, with the reason: so the pair takes the next transport and logs
         why.
@@ -148,6 +152,13 @@ class CudaTransport(PlaneShell[CudaAttachment]):
     def _turn_away(self, peer: PeerId) -> None:
         """`peer` gets nothing new, and is asked to close what it has opened; it cannot be forced to."""
         self._door.revoke(peer)
+        self._admit_again(peer)
+
+    def _admit(self, engine: PeerId) -> None:
+        self._door.admit(engine)
+
+    def _dismiss(self, engine: PeerId) -> None:
+        self._door.dismiss(engine)
 
     def _refusal(self, copy: Copy, link: CudaAttachment) -> tuple[Reason, str] | None:
         if link.problem:

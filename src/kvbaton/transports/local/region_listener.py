@@ -88,6 +88,10 @@ class RegionListener:
         """Something was lent to it: its ranks get the memory, those that wait for it at once. From any thread."""
         self._loop.call(lambda: self._admit(engine))
 
+    def dismiss(self, engine: PeerId) -> None:
+        """Nothing is lent to it any more: who comes now waits. From any thread."""
+        self._loop.call(lambda: self._admitted.discard(engine))
+
     def revoke(self, peer: PeerId) -> None:
         """Nothing new for that rank, nor for its engine before it is admitted again. From any thread."""
         self.keyring.revoke(peer)

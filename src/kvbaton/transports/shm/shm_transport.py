@@ -97,6 +97,9 @@ class ShmTransport(AdmittingShell[Attachment]):
     def _admit(self, engine: PeerId) -> None:
         self._door.admit(engine)
 
+    def _dismiss(self, engine: PeerId) -> None:
+        self._door.dismiss(engine)
+
     def _start(self, job: CopyJob, link: Attachment) -> None:
         link.use(job, partial(self._plan, job))
 

@@ -70,7 +70,9 @@ export class Workers {
       setText(row.sign, standing.sign);
       setText(row.word, standing.text);
       const used = usedShare(worker);
-      setMeter(row.cache, used ?? 0, 1, used === null ? "–" : `${percent(used)} of ${count(worker.blocks)}`);
+      const resets = worker.resets ? `, reset ${count(worker.resets)}×` : "";
+      setMeter(row.cache, used ?? 0, 1, used === null ? "–" : `${percent(used)} of ${count(worker.blocks)}${resets}`);
+      setAttr(cells.cache, "title", resets ? `its prefix cache was reset, since a member was removed: ${count(worker.reset_blocks)} cached blocks dropped` : null);
       const oldest = worker.oldest_lease_s;
       const bound = worker.lease_max_s;
       const age = oldest === undefined ? "–" : worker.leases ? `${seconds(oldest)}${bound ? ` of ${seconds(bound)}` : ""}` : "none";

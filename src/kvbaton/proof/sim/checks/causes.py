@@ -8,7 +8,7 @@ an entry. A member that lies excuses what it is a party to. And no time-out come
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -25,7 +25,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import HandoffId, PeerId, WorkerId
 from kvbaton.protocol.machines.context import MARKS_MAX, Parts
 from kvbaton.protocol.machines.inbound import Intake, IntakeState
-from kvbaton.protocol.machines.pairing_state import Session
+from kvbaton.protocol.machines.pairing_state import LinkState, Session
 from kvbaton.protocol.machines.push_write import Outlet
 from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
 from kvbaton.protocol.settings import Settings
@@ -33,6 +33,8 @@ from kvbaton.protocol.wire import messages as m
 
 LIE, OTHER_NEEDS, FULL, BOUNDED = "lie", "other_needs", "full", "rank_bounded"
 FENCED, WRITE_STUCK, RANK_SLOW = "fenced", "write_stuck", "rank_slow"
+NO_TURN = float("inf")
+UNPAIRED, SHORT_LEASE, NO_LEASE = "unpaired", "short_lease", "no_lease"
 
 _R = Reason
 _RANKS = ("rank_stalls", "rank_lost", "rank_link_cut", "rank_plane_threw", "rank_reports_late", "rank_frame_garbled")
@@ -45,20 +47,29 @@ _STUCK = ("slow_copy", "stalled_copy", "failed_copy", "queued_copy", *_CUT)
 _TURN = ("late_turn", "turn_let_go", "turn_unkept")
 _TICKET = ("ticket_other_prompt", "ticket_replayed", "ticket_twice")
 
+_UNBEGUN = (NO_LEASE, "no_room", "preempted", *_TICKET, *_LEFT, *_STUCK, *_APART)  # what keeps P from it
+
 CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.ABORTED: ("not_needed", "pins_refused", *_LEFT),
     _R.BAD_SPAN: (BOUNDED, *_RANKS),  # parts of what a rank was told were lost
     _R.BUSY: (FULL, BOUNDED, *_RANKS),
     _R.CLAIM_TIMEOUT: _CUT,
     _R.CONTENT_MISMATCH: ("ticket_other_prompt",),
-    _R.DEFER_TIMEOUT: ("no_room", "preempted", *_LEFT, *_STUCK, *_APART),
+    _R.DEFER_TIMEOUT: _UNBEGUN,
     _R.DISCARDED: ("discarded", "turn_let_go", "draining"),
     _R.DRAINING: ("draining", "retired"),
     _R.DUPLICATE: ("ticket_twice", "ticket_replayed"),
-    _R.HANDSHAKE_TIMEOUT: (FULL, RANK_SLOW, *_CUT),  # each endpoint that came late costs a repeated Hello or Joined
+    _R.HANDSHAKE_TIMEOUT: (
+        FULL,
+        RANK_SLOW,
+        FENCED,
+        WRITE_STUCK,
+        *_STUCK,
+    ),  # each endpoint that came late costs a repeated Hello or Joined
     _R.LEASE_EXPIRED: (
         BOUNDED,
         RANK_SLOW,
+        SHORT_LEASE,
         *_TURN,
         *_TICKET,
         "no_room",
@@ -75,13 +86,24 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.SOURCE_ABORTED: ("pins_refused", *_LEFT, *_STUCK, *_APART),  # also a Quiesced of which only the repetition came
     _R.SOURCE_PREEMPTED: ("preempted",),
     _R.STALE: ("nibbled", "overwritten", "cache_replaced", *_STUCK, *_APART),
-    _R.TICKET_EXPIRED: ("late_ticket", "ticket_replayed", *_CUT),
+    _R.TICKET_EXPIRED: ("late_ticket", *_UNBEGUN),
     _R.TICKET_SPENT: ("discarded", FULL, *_TICKET, *_STUCK, *_APART),
     _R.TRANSFER_FAILED: ("failed_copy", *_APART, *_STUCK),
-    _R.TRANSFER_TIMEOUT: _STUCK,
-    _R.UNKNOWN_LEASE: (*_TURN, "no_room", FULL, "late_ticket", *_TICKET, "preempted", *_LEFT, *_STUCK, *_APART),
+    _R.TRANSFER_TIMEOUT: (FENCED, WRITE_STUCK, *_STUCK),  # what a fence ends is judged after it
+    _R.UNKNOWN_LEASE: (
+        SHORT_LEASE,
+        *_TURN,
+        "no_room",
+        FULL,
+        "late_ticket",
+        *_TICKET,
+        "preempted",
+        *_LEFT,
+        *_STUCK,
+        *_APART,
+    ),
     _R.UNREACHABLE: (BOUNDED, "plane_shut", *_THREW, *_RANKS),
-    _R.WRONG_INCARNATION: (FULL, WRITE_STUCK, *_CUT, *_APART),  # P began anew, or has forgotten the session
+    _R.WRONG_INCARNATION: (FULL, WRITE_STUCK, *_TURN, *_CUT, *_APART),  # P began anew, or has forgotten the session
     _R.WRONG_VERSION: (OTHER_NEEDS,),
 }
 _TIMEOUTS = {_R.CLAIM_TIMEOUT, _R.DEFER_TIMEOUT, _R.TRANSFER_TIMEOUT}
@@ -92,6 +114,8 @@ SLOW = 0.4
 """The share of the shortest time for a transfer below which a copy must cost nothing."""
 LEASE_BYTES = 4096
 """More than any prompt of these worlds takes."""
+PAIRING_S = 0.5
+"""For which a lease must last, or a pair that has still to greet may come too late, without anybody's fault."""
 _ENVELOPE = msgspec.msgpack.Decoder(tuple[int, str, int, int, int, list[Any]])
 _FIELDS: dict[int, tuple[str, ...]] = {
     kind.__struct_config__.tag: kind.__struct_fields__ for kind in m.Message.__args__
@@ -119,16 +143,29 @@ class Causes:
         self._liars = liars
         self._born: dict[HandoffId, float] = {}
 
+    def begun(self, handoffs: Iterable[HandoffId]) -> None:
+        """Requests for them are with an engine, which may be a while before its node hears of it."""
+        for each in filter(None, handoffs):
+            self._born.setdefault(each, self._world.now)
+
     def watch(self, life: Life) -> None:
         if life.character.name in self._liars:
             return
         desk, begun = life.node.ledger.desk, dict[int, tuple[Begun, float]]()
+        leased = dict[int, tuple[Begun, float]]()
 
         def on_mark(mark: Mark) -> None:
             if isinstance(mark.what, Begun):
                 self._born.setdefault(mark.what.handoff, self._world.now)
                 if mark.side is Side.DECODE:
                     begun[mark.key] = mark.what, mark.at
+                    self._note_unpaired(life, mark.what)
+                else:
+                    leased[mark.key] = mark.what, mark.at if mark.detail else NO_TURN
+            elif mark.side is Side.PREFILL and mark.step is Step.CLOSED:
+                assert isinstance(mark.what, Ended)
+                what, kept_at = leased.pop(mark.key)
+                self._note_closed(life, what.handoff, mark.what.end, mark.at - kept_at)
             elif mark.side is Side.DECODE and mark.step is Step.ENDED:
                 assert isinstance(mark.what, Ended)
                 what, asked_at = begun.pop(mark.key)
@@ -167,20 +204,37 @@ class Causes:
         """All that befell this handoff: by itself, with its pair, and with each of the two."""
         touches, now, target = self._world.touches, self._world.now, life.character.name
         since = self._born[what.handoff]
-        greeted = since - life.character.settings.claim_timeout  # the greeting may be older
-        if reason is _R.HANDSHAKE_TIMEOUT:
-            since = greeted
         found = touches.between(what.handoff, 0.0, now)
+        if reason is _R.HANDSHAKE_TIMEOUT or UNPAIRED in found:  # the greeting may be older
+            since -= 2 * life.character.settings.claim_timeout  # and begin with what an earlier one left behind
         for whom in (pair(what.peer, target), what.peer, target):
             found |= touches.between(whom, since, now)
-            if reason is _R.LEASE_EXPIRED:
-                found |= touches.between(whom, greeted, now) & {RANK_SLOW}
         for each in (life, self._lives.get(what.peer)):
             if each is not None and not self._liars and is_full(each):
                 found.add(FULL)
             if each is not None and each.character.ranks is not None and each.character.ranks.bounded:
                 found.add(BOUNDED)
         return found | self._before_fence(what, life)
+
+    def _note_closed(self, life: Life, handoff: HandoffId, end: End, kept_s: float) -> None:
+        """P was full; or a turn ran out, in its time, or was not kept by one that drains."""
+        if end.reason is _R.BUSY:
+            self._world.touch(NO_LEASE, handoff)
+        elif kept_s < 0:
+            return
+        elif end.reason is _R.DRAINING:
+            self._world.touch("turn_unkept", handoff)
+        elif life.engine.turns is not None and kept_s >= _EARLY * life.engine.turns.keeper.settings.turn_s:
+            self._world.touch("late_turn", handoff)
+
+    def _note_unpaired(self, life: Life, what: Begun) -> None:
+        """A handoff that waits for its pair's greeting waits for what befell that; its lease runs meanwhile."""
+        link, source = life.node.ledger.consumer.links.by_worker.get(what.peer), self._lives.get(what.peer)
+        if link is None or link.state is not LinkState.UP:
+            self._world.touch(UNPAIRED, what.handoff)
+            short = source is not None and source.character.settings.lease_s < PAIRING_S
+            if short or is_full(life) or (source is not None and is_full(source)):  # then a greeting waits for room
+                self._world.touch(SHORT_LEASE, what.handoff)
 
     def _note_stuck(self, life: Life) -> None:
         """A write whose rest was never proven ends its session, and all that is under way in it."""
@@ -248,14 +302,20 @@ class Causes:
         return ""
 
     def copy_fate(self, owner: Life, copy: Copy, what: str, lasts_s: float) -> None:
-        owners, settings = owner.node.ledger.desk.owners, owner.character.settings
-        if what == "slow_copy" and lasts_s < SLOW * min(settings.transfer_timeout, settings.max_hold_s):
+        owners = owner.node.ledger.desk.owners
+        if what == "slow_copy" and lasts_s < SLOW * self._soonest_of_copy_s(owner, copy):
             return  # renewals keep the lease meanwhile
         if what == "queued_copy":  # and all behind it
             for parts in {id(each): each for each in owners.values()}.values():
                 self._touch_owner(owner, copy, parts, what, lasts_s)
         elif copy.job in owners:
             self._touch_owner(owner, copy, owners[copy.job], what, lasts_s)
+
+    def _soonest_of_copy_s(self, owner: Life, copy: Copy) -> float:
+        """The shortest time that either side gives a transfer."""
+        other = self._lives.get(worker_of(copy.peer))
+        both = [each.character.settings for each in (owner, other) if each is not None]
+        return min(min(each.transfer_timeout, each.max_hold_s) for each in both)
 
     def _touch_owner(self, owner: Life, copy: Copy, parts: Parts, what: str, lasts_s: float) -> None:
         by = parts.owner

@@ -21,8 +21,8 @@ def check_pushed(life: Life, lives: Mapping[WorkerId, Life], intake: Intake) -> 
     plane, source = intake.link.transport, lives.get(intake.wanted.source)
     if plane is None or source is None:
         return
-    both = life.character.features & source.character.features & Feature.PUSH
-    able = bool(intake.wanted.push and both and plane.can_write and plane.can_fence)
+    writes = source.character.features & Feature.PUSH  # what D can is D's own affair: it asks
+    able = bool(intake.wanted.push and writes and plane.can_write and plane.can_fence)
     if able is not bool(intake.reservation):
         does = "is pushed" if intake.reservation else "is not pushed"
         raise Broken(RULE, f"{life.character.name}: {intake.wanted.request} {does} over {plane.name}")

@@ -65,8 +65,7 @@ AT_REST: dict[str, Bound] = {
     "Origins._names": _peers,
     "Claims.parked": _parked, "PerPeer._counts": _peers,  # who left while it waited, for its term
     "Producer.ended": _tombstones, "Producer.tombstones": _tombstones, "DisownedTickets._why": _tombstones,
-    "Remembered._items": _any,  # it counts as the table that it is
-    "Writer.sessions": _sessions, "Writer.revoked": _sessions,
+    "Remembered._items": _any, "Writer.sessions": _sessions, "Writer.revoked": _sessions,
     "Sessions.by_number": _sessions_max, "Links.by_worker": _peers, "Node._held": _held,
     "Buckets._left": _peers, "Buckets._refused": _peers, "Shunned._until": _planes,
     "LedgerContext.counts": _counters, "_Faults.counts": _counters, "Node._backlog": _ranks, "Node.ranks": _ranks,

@@ -13,7 +13,7 @@ from kvbaton.proof.sim.checks.handoff_record import Record
 from kvbaton.proof.sim.checks.pin_checks import check_pins
 from kvbaton.proof.sim.promises import HANG, LEAK, NEEDLESS, RULE, WRONG, Broken
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.events import CacheReplaced, DrainStarted, PutWanted, Wanted
+from kvbaton.protocol.events import CacheReplaced, Discarded, DrainStarted, PutWanted, Wanted
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PutId, Reader
 from kvbaton.protocol.machines.consumer import Consumer
 from kvbaton.protocol.machines.lease import Lease, LeaseState, ReaderState
@@ -125,6 +125,7 @@ class Vigil:
         handlers[PutWanted] = self._putting_away(handlers[PutWanted])
         handlers[DrainStarted] = self._draining(handlers[DrainStarted])
         handlers[CacheReplaced] = self._voiding(handlers[CacheReplaced])
+        handlers[Discarded] = self._discarding(handlers[Discarded])
         of_target[Offer] = self._writing(of_target[Offer])
         of_target[Abandon] = self._leaving(of_target[Abandon])
 
@@ -169,6 +170,15 @@ class Vigil:
             handle(session, message, now)
 
         return abandoned
+
+    def _discarding(self, handle: Handle) -> Handle:
+        """The word of the router replaces that of readers: it is remembered among the ended ones (rule 22)."""
+
+        def discarded(event: Any, now: float) -> None:
+            self._left.pop(event.handoff, None)
+            handle(event, now)
+
+        return discarded
 
     def _check_left(self, lease: Lease, since: float) -> None:
         """All seats of this lease are of readers that gave up before it began: it is held for nobody."""

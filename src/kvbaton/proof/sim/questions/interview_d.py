@@ -271,7 +271,8 @@ def _ending(rng: random.Random, word: str) -> None:
             expected = [report(_R.WRONG_INCARNATION), *d.stops(), gone]
         case "departed":
             d.expect("another life has departed", d.tell(ev.Departed(d.other.worker, Incarnation(1))))
-            found = d.tell(ev.Departed(d.other.worker, d.other.incarnation))
+            told = ev.Departed(d.other.worker, d.other.incarnation)
+            found = d.tell(rng.choice((told, ev.LineRefused(d.other.worker))))
             expected = [report(_R.PEER_GONE), *d.stops(), gone]
         case "replaced":
             found, expected = d.tell(ev.CacheReplaced()), [report(_R.ABORTED), d.abandons(_R.ABORTED), *d.stops()]

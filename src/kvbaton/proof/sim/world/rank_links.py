@@ -264,6 +264,20 @@ class LinkedRanks:
             transport.part_bytes = TIGHT_PART_ROWS * SPAN_BYTES
             transport.tables_bytes_max = 4 * transport.part_bytes
             transport._jobs._copies_max = 3
+            self._note_queued(transport)
+
+    def _note_queued(self, transport: RemoteTransport) -> None:
+        """A copy that waits for room behind another has that one's fate."""
+        submit = transport.submit
+
+        def submitted(copy: Copy) -> bool:
+            is_accepted = submit(copy)
+            if not is_accepted:
+                plane = self.ranks[transport._link.rank].planes[transport._name].inner
+                plane.fabric.on_fate(plane, copy, "queued_copy", 0.0)
+            return is_accepted
+
+        transport.submit = submitted  # type: ignore[method-assign]
 
     def _bound(self) -> None:
         """Make bounds small; and ask for what this rank does not have, which is refused and costs nobody anything."""

@@ -302,6 +302,7 @@ class Cluster:
         leg = Leg(index, life, then)
         self.legs.append(leg)
         if not life.alive:
+            self.world.touch("crashed", handoff, handoff_of(ticket) if ticket else "")
             self.end_leg(leg, "error", "the worker is dead")
             return
 
@@ -322,6 +323,7 @@ class Cluster:
             keep=keep,
             offer=offer,
         )
+        self.causes.begun(request.handoffs)
         self.world.tell(f"{life.peer.worker} {name} {role} {mode} content {content} tokens {tokens}")
         life.engine.add(request)
         life.wake_engine()

@@ -153,7 +153,9 @@ class EngineTurns:
         engine.pool.before_pin([block for ids in blocks for block in ids])
         kept = self.keeper.keep(request.keep, digest_of(request), request.tokens, blocks, request.id)
         engine.pool.touch(kept)
-        if not kept and room >= 0:
+        ticket = opened(request.keep)
+        is_over = ticket is not None and ticket.expires_unix_s <= engine.doorway.config.wall()
+        if not kept and room >= 0 and not is_over:
             raise Broken(NEEDLESS, f"{engine.name}: {request.id} is not kept for the next turn, with room for it")
         if not kept:
             engine.world.touch("turn_unkept", handoff_of(request.keep))
