@@ -125,21 +125,6 @@ def _one_failure_ends_all(original: Any) -> Any:
     return rank_ended
 
 
-def _forgotten_is_over(original: Any) -> Any:
-    def cancel(self: Any, source: tuple[bool, int]) -> None:
-        original(self, source)
-        order = self._orders.get(source)
-        if order is not None and self._open[order].what == "get":
-            self._open[order].count = 0
-            self._end(order, self._open[order])
-
-    return cancel
-
-
-def _unknown_is_late(original: Any) -> Any:
-    return lambda self, index, end: original(self, index, end) if end.order in self._open else None
-
-
 SHAPE_MUTANTS: tuple[Mutant, ...] = (
     Mutant("nothing_behind_a_missing_group", "25", "groups behind one that D has not are left uncopied",
            both(swap(consumer_pull.__dict__, "moves", _ends_at_a_missing_group),
@@ -168,6 +153,4 @@ SHAPE_MUTANTS: tuple[Mutant, ...] = (
            swap(RankLink, "_take_news", _first_is_taken)),
     Mutant("get_ends_with_one_rank", "20, 32", "one rank's failure ends a get that others still carry out",
            swap(EngineStore, "_rank_ended", _one_failure_ends_all)),
-    Mutant("get_forgotten_is_over", "20, 32", "a get that is no longer wanted is over, and its bytes land later",
-           both(swap(EngineStore, "_cancel", _forgotten_is_over), swap(EngineStore, "_rank_ended", _unknown_is_late))),
 )  # fmt: skip
