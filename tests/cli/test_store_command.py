@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -113,21 +114,19 @@ def test_what_a_removed_member_wrote_or_gave_is_dropped_from_memory_and_disk(tmp
     keyring.mint(directory, ["store", "p0", "p1"])
     written = {name: trust_of(keyring.load(directory, name)).trust for name in ("p0", "p1")}
     served = Served(directory, "--bytes", "16KiB", "--disk", str(tmp_path / "disk"), "--disk-bytes", "1MiB")
-    backend = client(directory, served.url, "p1")
-    names = [f"{kind}{number}" for number in range(8) for kind in ("false", "derived", "honest")]
-    for name in names:
-        frame = memoryview(bytearray(FRAME_BYTES + 1000))
-        origins = (mark_of("p0"),) if name.startswith("derived") else ()
-        seal_all([frame], [name], origins, written["p0" if name.startswith("false") else "p1"])
-        assert backend.put([name], [frame]) == [""]
-    figures = served.figures()
-    assert figures["values"] and figures["disk_values"], "some are in memory, some on disk"
-    assert backend.exists(names) == [True] * 24
-    key_rotation.remove(directory, "p0")
-    poll(lambda: sum(backend.exists(names)) == 8, 30.0)
-    assert backend.exists(names) == [name.startswith("honest") for name in names]
-    backend.close()
-    served.close()
+    with contextlib.closing(served), contextlib.closing(client(directory, served.url, "p1")) as backend:
+        names = [f"{kind}{number}" for number in range(8) for kind in ("false", "derived", "honest")]
+        for name in names:
+            frame = memoryview(bytearray(FRAME_BYTES + 1000))
+            origins = (mark_of("p0"),) if name.startswith("derived") else ()
+            seal_all([frame], [name], origins, written["p0" if name.startswith("false") else "p1"])
+            assert backend.put([name], [frame]) == [""]
+        figures = served.figures()
+        assert figures["values"] and figures["disk_values"], "some are in memory, some on disk"
+        assert backend.exists(names) == [True] * 24
+        key_rotation.remove(directory, "p0")
+        poll(lambda: sum(backend.exists(names)) == 8, 30.0)
+        assert backend.exists(names) == [name.startswith("honest") for name in names]
     assert "[store-swept] dropped 16 values" in served.said.read_text()
 
 

@@ -16,6 +16,7 @@ from kvbaton.store.interface import OrderEnded, Pins, Put
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.order_scripts import BackendCall, OrderKind, Script, Task
 from kvbaton.store.threaded_store import KeptStore
+from kvbaton.store.value_header import HeaderClaim
 from kvbaton.store.value_trust import ALONE
 
 CASES = {case.name: case for case in check_store.cases}
@@ -27,7 +28,9 @@ def put_without_finally(task: Task, order: Put, pins: Pins) -> Script:
     answer = yield BackendCall(OrderKind.EXISTS, order.keys)
     wanted = [index for index, is_there in enumerate(answer.good) if not is_there]
     for start in range(0, len(wanted), task.batch):
-        yield from order_scripts._kept(task, order_scripts._staged(task, order, wanted[start : start + task.batch]))
+        yield from order_scripts._kept(
+            task, order_scripts._Staged(task, order, wanted[start : start + task.batch]).take()
+        )
     pins.unpin(order.order)
 
 
@@ -125,7 +128,7 @@ def reads_late(patch: pytest.MonkeyPatch) -> None:
 
 
 def trusts_back_ends(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(backend_threads, "held", lambda *_: ())
+    patch.setattr(backend_threads, "claimed", lambda *_: HeaderClaim((), lambda _: b"", b""))
 
 
 def never_gives_up(patch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from kvbaton.control.signing import Signer
 from kvbaton.ranks.store_trust import ShelfTrust
 from kvbaton.store import value_header
-from kvbaton.store.value_header import DIGESTS, FRAME_BYTES, ORIGINS_MAX, held, seal_all, writers_of
+from kvbaton.store.value_header import DIGESTS, FRAME_BYTES, ORIGINS_MAX, claimed, held, seal_all, writers_of
 from kvbaton.store.value_trust import ALONE, StoreTrust, writer_id
 
 SIZE = 40
@@ -70,6 +70,21 @@ def test_one_signature_is_of_a_whole_batch_and_each_value_stands_alone(count: in
     assert all(held(frame, key, trust(P1, 2)) == (P0,) for frame, key in zip(frames, keys, strict=True))
     if count > 1:
         assert held(frames[0], keys[1], trust()) is None
+
+
+def test_the_values_of_a_batch_are_checked_with_one_signature_and_a_node_or_two_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = [f"key{number}" for number in range(64)]
+    frames, checked, nodes, proven = sealed(*keys, by=trust()), [], [], set[bytes]()
+    node, asked = value_header._node, trust()
+    monkeypatch.setattr(value_header, "_node", lambda *both: nodes.append(1) or node(*both))
+    counting = StoreTrust(asked.me, None, asked.writers, lambda *told: checked.append(1) or asked.check(*told))
+    assert all(claimed(frame, key, counting, proven) for frame, key in zip(frames, keys, strict=True))
+    assert (len(checked), len(nodes)) == (1, 63)
+    [forged] = sealed("key1", by=trust(P0, 2))
+    forged[value_header._PLACE : value_header._ORIGINS] = frames[1][value_header._PLACE : value_header._ORIGINS]
+    assert claimed(forged, "key1", asked, proven) is None, "what is proven vouches for no other value"
 
 
 def test_nobody_writes_in_anothers_name() -> None:

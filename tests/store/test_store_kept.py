@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,14 +13,12 @@ from kvbaton.proof.contracts.store_case import VALUE_BYTES, blank, data, names, 
 from kvbaton.proof.contracts.store_harness import Ends, FaultyBackend, PinBook
 from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import Reason
-from kvbaton.store import backend_threads
-from kvbaton.store.backend_threads import Aside, perform
+from kvbaton.store.backend_threads import perform
 from kvbaton.store.interface import Get, Lookup, OrderId, Put, StoreSettings
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.order_scripts import BackendCall, OrderKind
 from kvbaton.store.threaded_store import KeptStore
 from kvbaton.store.value_header import FRAME_BYTES
-from kvbaton.store.value_trust import ALONE
 
 SETTINGS = StoreSettings(value_bytes_max=VALUE_BYTES, close_s=0.3)
 
@@ -93,87 +90,6 @@ def test_a_get_never_returns_what_an_earlier_one_left_in_its_slot() -> None:
     assert perform(backend, call).good == (True,)
     backend.lies = True  # type: ignore[attr-defined]
     assert perform(backend, call).good == (False,)
-
-
-def calls(count: int) -> tuple[BackendCall, BackendCall]:
-    """A put of values that differ, and the get of the same."""
-    keys = tuple(f"k{number}" for number in range(count))
-    frames, into = (tuple(memoryview(bytearray(FRAME_BYTES + 100)) for _ in keys) for _ in range(2))
-    for number, frame in enumerate(frames):
-        frame[FRAME_BYTES:] = bytes([number]) * 100
-    return BackendCall(OrderKind.PUT, keys, frames), BackendCall(OrderKind.GET, keys, into)
-
-
-class Parts(MemoryBackend):
-    """Notes how many values each call has, and fails or damages as a test says."""
-
-    def __init__(self) -> None:
-        super().__init__(1 << 20)
-        self.sizes: list[int] = []
-        self.fails_at = -1
-
-    def put(self, keys: Sequence[str], values: Sequence[memoryview]) -> list[str]:
-        self._note(keys)
-        return super().put(keys, values)
-
-    def get(self, keys: Sequence[str], into: Sequence[memoryview]) -> list[int]:
-        self._note(keys)
-        return super().get(keys, into)
-
-    def _note(self, keys: Sequence[str]) -> None:
-        if len(self.sizes) == self.fails_at:
-            raise OSError("gone")
-        self.sizes.append(len(keys))
-
-
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Aside]:
-    """Three values of 100 bytes to a part; digests on a thread that is late."""
-    monkeypatch.setattr(backend_threads, "PART_BYTES", 3 * (FRAME_BYTES + 100))
-    with ThreadPoolExecutor(1) as pool:
-
-        def late(work: Callable[[], None]) -> Callable[[], None]:
-            return pool.submit(lambda: (time.sleep(0.02), work())).result  # type: ignore[return-value]
-
-        yield late
-
-
-@pytest.mark.parametrize("count", [1, 3, 4, 8])
-def test_a_call_moves_in_parts_and_its_values_are_whole(count: int, small_parts: Aside) -> None:
-    backend, (put, get) = Parts(), calls(count)
-    assert perform(backend, put, aside=small_parts).good == (True,) * count
-    answer = perform(backend, get, aside=small_parts)
-    assert answer.good == (True,) * count and answer.writers == [(ALONE.me,)] * count
-    assert [frame[FRAME_BYTES] for frame in answer.frames] == list(range(count))
-    each = [3] * (count // 3) + [count % 3] * (count % 3 > 0)
-    assert backend.sizes == each * 2
-
-
-def test_a_value_damaged_in_a_later_part_ends_the_lead_there_and_is_dropped(small_parts: Aside) -> None:
-    backend, (put, get) = Parts(), calls(8)
-    perform(backend, put, aside=small_parts)
-    value = bytearray(backend.value("k4") or b"")
-    value[-1] ^= 1
-    backend.adopt("k4", bytes(value))
-    answer = perform(backend, get, aside=small_parts)
-    assert (answer.lead, answer.damaged, answer.detail) == (4, 1, "damaged: k4")
-    assert backend.exists(["k3", "k4", "k5"]) == [True, False, True]
-
-
-@pytest.mark.parametrize("kind", [0, 1])
-def test_no_digest_is_under_way_when_a_call_has_failed(kind: int, small_parts: Aside) -> None:
-    """Its frames are another call's then."""
-    backend, both = Parts(), calls(8)
-    perform(backend, both[0])
-    ended: list[float] = []
-
-    def noted(work: Callable[[], None]) -> Callable[[], None]:
-        return small_parts(lambda: (work(), ended.append(1.0))[0])
-
-    backend.fails_at = len(backend.sizes) + 1
-    with pytest.raises(OSError, match="gone"):
-        perform(backend, both[kind], aside=noted)
-    assert len(ended) == 2 - kind
 
 
 def test_a_back_end_that_answers_too_little_is_an_error() -> None:

@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import zmq
@@ -471,3 +471,28 @@ def test_a_value_of_many_records_arrives_in_any_pieces() -> None:
     thread.join(10)
     for line in (client, server):
         line.close()
+
+
+def test_small_and_large_parts_arrive_in_their_order_however_little_the_kernel_takes() -> None:
+    ours, theirs = socket.socketpair()
+    parts = [b"a" * 8, b"b" * 3, b"c" * 400_000, b"d" * 8, b"e" * 5000, b"f" * 100]
+
+    class Narrow:
+        """Takes a few bytes of what is sent together, also less than the small part."""
+
+        family, settimeout, sendall = ours.family, ours.settimeout, ours.sendall
+
+        def setsockopt(self, *_: object) -> None:
+            pass
+
+        def sendmsg(self, given: Sequence[bytes]) -> int:
+            return ours.send(b"".join(given)[:5])
+
+    line = StoreConnection(Narrow())  # type: ignore[arg-type]
+    line.until = time.monotonic() + 20
+    sending = threading.Thread(target=line.send, args=tuple(parts))
+    sending.start()
+    theirs.settimeout(20)
+    with ours, theirs, theirs.makefile("rb") as reader:
+        assert reader.read(sum(map(len, parts))) == b"".join(parts)
+        sending.join(20)

@@ -10,7 +10,7 @@ from kvbaton.proof.contracts.store_case import StoreCase
 from kvbaton.proof.contracts.store_contract import check_store
 from kvbaton.store.disk_tier import DiskTier
 from kvbaton.store.interface import Backend
-from kvbaton.store.memory_backend import KEY_COST_BYTES, MemoryBackend
+from kvbaton.store.memory_backend import KEY_COST_BYTES, MemoryBackend, SpareRoom
 
 
 class Shared:
@@ -64,6 +64,31 @@ def test_memory_keeps_the_contract(case: StoreCase) -> None:
 @pytest.mark.parametrize("case", check_store.cases, ids=str)
 def test_disk_keeps_the_contract(case: StoreCase, tmp_path: Path) -> None:
     case(DiskHarness(tmp_path))
+
+
+def test_memory_of_a_value_is_used_again_once_nobody_can_see_it() -> None:
+    spare = SpareRoom(300)
+    first = spare.take(100)
+    first[:] = b"1" * 100
+    reader = first[10:20]
+    del first
+    second = spare.take(100)
+    second[:] = b"2" * 100
+    assert reader == b"1" * 10, "a reader has it still"
+    del reader
+    third = spare.take(100)
+    assert third == b"1" * 100, "nobody has: the very memory, not zeroed"
+    assert spare.take(99).nbytes == 99
+
+
+def test_spare_memory_is_bounded() -> None:
+    spare = SpareRoom(300)
+    taken = [spare.take(100) for _ in range(5)] + [spare.take(400)]
+    assert spare.bytes == 0
+    while taken:
+        taken.pop()
+        assert spare.bytes <= 300
+    assert spare.bytes == 200, "four were more than it keeps, so it began anew"
 
 
 def test_memory_is_bounded_and_the_least_recently_used_goes_first() -> None:

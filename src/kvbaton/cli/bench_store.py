@@ -54,7 +54,7 @@ def _measured(args: argparse.Namespace) -> Report:
                     _say(f"{next(done)} of {parts}, {name}: {shape}, {args.rounds} rounds")
                     source, target = (site.clients(who) for who in store_sites.CLIENTS)
                     with _hushed(name):
-                        moves.append(store_moves.measure(name, source, target, shape, args.rounds))
+                        moves.append(store_moves.measure(name, source, target, shape, args.rounds, site.trusts))
                 said = f"time to first token of {args.prompt_tokens} tokens, recomputed and loaded"
                 _say(f"{next(done)} of {parts}, {name}: {said}")
                 with _hushed(name):

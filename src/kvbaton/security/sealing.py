@@ -14,6 +14,7 @@ from typing import Literal
 
 Encrypt = Literal["auto", "on", "off"]
 ENCRYPT: tuple[Encrypt, ...] = ("auto", "on", "off")
+_INTERNET = frozenset({socket.AF_INET, socket.AF_INET6})
 
 MISSING = "the package `cryptography` (47 or later) is needed to encrypt: pip install 'cryptography>=47'"
 
@@ -34,10 +35,13 @@ def is_required(mode: Encrypt, *hosts: str) -> bool:
 
 
 def is_required_on(mode: Encrypt, sock: socket.socket) -> bool:
-    """The same for an accepted connection; a UNIX socket never leaves the host."""
-    if sock.family not in {socket.AF_INET, socket.AF_INET6}:
-        return False
-    return is_required(mode, sock.getsockname()[0], sock.getpeername()[0])
+    """The same for an accepted connection."""
+    return sock.family in _INTERNET and is_required(mode, sock.getsockname()[0], sock.getpeername()[0])
+
+
+def is_local(sock: socket.socket) -> bool:
+    """Whether a connection never leaves the host; a UNIX socket does not."""
+    return sock.family not in _INTERNET or not is_required_on("auto", sock)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from kvbaton.security import sealing
 from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.security.sealing import Encrypt
 from kvbaton.store.interface import Backend
-from kvbaton.store.memory_backend import MemoryBackend, room
+from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.tcp_connection import SIZE, Item, LineError, Op, StoreConnection, admit
 
 log = logging.getLogger(__name__)
@@ -173,7 +173,7 @@ class LineServer:
                 _drop(line, size)
                 continue
             if self._direct is not None:
-                whole = room(size)
+                whole = self._direct.spare.take(size)
                 line.read_into(whole)
                 self.counters["bytes_in"] += size
                 wrong.append(self._direct.adopt(key, whole))

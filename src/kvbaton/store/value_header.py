@@ -16,7 +16,7 @@ import hashlib
 import importlib
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbaton.store.value_trust import SIGNATURE_BYTES, WRITER_BYTES, StoreTrust
 
@@ -35,6 +35,7 @@ _PLACE = _DIGEST + _HASH_BYTES
 _SIGNATURE = _PLACE + 2
 _WAY = _SIGNATURE + SIGNATURE_BYTES
 _ORIGINS = _WAY + DEPTH_MAX * _HASH_BYTES
+_UNUSED = bytes(FRAME_BYTES)
 
 Digest = Callable[[memoryview], bytes]
 
@@ -79,37 +80,53 @@ def seal_all(
         frame[:FRAME_BYTES] = (front.ljust(_ORIGINS, b"\0") + told).ljust(FRAME_BYTES, b"\0")
 
 
-def held(frame: memoryview, key: str, trust: StoreTrust, proven: set[bytes] | None = None) -> tuple[bytes, ...] | None:
-    """From whom an intact value of that length for that key is, its writer first; None if it is not one to believe.
+def held(frame: memoryview, key: str, trust: StoreTrust) -> tuple[bytes, ...] | None:
+    """From whom an intact value of that length for that key is, its writer first; None if it is not one to believe."""
+    claim = claimed(frame, key, trust, set())
+    return claim.names if claim is not None and claim.fits(frame) else None
+
+
+class HeaderClaim(NamedTuple):
+    """What a header says that is believed, if the value is the one it was written for."""
+
+    names: tuple[bytes, ...]  # from whom it is, its writer first
+    digest: Digest
+    expected: bytes
+
+    def fits(self, frame: memoryview) -> bool:
+        return self.digest(frame[FRAME_BYTES:]) == self.expected
+
+
+def claimed(frame: memoryview, key: str, trust: StoreTrust, proven: set[bytes]) -> HeaderClaim | None:
+    """What is said of a value of that length for that key; None if it is not to be believed.
 
     `proven`: writers and nodes of their trees, known to be signed, by the same trust; what is proven here is added. So
     the values of one batch cost one signature and a node or two each.
     """
-    value = frame[FRAME_BYTES:]
-    if not value.nbytes:
+    value_bytes = frame.nbytes - FRAME_BYTES
+    if value_bytes <= 0:
         return None
     head = bytes(frame[:FRAME_BYTES])
     magic, version, kind, count, depth, size, named, writer = _HEAD.unpack(head[:_DIGEST])
-    if (magic, version, size, named) != (_MAGIC, _VERSION, value.nbytes, _named(key)):
+    if (magic, version, size, named) != (_MAGIC, _VERSION, value_bytes, _named(key)):
         return None
-    names = writers_of(head)
-    if depth > DEPTH_MAX or not trust.believes(names):
+    names, digest = writers_of(head) if count else (writer,), DIGESTS.get(kind)
+    if digest is None or depth > DEPTH_MAX or not trust.believes(names):
         return None
     way_end, names_end = _WAY + depth * _HASH_BYTES, _ORIGINS + count * WRITER_BYTES
-    unused = head[way_end:_ORIGINS] + head[names_end:]
-    if int.from_bytes(head[_PLACE:_SIGNATURE], "little") >> depth or unused != bytes(len(unused)):
-        return None
-    digest = DIGESTS.get(kind)
-    if digest is None or digest(value) != head[_DIGEST:_PLACE]:
+    if head[way_end:_ORIGINS] != _UNUSED[way_end:_ORIGINS] or head[names_end:] != _UNUSED[names_end:]:
         return None
     leaf = _leaf(head[:_PLACE], head[_ORIGINS:names_end])
-    return names if _is_signed(head, leaf, depth, writer, trust, set() if proven is None else proven) else None
+    is_signed = _is_signed(head, leaf, depth, writer, trust, proven)
+    return HeaderClaim(names, digest, head[_DIGEST:_PLACE]) if is_signed else None
 
 
 def _is_signed(head: bytes, node: bytes, depth: int, writer: bytes, trust: StoreTrust, proven: set[bytes]) -> bool:
     """Climb from a leaf until a node is proven. What lies beside a proven way is proven with it, since no other node
     would have led to that root."""
     index, seen = int.from_bytes(head[_PLACE:_SIGNATURE], "little"), []
+    if index >> depth:
+        return False
     for at in range(_WAY, _WAY + depth * _HASH_BYTES, _HASH_BYTES):
         if writer + node in proven:
             break

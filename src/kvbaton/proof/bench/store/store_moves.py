@@ -20,6 +20,7 @@ from kvbaton.protocol.content import Content
 from kvbaton.store.content_keys import Space, chain, keys, prefix
 from kvbaton.store.interface import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pieces, Put, StoreSettings
 from kvbaton.store.threaded_store import KeptStore
+from kvbaton.store.value_trust import ALONE, StoreTrust
 
 TIMEOUT_S = 30.0
 BLOCK_TOKENS = 4
@@ -73,12 +74,13 @@ class _NoPins:
 class Client:
     """One engine's store, used synchronously."""
 
-    def __init__(self, backend: Backend, shape: Shape) -> None:
+    def __init__(self, backend: Backend, shape: Shape, trust: StoreTrust = ALONE) -> None:
         settings = StoreSettings(
             value_bytes_max=shape.value_bytes, values_per_call_max=shape.values, call_timeout_s=TIMEOUT_S
         )
         self.backend = backend
         self._store = KeptStore(backend, _NoPins(), settings)
+        self._store.set_trust(trust)
         self._news = threading.Event()
         self._store.set_waker(self._news.set)
         self._ids = itertools.count(1)
@@ -109,9 +111,16 @@ class Client:
                 raise RuntimeError("an order did not end")
 
 
-def measure(name: str, source: Backend, target: Backend, shape: Shape, rounds: int) -> Row:
-    """Put by one and got by the other, `rounds` times after one that does not count."""
-    p, d = Client(source, shape), Client(target, shape)
+def measure(
+    name: str,
+    source: Backend,
+    target: Backend,
+    shape: Shape,
+    rounds: int,
+    trusts: Sequence[StoreTrust] = (ALONE, ALONE),
+) -> Row:
+    """Put by one and got by the other, `rounds` times after one that does not count; each with its own keys."""
+    p, d = Client(source, shape, trusts[0]), Client(target, shape, trusts[1])
     try:
         values, into = _memory(shape, fill=True), _memory(shape, fill=False)
         puts, gets, lookups, got, wrong = [], [], [], 0, 0

@@ -26,8 +26,10 @@ from kvbaton.processes.free_ports import free_ports
 from kvbaton.proof.bench.kit.bench_peers import KVBATON
 from kvbaton.proof.bench.kit.piped_children import PipedProgram
 from kvbaton.ranks.store_address import opener, store_place
+from kvbaton.ranks.store_trust import trust_of
 from kvbaton.store.interface import Backend
 from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
+from kvbaton.store.value_trust import StoreTrust
 
 CLIENTS = ("p0", "d0")
 START_S = 30.0
@@ -44,6 +46,11 @@ class Site(msgspec.Struct, frozen=True):
     place: str
     keys: str  # of the cluster that both clients are of
     clients: Callable[[str], Backend]
+
+    @property
+    def trusts(self) -> list[StoreTrust]:
+        """What each client signs by, and whom it believes."""
+        return [trust_of(keys.load(Path(self.keys), who)).trust for who in CLIENTS]
 
 
 @contextlib.contextmanager
