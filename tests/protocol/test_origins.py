@@ -76,6 +76,17 @@ class TestTaking:
         pair.settle()
         assert load.end is not None and load.end.reason is Reason.ABORTED
 
+    def test_what_is_asked_for_while_the_cache_is_still_to_be_forgotten_goes_on(self, pair: Pair) -> None:
+        """An engine that sleeps forgets its cache with the step that its next request brings."""
+        taken(pair, "d", "p", 1)
+        pair.d.ledger.desk.origins.note(["x"])
+        remove(pair.d, "x")
+        load = pair.d.want("r2", pair.p.grant(2), 2)
+        pair.d.tell(ev.CacheReplaced(forgotten=True))
+        pair.settle()
+        assert load.end is not None and load.end.delivered
+        assert pair.d.ledger.desk.origins.names == ("p",)
+
 
 class TestChains:
     def test_a_grant_names_from_whom_its_source_took(self, make_pair: Make) -> None:

@@ -295,10 +295,10 @@ class Consumer:
             if intake.end is not None and intake.target is not None
         )
 
-    def void(self, now: float) -> None:
+    def void(self, now: float, granted_only: bool = False) -> None:
         """The engine's cache was replaced, or this node is leaving: no transfer is wanted any more."""
         for intake in list(self.by_handoff.values()):
-            if intake.end is None:
+            if intake.end is None and not (granted_only and intake.source is None):
                 self.fail(intake, Reason.ABORTED, "this engine's cache was replaced or is closing", now)
 
     # --- helpers

@@ -296,7 +296,9 @@ class Ledger:
         self.producer.let_turns_go(now)
 
     def _on_cache_replaced(self, event: ev.CacheReplaced, now: float) -> None:
-        self.consumer.void(now)
+        # An engine that slept forgets its cache when the next request comes: what that one has only asked for is of no
+        # member that is gone, since its grant will be looked at (rule 36).
+        self.consumer.void(now, granted_only=event.forgotten)
         self.producer.void(now)
         if event.forgotten:
             self.desk.origins.forgotten()

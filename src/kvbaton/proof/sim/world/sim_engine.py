@@ -23,7 +23,7 @@ from kvbaton.proof.sim.world.sim_announcing import Announcer
 from kvbaton.proof.sim.world.sim_device import Device, Step, Work
 from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.proof.sim.world.sim_pool import Pool, Prefixes
-from kvbaton.proof.sim.world.sim_request import Phase, SimRequest, digest_of
+from kvbaton.proof.sim.world.sim_request import Phase, SimRequest, digest_of, one_value
 from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
@@ -53,10 +53,10 @@ class SimEngine:
         self.prefixes = Prefixes(shape, self.pool.reuses)
         self.own_refs = self._last_step = 0
         self.replacing, self.depth, self.defers = False, 1, True  # frees wait for the steps that were in flight
-        self.preempt = self.put = self.get = self.early = self.skips = 0.0  # shares of requests
+        self.preempt = self.put = self.get = self.early = self.skips = self.overwrites = 0.0  # shares of requests
         self.on_wake: Callable[[], None] = doorway.wake_engine
         self.put_prompts: dict[Groups, SimRequest] = {}  # by their blocks: while these are put, they are no other's
-        self.values_of: Callable[[SimRequest, Groups], tuple[Groups, tuple[bytes, ...]]] = _one_value
+        self.values_of: Callable[[SimRequest, Groups], tuple[Groups, tuple[bytes, ...]]] = one_value
         self._in_flight: deque[Step] = deque()
         self._deferred: deque[tuple[int, list[int]]] = deque()  # (the last step that may write there, blocks)
         self.turns: EngineTurns | None = None  # where conversations go on
@@ -107,7 +107,7 @@ class SimEngine:
     def step_down(self) -> None:
         """The engine gives up every request before its process ends; what the door still holds comes back first."""
         for request in list(self.requests.values()):
-            request.on_end = _nobody
+            request.on_end = lambda how, detail: None  # the worker leaves; its clients have been told
             self.doorway.gave_up(request.id)
         self._do_duties()
 
@@ -175,9 +175,11 @@ class SimEngine:
     def _keep_good_prefix(self, request: SimRequest) -> None:
         """Recompute; what is proven good stays where it is, as vLLM does for one group."""
         assert request.failed is not None
-        good = request.failed.good_tokens // self.shape.block_tokens * self.shape.block_tokens
-        if good > request.first_token and len(self.shape.group_layers) == 1:
+        good, alone = request.failed.good_tokens, len(self.shape.group_layers) == 1
+        if alone:  # also what is good of a block that is not all good
             self._check_tokens(request, good, "as proven good")
+            good -= good % self.shape.block_tokens
+        if alone and good > request.first_token:
             request.computed = good
             request.phase = Phase.PREFILLING
         else:
@@ -303,6 +305,8 @@ class SimEngine:
             return []
         request.decode_issued += 1
         work = Work(request, request.blocks, request.tokens, request.tokens + 1, request.turn)
+        work.moves_states = request.role == "prefill"  # which were granted
+        self.pool.overwritten(request.blocks[group][0] for group in self.shape.states if work.moves_states)
         work.is_checked = request.decode_issued == request.decode_left
         return [work]
 
@@ -327,17 +331,21 @@ class SimEngine:
             request.decode_left -= 1
             request.decode_issued -= 1
             if request.decode_left <= 0:
-                self.finish(request, "answered", "")
+                self._finish_prefill(request) if request.role == "prefill" else self.finish(request, "answered", "")
             return
         self.announcer.chunk_done(work)
         if work.stop == request.tokens:
             self._prefilled(request)
 
     def _prefilled(self, request: SimRequest) -> None:
-        if request.role == "prefill":
+        goes_on = self.overwrites and request.lease is not None and self.world.chance(self.overwrites)
+        if request.role == "prefill" and not goes_on:
             self._finish_prefill(request)
-        else:
-            self._start_decoding(request)
+            return
+        self._start_decoding(request)
+        if goes_on:
+            self.world.strike("overwritten", *request.handoffs)
+            request.decode_left = 1
 
     def begin_lease(self, request: SimRequest) -> None:
         request.pinned = 0  # also what the prefix cache gave is pinned with the first chunk
@@ -439,12 +447,3 @@ class SimEngine:
         """Every cell of the prompt is this prompt's."""
         ranks, layers = range(self.shape.ranks), range(self.shape.layers)
         self.device.check(request.content, request.blocks, tokens, ranks, layers, f"{request.id} {when}")
-
-
-def _one_value(request: SimRequest, blocks: Groups) -> tuple[Groups, tuple[bytes, ...]]:
-    """A store that keeps prompts, not blocks."""
-    return blocks, (digest_of(request),)
-
-
-def _nobody(how: str, detail: str) -> None:
-    """The worker leaves; its clients have been told."""

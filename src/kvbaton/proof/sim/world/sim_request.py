@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from kvbaton.proof.sim.world.touches import handoff_of
 from kvbaton.protocol.content import Content, digest
 from kvbaton.protocol.effects import End
+from kvbaton.protocol.events import Groups
 from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId, WorkerId
 
 
@@ -67,3 +68,8 @@ def digest_of(request: SimRequest) -> bytes:
 
 def digest_for(content: int, tokens: int) -> bytes:
     return digest(Content((content, tokens), tokens))
+
+
+def one_value(request: SimRequest, blocks: Groups) -> tuple[Groups, tuple[bytes, ...]]:
+    """A store that keeps prompts, not blocks."""
+    return blocks, (digest_of(request),)
