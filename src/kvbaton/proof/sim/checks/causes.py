@@ -114,6 +114,8 @@ SLOW = 0.4
 """The share of the shortest time for a transfer below which a copy must cost nothing."""
 LEASE_BYTES = 4096
 """More than any prompt of these worlds takes."""
+AFTERMATH_S = 0.2
+"""For which one of a pair may not know what has just befallen the pair."""
 PAIRING_S = 0.5
 """For which a lease must last, or a pair that has still to greet may come too late, without anybody's fault."""
 _ENVELOPE = msgspec.msgpack.Decoder(tuple[int, str, int, int, int, list[Any]])
@@ -203,7 +205,7 @@ class Causes:
     def _touched(self, what: Begun, life: Life, reason: str) -> set[str]:
         """All that befell this handoff: by itself, with its pair, and with each of the two."""
         touches, now, target = self._world.touches, self._world.now, life.character.name
-        since = self._born[what.handoff]
+        since = self._born[what.handoff] - AFTERMATH_S
         found = touches.between(what.handoff, 0.0, now)
         if reason is _R.HANDSHAKE_TIMEOUT or UNPAIRED in found:  # the greeting may be older
             since -= 2 * life.character.settings.claim_timeout  # and begin with what an earlier one left behind
