@@ -13,6 +13,7 @@ from kvbaton.proof.sim.questions.exam import asked
 from kvbaton.proof.sim.questions.exam_bank import BANK
 from kvbaton.proof.sim.quiet import quietly
 from kvbaton.proof.sim.rank_models.rank_benches import run_benches
+from kvbaton.proof.sim.side_worlds import side_world
 from kvbaton.proof.sim.turn_worlds import turn_world
 from kvbaton.proof.sim.world.sim_cluster import Cluster
 from kvbaton.proof.sim.world.world import World
@@ -43,7 +44,7 @@ def run_seed(seed: int, asks: bool = True) -> Result:
     plan = draw(world.rng)
     result = Result(seed, plan.profile, holds=True)
     cluster: Cluster | None = None
-    of_turns: Cluster | None = None
+    beside: list[Cluster | None] = []
     try:
         if asks:
             run_benches(seed)
@@ -61,14 +62,14 @@ def run_seed(seed: int, asks: bool = True) -> Result:
         check_recovery(cluster, before, probes)
         check_planes(cluster, FAULTY_S)
         check_steps(cluster)
-        of_turns = turn_world(seed)
+        beside += [turn_world(seed), side_world(seed)]
     except Broken as broken:
         result.holds, result.promise, result.what = False, broken.promise, broken.what
     finally:
         if cluster is not None:
             _end(cluster)
     result.story = list(world.story)
-    for each in (cluster, of_turns):
+    for each in (cluster, *beside):
         if each is not None:
             _count(each, result)
     result.events, result.sim_seconds = world.events, world.now

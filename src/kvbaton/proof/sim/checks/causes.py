@@ -86,7 +86,7 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.QUARANTINE_FULL: (FULL, *_STUCK),  # a push that was delivered is not at rest before its loans are back
     _R.SOURCE_ABORTED: ("pins_refused", *_LEFT, *_STUCK, *_APART),  # also a Quiesced of which only the repetition came
     _R.SOURCE_PREEMPTED: ("preempted",),
-    _R.STALE: ("nibbled", "cache_replaced", *_STUCK, *_APART),
+    _R.STALE: ("nibbled", "overwritten", "cache_replaced", *_STUCK, *_APART),
     _R.TICKET_EXPIRED: ("late_ticket", *_UNBEGUN),
     _R.TICKET_SPENT: ("discarded", FULL, *_TICKET, *_STUCK, *_APART),
     _R.TRANSFER_FAILED: ("failed_copy", *_APART, *_STUCK),
@@ -119,6 +119,8 @@ SLOW = 0.4
 """The share of the shortest time for a transfer below which a copy must cost nothing."""
 LEASE_BYTES = 4096
 """More than any prompt of these worlds takes."""
+AFTERMATH_S = 0.2
+"""For which one of a pair may not know what has just befallen the pair."""
 PAIRING_S = 0.5
 """For which a lease must last, or a pair that has still to greet may come too late, without anybody's fault."""
 _ENVELOPE = msgspec.msgpack.Decoder(tuple[int, str, int, int, int, list[Any]])
@@ -209,7 +211,7 @@ class Causes:
     def _touched(self, what: Begun, life: Life, reason: str) -> set[str]:
         """All that befell this handoff: by itself, with its pair, and with each of the two."""
         touches, now, target = self._world.touches, self._world.now, life.character.name
-        since = self._born[what.handoff]
+        since = self._born[what.handoff] - AFTERMATH_S
         if reason is _R.UNREACHABLE:  # the planes that were left may have failed before
             since -= SHUNNED * life.character.settings.shun_s
         found = touches.between(what.handoff, 0.0, now)

@@ -238,6 +238,8 @@ class Dialogue:
             raise Broken(HANG, f"{self._name}: does not answer {kind.__name__} of {peer.worker}")
         for speaker, session, lease, attempt in self._sees_ready:
             renewed = (m.Renewed, speaker, session, attempt) in said
+            if (m.RenewRefused, speaker, session, attempt) in said:
+                continue  # of several in one step this one may have been refused
             if renewed and (m.Ready, speaker, session, attempt) not in said:
                 raise Broken(HANG, f"{self._name}: does not say what of lease {lease} is ready")
         self._owed.clear()

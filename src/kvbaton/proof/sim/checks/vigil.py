@@ -13,7 +13,7 @@ from kvbaton.proof.sim.checks.handoff_record import Record
 from kvbaton.proof.sim.checks.pin_checks import check_pins
 from kvbaton.proof.sim.promises import HANG, LEAK, NEEDLESS, RULE, WRONG, Broken
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.events import Discarded, DrainStarted, PutWanted, Wanted
+from kvbaton.protocol.events import CacheReplaced, Discarded, DrainStarted, PutWanted, Wanted
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PutId, Reader
 from kvbaton.protocol.machines.consumer import Consumer
 from kvbaton.protocol.machines.lease import Lease, LeaseState, ReaderState
@@ -124,6 +124,7 @@ class Vigil:
         handlers[Wanted] = self._taking_in(handlers[Wanted])
         handlers[PutWanted] = self._putting_away(handlers[PutWanted])
         handlers[DrainStarted] = self._draining(handlers[DrainStarted])
+        handlers[CacheReplaced] = self._voiding(handlers[CacheReplaced])
         handlers[Discarded] = self._discarding(handlers[Discarded])
         of_target[Offer] = self._writing(of_target[Offer])
         of_target[Abandon] = self._leaving(of_target[Abandon])
@@ -205,6 +206,19 @@ class Vigil:
             self._drains, self._parked = True, set(self._ledger.producer.parked)
 
         return drains
+
+    def _voiding(self, handle: Handle) -> Handle:
+        """Nothing that is under way outlives the cache that it is for (rule 3), also what only waits for a verdict."""
+        consumer, producer = self._ledger.consumer, self._ledger.producer
+
+        def replaced(event: Any, now: float) -> None:
+            handle(event, now)
+            goes_on = [intake.wanted.request for intake in consumer.by_handoff.values() if intake.end is None]
+            held = [id for id, lease in producer.leases.items() if lease.state is not LeaseState.CLOSING]
+            if goes_on or held:
+                raise Broken(RULE, f"{self._name}: its cache was replaced, and {goes_on or held} goes on")
+
+        return replaced
 
     def _check_drained(self) -> None:
         """Who is about to stop lets nobody wait for what it will not begin."""

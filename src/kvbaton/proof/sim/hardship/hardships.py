@@ -54,6 +54,7 @@ class Hardships(msgspec.Struct, frozen=True, kw_only=True):
     throws: float = 0.0  # share of stops, fences, closings and looks for news that raise
     stores_read_on: bool = False  # a store that was told to stop reads on for a while
     pins: float = 1.0  # the share of P's cache that handoffs may pin; beyond it prompts wait, and are refused
+    judged: float = 0.0  # share of pushes that are judged by D's ranks while D's cache is replaced
 
 
 def beside(rng: random.Random, name: str) -> random.Random:

@@ -4,12 +4,14 @@ nodes, transports that open late."""
 from __future__ import annotations
 
 import functools
+import random
 from typing import TYPE_CHECKING
 
 from kvbaton.proof.sim.world.life import Life
 from kvbaton.proof.sim.world.sim_engine import SimEngine
 from kvbaton.protocol.events import NO_BLOCK
 from kvbaton.protocol.ids import LeaseId
+from kvbaton.protocol.machines.inbound import IntakeState
 from kvbaton.protocol.machines.lease import ReaderState
 
 if TYPE_CHECKING:
@@ -26,6 +28,21 @@ class Mishaps:
         self.cluster = cluster
         self.world = cluster.world
         self.hardships = cluster.plan.hardships
+        self._chance = random.Random(f"{cluster.world.seed} mishaps")
+
+    def watch(self, life: Life) -> None:
+        """After every step of its node."""
+        if not self.hardships.judged:
+            return
+        listens, consumer = life.on_step, life.node.ledger.consumer
+
+        def after_step() -> None:
+            listens()
+            judged = any(each.state is IntakeState.JUDGING for each in consumer.by_reservation.values())
+            if judged and not self.cluster.healed and self._chance.random() < self.hardships.judged:
+                self.world.after(0.0, functools.partial(self._replace_of, life))
+
+        life.on_step = after_step
 
     def nibble(self, life: Life, lease: LeaseId) -> None:
         """Blocks of an expired lease are free while somebody reads them: a short prompt takes the end of one group, or
@@ -44,7 +61,9 @@ class Mishaps:
 
     def replace_a_cache(self) -> None:
         lives = self.cluster.lives
-        life = lives[self.world.rng.choice(sorted(lives))]
+        self._replace_of(lives[self.world.rng.choice(sorted(lives))])
+
+    def _replace_of(self, life: Life) -> None:
         if not life.engine.replacing:
             self.world.faults["cache_replaced"] += 1
             self.world.tell(f"{life.peer} replaces its cache")

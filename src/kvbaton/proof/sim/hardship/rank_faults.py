@@ -171,7 +171,7 @@ class RankTroubles:
         else:
             ranks.hang(number)
         falls_s = self._rng.uniform(0.2, 1.0) * self._rng.choice(FALLS_S)
-        self.world.touch("rank_lost", life.peer.worker, lasts_s=falls_s)
+        self.world.touch("rank_lost", life.peer.worker, lasts_s=FAULTY_S)  # who is stopped then falls when all heals
         self.world.after(falls_s, partial(self._fall, life))
 
     def _fall(self, life: Life) -> None:

@@ -17,6 +17,7 @@ from kvbaton.proof.sim.mutants.mutants_pins import PIN_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_planes import PLANE_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_push import PUSH_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_ranks import RANK_MUTANTS
+from kvbaton.proof.sim.mutants.mutants_shapes import SHAPE_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_source import SOURCE_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_target import TARGET_MUTANTS
 from kvbaton.proof.sim.mutants.mutants_turns import TURN_MUTANTS
@@ -41,5 +42,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *DIALOGUE_MUTANTS,
     *TURN_MUTANTS,
     *ORIGIN_MUTANTS,
+    *SHAPE_MUTANTS,
 )
 """Every mutant must be caught by the simulator; the clean tree by none of the same seeds."""

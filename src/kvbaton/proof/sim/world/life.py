@@ -80,6 +80,7 @@ class Character(msgspec.Struct, frozen=True):
     skips: float = 0.0
     recorded: bool = True
     pins: float = 1.0  # the share of its cache that handoffs may pin
+    overwrites: float = 0.0  # share of prompts with states that it decodes on by itself, after they were granted
     features: int = int(ALL_FEATURES)
     required: int = 0
     versions: Versions = SPOKEN
@@ -146,7 +147,7 @@ class Life:
         if not character.shape.states:  # which no store takes
             engine.put, engine.get = character.put, character.get
         engine.pool.reuses_soon, engine.pool.turns = character.reuses_soon, character.turns
-        engine.early, engine.skips = character.early, character.skips
+        engine.early, engine.skips, engine.overwrites = character.early, character.skips, character.overwrites
         engine.announcer.layerwise, engine.announcer.lists_early = character.layerwise, character.lists_early
         if character.epochs == "stolen":
             engine.pool.steals = lambda: world.chance(STEALS)
@@ -154,7 +155,7 @@ class Life:
         engine.on_wake = engine.device.on_done = self.wake_engine
         self.store.on_read = Reading(engine.pool, engine.device, engine.put_prompts)
         if self.ranks is not None:
-            engine.announcer.announce = self.ranks.progressed
+            engine.announcer.announce, engine.announcer.by_rank = self.ranks.progressed, self.ranks.traits.tells
             self.ranks.shelve(engine, self.wake_engine)
         self.vigil = Vigil(self)
 

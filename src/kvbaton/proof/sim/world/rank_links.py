@@ -41,6 +41,7 @@ from kvbaton.transports.core.late_identity import UnnamedTransport
 from kvbaton.transports.core.transport import Capabilities, Copy, Transport, TransportEvent
 
 TIGHT_PART_ROWS, TIGHT_WINDOW = 2, 8
+TELLS_AGAIN_S = 0.25
 EXCUSED = (TimeoutError, ConnectionError, RuntimeError)
 """What a port behind a link may throw at the node: the rank is slow, is lost, or could not make an endpoint."""
 
@@ -62,6 +63,7 @@ class RankTraits(msgspec.Struct, frozen=True):
     strange: float = 0.0
     twice: float = 0.0
     late: float = 0.0
+    tells: bool = False  # of chunks as of layers, each rank for itself and nobody for all
 
 
 class Rank:
@@ -140,10 +142,12 @@ class LinkedRanks:
         return any(plane.inner._jobs for plane in self.ranks[number].planes.values()) or bool(kept and kept.is_busy)
 
     def progressed(self, lease: LeaseId, progress: Progress, rank: int) -> None:
-        """A rank's device is so far; its process says so if there is one."""
-        host = self.ranks[rank].host
-        if host is not None and self.ranks[rank].process.runs:
+        """A rank's device is so far; its process says so if there is one, and later where it must."""
+        host, process = self.ranks[rank].host, self.ranks[rank].process
+        if host is not None and process.runs:
             host.progressed(lease, progress)
+        elif self.traits.tells and process.alive:
+            self.world.after(TELLS_AGAIN_S, partial(self.progressed, lease, progress, rank))
 
     def shelve(self, engine: SimEngine, wake: Callable[[], None]) -> None:
         """Have an engine put and get by way of its ranks, where they reach the store."""

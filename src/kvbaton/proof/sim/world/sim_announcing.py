@@ -25,6 +25,7 @@ class Announcer:
         self.doorway = doorway
         self.announce: Callable[[LeaseId, Progress, int], None] = doorway.progressed  # by the rank whose device it is
         self.layerwise = False
+        self.by_rank = False  # chunks are announced as layers are, by each rank for itself
         self.lists_early = False  # that a prompt is all listed is said with its last chunk's issue, not with its output
 
     def chunk_done(self, work: Work) -> None:
@@ -34,7 +35,10 @@ class Announcer:
             ended = work.stop == work.request.tokens
             groups = range(len(self.shape.group_layers))
             counts = [int(ended) if group in self.shape.states else work.has for group in groups]
-            self.doorway.progressed(lease, whole(counts))
+            for rank in range(self.shape.ranks) if self.by_rank else ():
+                self.announce(lease, whole(counts), rank)
+            if not self.by_rank:
+                self.doorway.progressed(lease, whole(counts))
             if ended and not self.lists_early:
                 self.doorway.completed(lease)
 
@@ -45,7 +49,9 @@ class Announcer:
         for work in step.works:
             if work.has > work.had and self.world.chance(0.5):
                 late_s = self.world.rng.uniform(0, LATE_EVENT_S) if self.world.chance(LATE_EVENT) else 0.0
-                self._announce_layer(work, rank, layer, late_s)
+                self._announce_layer(
+                    work, rank, layer, late_s if not self.by_rank else 0.0
+                )  # who speaks twice, in order
 
     def _announce_layer(self, work: Work, rank: int, layer: int, late_s: float) -> None:
         assert work.lease is not None

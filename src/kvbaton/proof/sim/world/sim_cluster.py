@@ -89,7 +89,7 @@ class Cluster:
             at_s = world.rng.uniform(0, FAULTY_S * 0.8)
             if plan.bursts:
                 at_s = at_s // BURST_S * BURST_S + world.rng.uniform(0, 0.05)
-            world.after(at_s, partial(self._new_request, index))
+            world.after(plan.apart_s * index if plan.apart_s else at_s, partial(self._new_request, index))
         self.worker_faults = WorkerFaults(self)
         if plan.hardships.opens_s:
             world.after(plan.hardships.opens_s, self.mishaps.open_planes)
@@ -101,7 +101,7 @@ class Cluster:
         life = self.liars.life(character)
         passed_over.watch(life, self.lives, self.liars.names)
         if self.healed:
-            life.engine.preempt = life.engine.skips = 0.0
+            life.engine.preempt = life.engine.skips = life.engine.overwrites = 0.0
             if life.ranks is not None:
                 life.ranks.heal()
         else:
@@ -118,6 +118,7 @@ class Cluster:
         self.witness.watch(life)
         self.hearing.watch(life)
         self.causes.watch(life)
+        self.mishaps.watch(life)
         life.doorway.on_released = partial(self.mishaps.nibble, life)
         self.world.tell(f"{life.peer} starts")
 
@@ -139,7 +140,7 @@ class Cluster:
             elif life.paused:
                 self.worker_faults.resume(life)
         for life in self.lives.values():
-            life.engine.preempt = life.engine.skips = life.store.throws = 0.0
+            life.engine.preempt = life.engine.skips = life.engine.overwrites = life.store.throws = 0.0
             life.lift_pins()
 
     def delivered(self) -> int:

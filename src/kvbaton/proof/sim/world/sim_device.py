@@ -40,6 +40,7 @@ class Work:
     had: int = 0  # blocks of each group in the lease before this step, and with it
     has: int = 0
     is_checked: bool = False  # what it reads is compared with what should be there
+    moves_states: bool = False  # it decodes, and leaves other states than it found
 
 
 @dataclass(slots=True)
@@ -106,8 +107,9 @@ class Device:
         for work in step.works:
             if work.is_checked:
                 self.check(work.request.content, work.blocks, work.first, (rank,), (layer,), f"{work.request.id} reads")
-            # What is decoded is the same token over and over here, so it leaves the state as it is.
-            if self.shape.group_of[layer] not in self.shape.states or work.stop <= work.request.tokens:
+            # What D decodes is the same token over and over here, so it leaves the state as it is.
+            moves = work.moves_states or work.stop <= work.request.tokens
+            if moves or self.shape.group_of[layer] not in self.shape.states:
                 self.write(work.request.content, work.blocks, work.first, work.stop, rank, layer)
         self.on_layer(step, rank, layer)
         if layer == self.shape.own_layers[rank][-1]:
@@ -150,7 +152,8 @@ class Device:
             if lo == 0:
                 memory[offset : offset + shape.page_bytes] = page
                 continue
-            for cells in shape.cells[lo, hi]:
+            lo, hi = shape.slot(rank, lo), shape.slot(rank, hi)
+            for cells in shape.cells[lo, hi] if lo < hi else ():
                 memory[offset + cells.start : offset + cells.stop] = page[cells]
 
     def check(
@@ -177,7 +180,7 @@ class Device:
                         continue
                     page = self.memory[rank][offset : offset + shape.page_bytes]
                     expected = page_stamp(shape, content, layer, index, rank, size)
-                    if not same_tokens(shape, page, expected, min(hi, size), lo):
+                    if not same_tokens(shape, page, expected, min(hi, size), lo, rank):
                         what = f"rank {rank} layer {layer} block {index} is not this prompt's"
                         raise Broken(WRONG, f"{self.name}: {who}: {what}")
 

@@ -53,7 +53,7 @@ class SimEngine:
         self.prefixes = Prefixes(shape, self.pool.reuses)
         self.own_refs = self._last_step = 0
         self.replacing, self.depth, self.defers = False, 1, True  # frees wait for the steps that were in flight
-        self.preempt = self.put = self.get = self.early = self.skips = 0.0  # shares of requests
+        self.preempt = self.put = self.get = self.early = self.skips = self.overwrites = 0.0  # shares of requests
         self.on_wake: Callable[[], None] = doorway.wake_engine
         self.on_forget: Callable[[ForgetCached], None] = nothing_to_forget
         self.put_prompts: dict[Groups, SimRequest] = {}  # by their blocks: while these are put, they are no other's
@@ -108,7 +108,7 @@ class SimEngine:
     def step_down(self) -> None:
         """The engine gives up every request before its process ends; what the door still holds comes back first."""
         for request in list(self.requests.values()):
-            request.on_end = _nobody
+            request.on_end = lambda how, detail: None  # the worker leaves; its clients have been told
             self.doorway.gave_up(request.id)
         self._do_duties()
 
@@ -178,9 +178,11 @@ class SimEngine:
     def _keep_good_prefix(self, request: SimRequest) -> None:
         """Recompute; what is proven good stays where it is, as vLLM does for one group."""
         assert request.failed is not None
-        good = request.failed.good_tokens // self.shape.block_tokens * self.shape.block_tokens
-        if good > request.first_token and len(self.shape.group_layers) == 1:
+        good, alone = request.failed.good_tokens, len(self.shape.group_layers) == 1
+        if alone:  # also what is good of a block that is not all good
             self._check_tokens(request, good, "as proven good")
+            good -= good % self.shape.block_tokens
+        if alone and good > request.first_token:
             request.computed = good
             request.phase = Phase.PREFILLING
         else:
@@ -306,6 +308,8 @@ class SimEngine:
             return []
         request.decode_issued += 1
         work = Work(request, request.blocks, request.tokens, request.tokens + 1, request.turn)
+        work.moves_states = request.role == "prefill"  # which were granted
+        self.pool.overwritten(request.blocks[group][0] for group in self.shape.states if work.moves_states)
         work.is_checked = request.decode_issued == request.decode_left
         return [work]
 
@@ -330,17 +334,21 @@ class SimEngine:
             request.decode_left -= 1
             request.decode_issued -= 1
             if request.decode_left <= 0:
-                self.finish(request, "answered", "")
+                self._finish_prefill(request) if request.role == "prefill" else self.finish(request, "answered", "")
             return
         self.announcer.chunk_done(work)
         if work.stop == request.tokens:
             self._prefilled(request)
 
     def _prefilled(self, request: SimRequest) -> None:
-        if request.role == "prefill":
+        goes_on = self.overwrites and request.lease is not None and self.world.chance(self.overwrites)
+        if request.role == "prefill" and not goes_on:
             self._finish_prefill(request)
-        else:
-            self._start_decoding(request)
+            return
+        self._start_decoding(request)
+        if goes_on:
+            self.world.strike("overwritten", *request.handoffs)
+            request.decode_left = 1
 
     def begin_lease(self, request: SimRequest) -> None:
         request.pinned = 0  # also what the prefix cache gave is pinned with the first chunk
@@ -442,7 +450,3 @@ class SimEngine:
         """Every cell of the prompt is this prompt's."""
         ranks, layers = range(self.shape.ranks), range(self.shape.layers)
         self.device.check(request.content, request.blocks, tokens, ranks, layers, f"{request.id} {when}")
-
-
-def _nobody(how: str, detail: str) -> None:
-    """The worker leaves; its clients have been told."""

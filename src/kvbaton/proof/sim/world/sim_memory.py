@@ -6,6 +6,7 @@ has other bytes after each token, in the one block that a request has of it.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import struct
@@ -35,7 +36,11 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
     apart: bool = False  # keys and values are two planes
     per: Per = Per.TOKEN
     regions: int = 1  # of a rank: the layers are in one, or each half of them in its own
-    optional: int = 0  # so many groups, the last ones, need not be everywhere
+    optional: int = 0  # so many groups, the last ones or with `front` the first, need not be everywhere
+    front: bool = False
+    lacks: tuple[int, ...] = ()  # the layers of each group that stands in front elsewhere and that this engine has not
+    dcp: int = 1  # a block's tokens are dealt out to so many ranks of a stage, `interleave` at a time
+    interleave: int = 1
 
     @functools.cached_property
     def layers(self) -> int:
@@ -48,11 +53,25 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
 
     @functools.cached_property
     def rank_heads(self) -> int:
-        return max(1, self.heads // self.shards)
+        return max(1, self.heads // (self.shards // self.dcp))
 
     @functools.cached_property
     def page_bytes(self) -> int:
-        return self.rank_heads * self.block_tokens * CELL_BYTES
+        return self.rank_heads * self.page_tokens * CELL_BYTES
+
+    @functools.cached_property
+    def page_tokens(self) -> int:
+        return self.block_tokens // self.dcp
+
+    @functools.cached_property
+    def slots(self) -> tuple[tuple[int, ...], ...]:
+        """By a rank's place in its context group, which tokens of a block it has."""
+        of_token = [token // self.interleave % self.dcp for token in range(self.block_tokens)]
+        return tuple(tuple(token for token, place in enumerate(of_token) if place == each) for each in range(self.dcp))
+
+    def slot(self, rank: int, token: int) -> int:
+        """How many tokens of a block, of those before this one, a rank has."""
+        return token if self.dcp == 1 else bisect.bisect_left(self.slots[rank % self.dcp], token)
 
     @functools.cached_property
     def region_bytes(self) -> int:
@@ -70,7 +89,7 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
 
     def head_start(self, rank: int) -> int:
         """Ranks beyond the heads hold copies (replicated KV)."""
-        return rank % self.shards * self.rank_heads % self.heads
+        return rank % self.shards // self.dcp * self.rank_heads % self.heads
 
     @functools.cached_property
     def own_layers(self) -> tuple[range, ...]:
@@ -99,19 +118,24 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
     @functools.cached_property
     def groups(self) -> tuple[Group, ...]:
         token = (Cell("k", 2), Cell("v", 2)) if self.apart else (Cell("kv", CELL_BYTES),)
-        run = 1 if self.per is Per.TOKEN else self.block_tokens
+        run = 1 if self.per is Per.TOKEN else self.page_tokens
         cells = tuple(Cell(cell.name, cell.bytes * run, self.per) for cell in token)
         state = (Cell("state", self.block_tokens * CELL_BYTES, Per.PAGE),)
         kinds = self.kinds or (GroupKind.FULL,) * len(self.group_layers)
-        needed = len(kinds) - self.optional
+        spare = range(self.optional) if self.front else range(len(kinds) - self.optional, len(kinds))
+        names = [f"g{len(self.lacks) + n}" for n in range(len(kinds))]
         return tuple(
             Group(
-                f"g{n}", kind, self.block_tokens, tuple(f"g{n}.{k}" for k in range(count)), self.heads,
+                names[n], kind, self.block_tokens, tuple(f"{names[n]}.{k}" for k in range(count)), self.heads,
                 state if kind is GroupKind.STATE else cells, "u32",
-                self.window if kind in (GroupKind.SLIDING, GroupKind.CHUNKED) else 0, n >= needed,
+                self.window if kind in (GroupKind.SLIDING, GroupKind.CHUNKED) else 0, n in spare,
             )
             for n, (kind, count) in enumerate(zip(kinds, self.group_layers, strict=True))
         )  # fmt: skip
+
+    def layer_number(self, layer: int) -> int:
+        """The number of a layer in engines that lack none."""
+        return sum(self.lacks) + layer
 
     @functools.cached_property
     def states(self) -> frozenset[int]:
@@ -134,8 +158,8 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
 
     @functools.cached_property
     def cells(self) -> dict[tuple[int, int], tuple[slice, ...]]:
-        """Where tokens `lo` to `hi` of a block are in its page."""
-        heads, tokens = self.rank_heads, self.block_tokens
+        """Where tokens `lo` to `hi` of a page are in it; `slot` says which these are of a block."""
+        heads, tokens = self.rank_heads, self.page_tokens
         halves = 2 if self.order.startswith("P") else 1
         size, found = CELL_BYTES // halves, {}
         for lo, hi in itertools.combinations(range(tokens + 1), 2):
@@ -159,17 +183,18 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
                 for layer in mine
                 for region, base in [max(each for each in enumerate(self.bases) if each[1] <= layer * layer_stride)]
             )
-            inside = planes(self.order, group.cells, self.rank_heads, self.block_tokens)
+            inside = planes(self.order, group.cells, self.rank_heads, self.page_tokens)
             return Share(self.head_start(rank), self.rank_heads, self.blocks, placed, inside)
 
         ranks = tuple(
             Rank(
-                rank // self.shards, rank % self.shards, 0, tuple(stop - at for at, stop in pairwise(self.edges)),
+                rank // self.shards, rank % self.shards, rank % self.dcp,
+                tuple(stop - at for at, stop in pairwise(self.edges)),
                 tuple(share(rank, n) for n in range(len(self.group_layers))),
             )
             for rank in range(self.ranks)
         )  # fmt: skip
-        return EngineLayout(self.groups, ranks)
+        return EngineLayout(self.groups, ranks, self.dcp, self.interleave)
 
 
 @functools.lru_cache(maxsize=65536)
@@ -178,13 +203,14 @@ def page_stamp(shape: Shape, content: int, layer: int, index: int, rank: int, va
     first = index * shape.block_tokens
     cells = []
     heads = range(shape.head_start(rank), shape.head_start(rank) + shape.rank_heads)
-    tokens = range(first, first + shape.block_tokens)
+    tokens = [first + token for token in shape.slots[rank % shape.dcp]]
+    number = shape.layer_number(layer)
     if shape.order.index("H") < shape.order.index("N"):
         listed = [(head, token) for head in heads for token in tokens]
     else:
         listed = [(head, token) for token in tokens for head in heads]
     for head, token in listed:
-        cells.append(_stamp(content, layer, head, token) if token - first < valid else 0)
+        cells.append(_stamp(content, number, head, token) if token - first < valid else 0)
     page = struct.pack(f"<{len(cells)}I", *cells)
     if not shape.order.startswith("P"):
         return page
@@ -195,9 +221,9 @@ def page_stamp(shape: Shape, content: int, layer: int, index: int, rank: int, va
 @functools.lru_cache(maxsize=4096)
 def state_stamp(shape: Shape, content: int, layer: int, rank: int, tokens: int) -> bytes:
     """What a page of states holds after so many tokens of a prompt, for the heads of a rank."""
-    first, words = shape.head_start(rank), shape.block_tokens
+    first, words, number = shape.head_start(rank), shape.block_tokens, shape.layer_number(layer)
     cells = [
-        _stamp(content, layer, (first + k // words) * words + k % words, tokens)
+        _stamp(content, number, (first + k // words) * words + k % words, tokens)
         for k in range(shape.rank_heads * words)
     ]
     return struct.pack(f"<{len(cells)}I", *cells)
@@ -208,8 +234,11 @@ def _stamp(content: int, layer: int, head: int, token: int) -> int:
     return (mixed ^ (mixed >> 15)) * 2246822519 & 0xFFFFFFFF | 1
 
 
-def same_tokens(shape: Shape, page: bytes | bytearray, expected: bytes, valid: int, first: int = 0) -> bool:
-    """Whether the first `valid` tokens of a page, from `first` on, are the expected ones."""
-    if valid - first == shape.block_tokens:
+def same_tokens(
+    shape: Shape, page: bytes | bytearray, expected: bytes, valid: int, first: int = 0, rank: int = 0
+) -> bool:
+    """Whether of the first `valid` tokens of a block, from `first` on, those in a rank's page are the expected ones."""
+    lo, hi = shape.slot(rank, first), shape.slot(rank, valid)
+    if hi - lo == shape.page_tokens:
         return page == expected
-    return all(page[cells] == expected[cells] for cells in shape.cells[first, valid])
+    return lo == hi or all(page[cells] == expected[cells] for cells in shape.cells[lo, hi])

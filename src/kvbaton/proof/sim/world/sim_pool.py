@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from kvbaton.node.doorway import Doorway, ForgetCached
 from kvbaton.proof.sim.promises import LEAK, NEEDLESS, Broken
@@ -66,6 +66,11 @@ class Pool:
         for block in self.untold.intersection(blocks):
             self._doorway.epochs.raise_epoch(block)
             self.untold.discard(block)
+
+    def overwritten(self, blocks: Iterable[int]) -> None:
+        """Their own request is about to write to them again, pinned or not; of that every engine's connector knows."""
+        for block in blocks:
+            self._doorway.epochs.raise_epoch(block)
 
     def hold(self, blocks: tuple[int, ...]) -> None:
         """Bytes may land in these from now on."""

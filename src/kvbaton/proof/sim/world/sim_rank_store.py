@@ -269,6 +269,7 @@ class WatchedShelf:
         self._store = store
         self._ended: set[OrderId] = set()
         self._kinds: dict[OrderId, type[Order]] = {}
+        self._getting: dict[OrderId, frozenset[int]] = {}  # into which blocks, until the rank says that it has ended
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -279,7 +280,15 @@ class WatchedShelf:
 
     def get(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
         self._kinds[order] = Get
-        return self._inner.get(order, hashes, blocks, timeout_s)
+        accepted = self._inner.get(order, hashes, blocks, timeout_s)
+        if accepted:
+            self._getting[order] = frozenset(blocks)
+        return accepted
+
+    def check_quiet(self, blocks: Sequence[int]) -> None:
+        """The engine was told that nothing lands in these any more."""
+        if not all(each.isdisjoint(blocks) for each in self._getting.values()):
+            raise Broken(WRONG, f"rank {self._rank}: a get is over for its engine, and this rank has not ended it")
 
     def set_trust(self, trust: ShelfTrust) -> None:
         self._inner.set_trust(trust)
@@ -302,6 +311,7 @@ class WatchedShelf:
             if end.order in self._ended:
                 raise Broken(WRONG, f"rank {self._rank}: order {end.order} of the store ended twice")
             self._ended.add(end.order)
+            self._getting.pop(end.order, None)
             if kept is not None and kept.kinds.get(end.order, self._kinds[end.order]) is not self._kinds[end.order]:
                 raise Broken(WRONG, f"rank {self._rank}: order {end.order} was carried out as something else")
             if kept is not None and kept.touches(end.order):
@@ -420,6 +430,8 @@ class ShelfFetching(Fetching):
             self._shelf.forget(ask)
 
     def _landed(self, fetch: Fetch, told: StoreTold) -> None:
+        for rank in self._shelf._ranks:
+            cast(WatchedShelf, rank).check_quiet(fetch.held)
         landed = fetch.blocks[0][: told.count]
         for blank in self.device.blank:
             blank.difference_update(landed)
