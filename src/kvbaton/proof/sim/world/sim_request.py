@@ -75,8 +75,3 @@ def digest_of(request: SimRequest) -> bytes:
 
 def digest_for(content: int, tokens: int) -> bytes:
     return digest(Content((content, tokens), tokens))
-
-
-def one_value(request: SimRequest, blocks: Groups) -> tuple[Groups, tuple[bytes, ...]]:
-    """A store that keeps prompts, not blocks."""
-    return blocks, (digest_of(request),)
