@@ -39,11 +39,8 @@ class SimEngine:
     def __init__(
         self, world: World, name: str, shape: Shape, doorway: Doorway, memory: list[bytearray], policy: str
     ) -> None:
-        self.world = world
-        self.name = name
-        self.shape = shape
-        self.doorway = doorway
-        self.policy = policy
+        self.world, self.name, self.shape = world, name, shape
+        self.doorway, self.policy = doorway, policy
         self.pool = Pool(shape.blocks, doorway, len(shape.group_layers))
         self.device = Device(world, name, shape, memory)
         self.announcer = Announcer(world, shape, doorway)
