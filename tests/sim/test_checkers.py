@@ -31,9 +31,23 @@ SEEN = {
     "gives_up_early": (NEEDLESS, "ended after"),
     "every_other_grant_fails": (NEEDLESS, "failed for no cause"),
     "every_fifth_claim_is_busy": (NEEDLESS, "failed for no cause"),
+    "no_store_hits": (NEEDLESS, "a store finds or brings 0 of"),
+    "nothing_brought_from_a_store": (NEEDLESS, "a store finds or brings 0 of"),
+    "no_fallback": (NEEDLESS, "failed for no cause"),
+    "goodbye_unheard": (RULE, "which said goodbye"),
+    "departed_reader_kept": (RULE, "which is said to have gone"),
+    "departed_source_kept": (RULE, "which is said to have gone"),
+    "drain_refuses_what_was_granted": (NEEDLESS, "drains, and refuses a claim"),
+    "drain_gives_leases_up": (NEEDLESS, "drains, and gives up lease"),
+    "drain_keeps_turns": (RULE, "drains, and keeps a turn"),
+    "no_fence": (LEAK, "references to blocks at rest"),
+    "nothing_is_lent": (NEEDLESS, "lease_expired"),
+    "first_rank_reads_alone": (NEEDLESS, "failed for no cause"),
 }
 QUICK = ("settled_for_the_oldest", "quarantine_without_bound", "put_unpinned_when_asked", "hold_begins_anew",
-         "reasons_forgotten", "completed_twice", "sleeps_on", "short_first_term", "lent_over_any_plane")  # fmt: skip
+         "reasons_forgotten", "completed_twice", "sleeps_on", "short_first_term", "lent_over_any_plane",
+         "no_store_hits", "nothing_brought_from_a_store", "no_fallback", "departed_reader_kept",
+         "drain_refuses_what_was_granted", "drain_gives_leases_up")  # fmt: skip
 
 
 def test_every_mutant_of_a_checker_says_how_it_is_seen():

@@ -134,7 +134,7 @@ def test_the_promises_hold_for_honest_members_and_the_same_seed_tells_the_same_l
     for _, seed in zip(range(6), liar_seeds(), strict=False):
         result = run_seed(seed)
         assert result.holds, f"{result.promise}: {result.what}\nkvbaton sim --replay {seed}"
-        assert result.faults["lies_told"] and result.delivered > result.handoffs // 2
+        assert result.faults["lies_told"] and result.delivered > result.handoffs // 3
     assert run_seed(seed).trace_hash == result.trace_hash
 
 

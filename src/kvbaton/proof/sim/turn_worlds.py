@@ -8,6 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from kvbaton.proof.sim.checks.checkers import check_at_rest, check_recovery
+from kvbaton.proof.sim.hardship.removals import with_removals
 from kvbaton.proof.sim.hardship.world_plan import FAULTY_S, PROBE_S, REST_S, Plan, draw
 from kvbaton.proof.sim.promises import Broken
 from kvbaton.proof.sim.world.life import Character
@@ -17,6 +18,8 @@ from kvbaton.protocol.geometry.layout import GroupKind
 
 EVERY = 8
 """Seeds that have such a world: one in so many."""
+REMOVES = 16
+"""Of these, one in two removes members; every other of those has a store in the place of turns."""
 SEED_FROM = 10**9
 TRIES = 64
 REQUESTS = 14
@@ -51,6 +54,8 @@ def _drawn(seed: int) -> tuple[World, Plan]:
         if plan.liars or not all(map(_is_plain, (*plan.prefill, *plan.decode))):
             continue
         defers = tuple(msgspec.structs.replace(each, defers=True) for each in plan.prefill)
+        if seed % REMOVES == EVERY:
+            return world, with_removals(world.rng, plan, apart=seed % (2 * REMOVES) == EVERY)
         both = plan.prefill == plan.decode
         plan = msgspec.structs.replace(
             plan, prefill=defers, decode=defers if both else plan.decode, requests=REQUESTS, talks=True

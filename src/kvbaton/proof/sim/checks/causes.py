@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.proof.sim.checks.successes import check_pushed, check_streamed
+from kvbaton.proof.sim.checks.successes import check_pushed, check_streamed, watch
 from kvbaton.proof.sim.checks.vigil import quarantined, restless
 from kvbaton.proof.sim.promises import NEEDLESS, Broken
 from kvbaton.proof.sim.world.life import Character, Life
@@ -79,6 +79,7 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
         *_STUCK,
         *_APART,
     ),
+    _R.ORIGIN_GONE: ("removed",),
     _R.PEER_GONE: (FENCED, *_APART, *_STUCK),
     _R.PEER_UNKNOWN: ("ticket_of_nobody", *_APART, *_STUCK),
     _R.PINS_FULL: ("pins_refused",),
@@ -91,6 +92,7 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.TRANSFER_FAILED: ("failed_copy", *_APART, *_STUCK),
     _R.TRANSFER_TIMEOUT: (FENCED, WRITE_STUCK, *_STUCK),  # what a fence ends is judged after it
     _R.UNKNOWN_LEASE: (
+        "draining",
         SHORT_LEASE,
         *_TURN,
         "no_room",
@@ -102,7 +104,8 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
         *_STUCK,
         *_APART,
     ),
-    _R.UNREACHABLE: (BOUNDED, "plane_shut", *_THREW, *_RANKS),
+    # of all planes of a pair the last is never shut, but it may be shunned
+    _R.UNREACHABLE: (BOUNDED, RANK_SLOW, *_STUCK),
     _R.WRONG_INCARNATION: (FULL, WRITE_STUCK, *_TURN, *_CUT, *_APART),  # P began anew, or has forgotten the session
     _R.WRONG_VERSION: (OTHER_NEEDS,),
 }
@@ -110,6 +113,8 @@ _TIMEOUTS = {_R.CLAIM_TIMEOUT, _R.DEFER_TIMEOUT, _R.TRANSFER_TIMEOUT}
 _EARLY = 0.9
 """Clocks drift, and one side's may be the one that counts."""
 
+SHUNNED = 2.2
+"""P leaves a plane out for `shun_s`, and D for as long again; clocks drift."""
 SLOW = 0.4
 """The share of the shortest time for a transfer below which a copy must cost nothing."""
 LEASE_BYTES = 4096
@@ -177,6 +182,7 @@ class Causes:
                     check_pushed(life, self._lives, life.node.ledger.consumer.by_attempt[mark.key])
 
         self._note_stuck(life)
+        watch(life)
         desk.marks = HeardMarks(on_mark)
         life.on_step = self._after_step(life, life.on_step)
 
@@ -206,6 +212,8 @@ class Causes:
         """All that befell this handoff: by itself, with its pair, and with each of the two."""
         touches, now, target = self._world.touches, self._world.now, life.character.name
         since = self._born[what.handoff] - AFTERMATH_S
+        if reason is _R.UNREACHABLE:  # the planes that were left may have failed before
+            since -= SHUNNED * life.character.settings.shun_s
         found = touches.between(what.handoff, 0.0, now)
         if reason is _R.HANDSHAKE_TIMEOUT or UNPAIRED in found:  # the greeting may be older
             since -= 2 * life.character.settings.claim_timeout  # and begin with what an earlier one left behind

@@ -62,7 +62,7 @@ def _any(life: Life) -> float:
 
 Bound = Callable[[Life], float]
 AT_REST: dict[str, Bound] = {
-    "Origins._names": _peers,
+    "Origins._names": _peers, "ShelfTrust.writers": _peers,
     "Claims.parked": _parked, "PerPeer._counts": _peers,  # who left while it waited, for its term
     "Producer.ended": _tombstones, "Producer.tombstones": _tombstones, "DisownedTickets._why": _tombstones,
     "Remembered._items": _any, "Writer.sessions": _sessions, "Writer.revoked": _sessions,

@@ -213,7 +213,10 @@ class Vigil:
 
         def replaced(event: Any, now: float) -> None:
             handle(event, now)
-            goes_on = [intake.wanted.request for intake in consumer.by_handoff.values() if intake.end is None]
+            live = [intake for intake in consumer.by_handoff.values() if intake.end is None]
+            if event.forgotten:  # what is not granted yet is for the cache as it is now
+                live = [intake for intake in live if intake.source is not None]
+            goes_on = [intake.wanted.request for intake in live]
             held = [id for id, lease in producer.leases.items() if lease.state is not LeaseState.CLOSING]
             if goes_on or held:
                 raise Broken(RULE, f"{self._name}: its cache was replaced, and {goes_on or held} goes on")

@@ -57,7 +57,7 @@ class WorkerFaults:
             self._spread_word(life)
         dead_s = rng.uniform(0.05, 3.0)
         self.world.touch("crashed", life.peer.worker, lasts_s=dead_s)
-        self.world.after(dead_s, partial(self._restart, life.character))
+        self.world.after(dead_s, partial(self.restart, life.character))
 
     def _spread_word(self, life: Life) -> None:
         """The registry tells the others, each in its own time, that this life is gone. It may be wrong."""
@@ -111,9 +111,9 @@ class WorkerFaults:
             self.cluster.end_leg(leg, "error", "the worker left")
         gone_s = self.world.rng.uniform(0.05, 1.0)
         self.world.touch("retired", life.peer.worker, lasts_s=gone_s)
-        self.world.after(gone_s, partial(self._restart, life.character))
+        self.world.after(gone_s, partial(self.restart, life.character))
 
-    def _restart(self, character: Character) -> None:
+    def restart(self, character: Character) -> None:
         if not self.cluster.lives[character.name].alive:  # healing may have been faster
             self.cluster.start(character)
 

@@ -62,6 +62,7 @@ class Plan(msgspec.Struct, frozen=True):
     liars: tuple[WorkerId, ...] = ()
     apart_s: float = 0.0  # if not 0, requests come one after the other
     talks: bool = False  # conversations go on, and D keeps them for that: in worlds of their own (`turn_worlds`)
+    removals: int = 0  # members whose keys are removed: likewise
 
 
 HEALTHY = Settings(

@@ -52,10 +52,10 @@ def among_liars(chance: random.Random, plan: Plan) -> Plan:
     transports = chance.choice((("tcp",), ("tcp",), ("tcp",), ("shm", "tcp")))
     layers = plan.decode[0].shape.group_layers
     if plan.prefill == plan.decode:
-        prefill = decode = _honest(plan.prefill, ("b0", "b1", "b2"), transports, layers)
+        prefill = decode = alike(plan.prefill[0], ("b0", "b1", "b2"), transports, layers)
     else:
-        prefill = _honest(plan.prefill, ("p0", "p1"), transports, layers)
-        decode = _honest(plan.decode, ("d0", "d1"), transports, layers)
+        prefill = alike(plan.prefill[0], ("p0", "p1"), transports, layers)
+        decode = alike(plan.decode[0], ("d0", "d1"), transports, layers)
     liar = chance.choice(sorted({each.name for each in (*prefill, *decode)}))
     return msgspec.structs.replace(
         plan,
@@ -83,12 +83,11 @@ def among_liars(chance: random.Random, plan: Plan) -> Plan:
     )
 
 
-def _honest(
-    characters: tuple[Character, ...], names: tuple[str, ...], transports: tuple[str, ...], layers: tuple[int, ...]
+def alike(
+    first: Character, names: tuple[str, ...], transports: tuple[str, ...], layers: tuple[int, ...]
 ) -> tuple[Character, ...]:
-    """So many workers like the first of these, with nothing of their own that fails a handoff, and plain shapes: what
+    """So many workers like the first, with nothing of their own that fails a handoff, and plain shapes: what
     must be asked for before a commit is counted in whole pages."""
-    first = characters[0]
     drawn = first.shape
     shape = Shape(
         ranks=drawn.shards,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -25,6 +26,7 @@ from kvbaton.protocol.machines import (
 from kvbaton.protocol.machines.backoff import Shunned
 from kvbaton.protocol.machines.puts import Puts
 from kvbaton.protocol.wire.messages import Commit, Written
+from kvbaton.ranks import engine_store, rank_transport
 
 FOR_EVER_S = 1e6
 
@@ -49,7 +51,7 @@ def _for_ever(original: Any) -> Any:
 
 
 def _nothing(original: Any) -> Any:
-    return lambda *arguments: None
+    return lambda *arguments, **named: None
 
 
 def _none_counted(original: Any) -> Any:
@@ -177,6 +179,50 @@ def _every_fifth_is_busy(original: Any) -> Any:
     return take_share
 
 
+def _never_any(what: str) -> Callable[[Any], Any]:
+    def make(original: Any) -> Any:
+        def end(self: Any, order: Any, opened: Any) -> None:
+            if opened.what == what:
+                opened.count = 0
+            original(self, order, opened)
+
+        return end
+
+    return make
+
+
+def _no(original: Any) -> Any:
+    return lambda *arguments: False
+
+
+def _refuses_all(original: Any) -> Any:
+    def on_claim(self: Any, session: Any, claim: Any, now: float) -> None:
+        if self._leases.draining:
+            self._refuse(session, claim, ProtocolError(Reason.DRAINING, "it drains"))
+        else:
+            original(self, session, claim, now)
+
+    return on_claim
+
+
+def _gives_up_all(original: Any) -> Any:
+    def on_drain(self: Any, event: Any, now: float) -> None:
+        original(self, event, now)
+        for lease in list(self.producer.leases.values()):
+            self.producer.close(lease, Reason.DRAINING, now)
+
+    return on_drain
+
+
+def _first_rank_alone(original: Any) -> Any:
+    def submit(self: Any, copy: Any) -> bool:
+        if self._link.rank and copy.spans:
+            return self._jobs.accept(copy) is not None
+        return bool(original(self, copy))
+
+    return submit
+
+
 CHECKER_MUTANTS: tuple[Mutant, ...] = (
     Mutant("every_other_grant_fails", "17", "every other granted handoff fails for nothing",
            swap(consumer.Consumer, "on_granted", _every_other_fails)),
@@ -222,4 +268,28 @@ CHECKER_MUTANTS: tuple[Mutant, ...] = (
            swap(context.LedgerContext, "lend", _over_any_plane)),
     Mutant("gives_up_early", "17", "D waits a third of what it should",
            swap(consumer_book.ConsumerBook, "wait", _early)),
+    Mutant("no_store_hits", "store", "what lies in the store is found by nobody",
+           swap(engine_store.EngineStore, "_end", _never_any("lookup"))),
+    Mutant("nothing_brought_from_a_store", "store", "what was found in the store is computed all the same",
+           swap(engine_store.EngineStore, "_end", _never_any("get"))),
+    Mutant("no_fallback", "23", "where the best data plane cannot be opened, handoffs fail",
+           swap(pairing_target.__dict__, "has_fallback", _no)),
+    Mutant("goodbye_unheard", "3", "a peer that said goodbye is waited for",
+           swap(ledger.Ledger, "_on_goodbye", _nothing)),
+    Mutant("departed_reader_kept", "3", "a D that is said to have gone keeps its session",
+           swap(pairing_source.Sessions, "end_worker", _nothing)),
+    Mutant("departed_source_kept", "3", "a P that is said to have gone keeps its link",
+           swap(pairing_target.Links, "lose_worker", _nothing)),
+    Mutant("drain_refuses_what_was_granted", "9", "a prefiller that drains hands nothing over",
+           swap(claims.Claims, "on_claim", _refuses_all)),
+    Mutant("drain_gives_leases_up", "9", "a prefiller that drains lets go of what it has granted",
+           swap(ledger.Ledger, "_on_drain", _gives_up_all)),
+    Mutant("drain_keeps_turns", "34", "a decoder that drains keeps turns, and so does not end",
+           swap(producer.Producer, "let_turns_go", _nothing)),
+    Mutant("no_fence", "14", "who does not confirm that it has stopped writing is never shut out",
+           swap(pairing_target.Links, "fence", _nothing)),
+    Mutant("nothing_is_lent", "28", "no block is lent, so nothing can be read or written where that is enforced",
+           swap(context.LedgerContext, "lend", _nothing)),
+    Mutant("first_rank_reads_alone", "20", "of an engine's ranks the first one alone is told to read",
+           swap(rank_transport.RemoteTransport, "submit", _first_rank_alone)),
 )  # fmt: skip

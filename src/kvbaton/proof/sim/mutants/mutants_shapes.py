@@ -90,7 +90,7 @@ def _work_unminded(original: Any) -> Any:
 
 
 def _judged_goes_on(original: Any) -> Any:
-    def void(self: Any, now: float) -> None:
+    def void(self: Any, now: float, granted_only: bool = False) -> None:
         for intake in list(self.by_handoff.values()):
             if intake.end is None and intake.state is not IntakeState.JUDGING:
                 self.fail(intake, Reason.ABORTED, "this engine's cache was replaced or is closing", now)

@@ -151,9 +151,11 @@ class LinkedRanks:
 
     def shelve(self, engine: SimEngine, wake: Callable[[], None]) -> None:
         """Have an engine put and get by way of its ranks, where they reach the store."""
-        if self.shelf is not None:
+        if self.shelf is not None and self.store is not None:
             self.shelf.wake_engine = wake
-            engine.fetching = ShelfFetching(self.world, engine.pool, engine.device, engine._fetched, self.shelf)
+            engine.fetching = ShelfFetching(
+                self.world, engine.pool, engine.device, engine._fetched, self.shelf, self.store
+            )
             engine.values_of = partial(values_of, engine.shape.block_tokens)
 
     # --- what befalls them

@@ -22,6 +22,7 @@ from kvbaton.proof.sim.hardship.world_plan import FAULTY_S, Plan
 from kvbaton.proof.sim.liars.liar_watch import Company
 from kvbaton.proof.sim.promises import WRONG, Broken
 from kvbaton.proof.sim.world.life import Character, Life, request_name
+from kvbaton.proof.sim.world.sim_members import Members
 from kvbaton.proof.sim.world.sim_network import Network, NetworkFaults
 from kvbaton.proof.sim.world.sim_request import SimRequest, digest_for
 from kvbaton.proof.sim.world.sim_router import Errand, Router
@@ -74,6 +75,7 @@ class Cluster:
         self.router = Router(world, self.network, self.lives)
         self.router.late = plan.stray
         self.talk = Conversations(self) if plan.talks else None
+        self.members = Members(self) if plan.removals else None
         self.draining: set[WorkerId] = set()
         self.healed = False
         self.every_life: list[Life] = []
@@ -106,6 +108,8 @@ class Cluster:
             life.store.throws = self.plan.hardships.throws
         if self.talk is not None:
             self.talk.equip(life)
+        if self.members is not None:
+            self.members.join(life)
         self.draining.discard(character.name)
         if self.plan.hardships.ghosts and character.name in self.lives and not self.healed:
             self.network.haunt(character.name, random.Random(f"{self.world.seed} ghosts {life.peer}"))
@@ -128,6 +132,8 @@ class Cluster:
         self.network.cut.clear()
         self.rank_faults.heal()
         self.liars.rest()
+        if self.members is not None:
+            self.members.settle()
         for life in list(self.lives.values()):
             if not life.alive:
                 self.start(life.character)
@@ -167,8 +173,7 @@ class Cluster:
     def _new_request(self, index: int) -> None:
         rng = self.world.rng
         source = self._chosen([character.name for character in self.plan.prefill])
-        others = [character.name for character in self.plan.decode if character.name != source.peer.worker]
-        target = self._chosen(others)
+        target = self._chosen(self.others(source.peer.worker))
         mode = "push" if rng.random() < self.plan.push else rng.choice(("pull", "pull", "stream"))
         content, tokens = index + 1, rng.randint(1, 12)
         if rng.random() < 0.15:
@@ -181,6 +186,13 @@ class Cluster:
         else:
             self._both_at_once(index, source, target, content, tokens, mode)
 
+    def others(self, source: WorkerId) -> list[WorkerId]:
+        """D's that a P may hand to."""
+        names = [character.name for character in self.plan.decode]
+        if self.members is not None:
+            return [self.members.next_of(names, source)]
+        return [name for name in names if name != source]
+
     def _chosen(self, names: list[WorkerId]) -> Life:
         """Any of them; one that drains where there is no other, or before the router has heard of it."""
         able = [name for name in names if name not in self.draining]
@@ -191,8 +203,7 @@ class Cluster:
     def _pull(self, index: int, source: Life, target: Life, content: int, tokens: int, alone: bool = False) -> None:
         targets = [target]
         if len(self.plan.decode) > 1 and not alone and self.world.rng.random() < 0.3:
-            names = [character.name for character in self.plan.decode if character.name != source.peer.worker]
-            targets = [self.lives[name] for name in names]
+            targets = [self.lives[name] for name in self.others(source.peer.worker)]
 
         def prefilled(how: str, ticket: str) -> None:
             if how != "prefilled":

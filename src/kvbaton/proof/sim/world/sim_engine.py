@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvbaton.node.doorway import Doorway, DropBlocks, LoadReport, MatchState, UnpinBlocks
+from kvbaton.node.doorway import Doorway, DropBlocks, ForgetCached, LoadReport, MatchState, UnpinBlocks
 from kvbaton.proof.sim.promises import DEATH, STRANGER, Broken
 from kvbaton.proof.sim.world.fetching import Fetching
 from kvbaton.proof.sim.world.sim_admission import is_put_off
 from kvbaton.proof.sim.world.sim_announcing import Announcer
 from kvbaton.proof.sim.world.sim_device import Device, Step, Work
 from kvbaton.proof.sim.world.sim_memory import Shape
-from kvbaton.proof.sim.world.sim_pool import Pool, Prefixes
+from kvbaton.proof.sim.world.sim_pool import Pool, Prefixes, nothing_to_forget
 from kvbaton.proof.sim.world.sim_request import Phase, SimRequest, digest_of, one_value
 from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.errors import Reason
@@ -39,11 +39,8 @@ class SimEngine:
     def __init__(
         self, world: World, name: str, shape: Shape, doorway: Doorway, memory: list[bytearray], policy: str
     ) -> None:
-        self.world = world
-        self.name = name
-        self.shape = shape
-        self.doorway = doorway
-        self.policy = policy
+        self.world, self.name, self.shape = world, name, shape
+        self.doorway, self.policy = doorway, policy
         self.pool = Pool(shape.blocks, doorway, len(shape.group_layers))
         self.device = Device(world, name, shape, memory)
         self.announcer = Announcer(world, shape, doorway)
@@ -55,6 +52,7 @@ class SimEngine:
         self.replacing, self.depth, self.defers = False, 1, True  # frees wait for the steps that were in flight
         self.preempt = self.put = self.get = self.early = self.skips = self.overwrites = 0.0  # shares of requests
         self.on_wake: Callable[[], None] = doorway.wake_engine
+        self.on_forget: Callable[[ForgetCached], None] = nothing_to_forget
         self.put_prompts: dict[Groups, SimRequest] = {}  # by their blocks: while these are put, they are no other's
         self.values_of: Callable[[SimRequest, Groups], tuple[Groups, tuple[bytes, ...]]] = one_value
         self._in_flight: deque[Step] = deque()
@@ -142,6 +140,8 @@ class SimEngine:
                 self.pool.let_go(duty.blocks)
             elif isinstance(duty, LoadReport):
                 self._report(duty)
+            else:
+                self.on_forget(duty)
 
     def _report(self, duty: LoadReport) -> None:
         request = self.requests.get(duty.request)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from kvbaton.node.doorway import Doorway
-from kvbaton.proof.sim.promises import LEAK, Broken
+from kvbaton.node.doorway import Doorway, ForgetCached
+from kvbaton.proof.sim.promises import LEAK, NEEDLESS, Broken
 from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.proof.sim.world.sim_request import SimRequest
 
@@ -110,10 +110,10 @@ class Prefixes:
         self._reuses = reuses  # of each block: the engine's own truth, whatever the core believes
         self._found: dict[tuple[int, int, int], tuple[int, int]] = {}  # (content, group, index) -> (block, reuses)
 
-    def publish(self, request: SimRequest) -> None:
+    def publish(self, request: SimRequest, computed: int | None = None) -> None:
         """Whole blocks are found by others as soon as they are issued: whoever finds them computes behind them."""
         for group, ids in enumerate(request.blocks) if not self._shape.states else ():
-            for index in range(request.computed // self._shape.block_tokens):
+            for index in range((request.computed if computed is None else computed) // self._shape.block_tokens):
                 self._found[request.content, group, index] = ids[index], self._reuses[ids[index]]
 
     def of(self, request: SimRequest) -> list[list[int]]:
@@ -132,3 +132,8 @@ class Prefixes:
 
     def forget(self) -> None:
         self._found.clear()
+
+
+def nothing_to_forget(duty: ForgetCached) -> None:
+    """Of an engine among members that stay."""
+    raise Broken(NEEDLESS, f"a cache is forgotten for {duty.origins}, and nobody was removed")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
@@ -24,6 +25,7 @@ from kvbaton.proof.sim.world.rank_channel import SimCarrier, SimProcess
 from kvbaton.proof.sim.world.sim_device import Device
 from kvbaton.proof.sim.world.sim_pool import Pool
 from kvbaton.proof.sim.world.sim_request import SimRequest
+from kvbaton.proof.sim.world.touches import ALWAYS
 from kvbaton.proof.sim.world.world import InjectedFault, World
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.geometry.layout import EngineLayout
@@ -36,15 +38,24 @@ from kvbaton.ranks.rank_values import rank_values
 from kvbaton.ranks.store_interface import RankStoreInterface
 from kvbaton.ranks.store_trust import ShelfTrust
 from kvbaton.store.backend_threads import perform
+from kvbaton.store.content_keys import keys
 from kvbaton.store.interface import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
+from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.order_scheduler import Keeper
 from kvbaton.store.order_scripts import BackendCall, CallAnswer, Task
 from kvbaton.store.threaded_store import check
-from kvbaton.store.value_trust import StoreTrust
+from kvbaton.store.value_trust import ALONE, StoreTrust
 
 COMPAT = "5" * 32
 SETTINGS = ShelfSettings(lookup_timeout_s=1.0, get_timeout_s=3.0, put_timeout_s=4.0, asks_max=8, puts_max=4)
 CALL_S, SLOW, SLOW_S, STUCK_S = 0.02, 0.1, 0.6, 8.0
+BACKOFF_S = 1.0
+"""For so long a store that failed is not asked again."""
+STORE_CAUSES = {
+    "rank_store_threw", "rank_store_stuck", "rank_store_failed", "rank_store_unusable", "rank_stalls", "rank_lost",
+    "rank_link_cut", "rank_frame_garbled", "rank_bounded", "paused_process", "paused_loop", "paused_engine",
+    "values_doubted",
+}  # fmt: skip
 
 
 class SimKept:
@@ -73,6 +84,7 @@ class SimKept:
         self._open = 0
         self._closed = False
         self._waker: Callable[[], None] = lambda: None
+        self._trust = ALONE  # where nobody is removed, its engines believe each other: its processes are one
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -83,7 +95,7 @@ class SimKept:
         return self._keeper.stuck
 
     def set_trust(self, trust: StoreTrust) -> None:
-        """A world's engines believe each other: its processes are one."""
+        self._trust = trust
 
     def submit(self, order: Order) -> bool:
         check(order, self._settings)
@@ -138,7 +150,7 @@ class SimKept:
 
     def _maybe_throw(self) -> None:
         if self._carrier.chance(self._fails() / 10):
-            self._carrier.world.faults["rank_store_threw"] += 1
+            self._carrier.world.strike("rank_store_threw", self._carrier.name)
             raise InjectedFault("the simulated store threw")
 
     def _go_on(self) -> None:
@@ -149,8 +161,8 @@ class SimKept:
             if kind < SLOW:
                 takes_s = rng.uniform(0, SLOW_S)
             if rng.random() < self._fails() / 4:
-                world.faults["rank_store_stuck"] += 1
                 takes_s = rng.uniform(0, STUCK_S)
+                world.strike("rank_store_stuck", self._carrier.name, lasts_s=takes_s)
             world.after(takes_s, partial(self._returned, call))
             world.after(self._settings.call_timeout_s / self._carrier.pace + 1e-3, self._look)
         ends = self._keeper.ends()
@@ -167,9 +179,9 @@ class SimKept:
         outcome: CallAnswer | Exception
         try:
             if self._carrier.chance(self._fails() / 4):
-                self._carrier.world.faults["rank_store_failed"] += 1
+                self._carrier.world.strike("rank_store_failed", self._carrier.name, lasts_s=BACKOFF_S)
                 raise InjectedFault("the simulated store failed")
-            outcome = perform(self._backend, call)
+            outcome = perform(self._backend, call, self._trust)
         except InjectedFault as error:
             outcome = error
         self._keeper.returned(call, outcome, self._clock())
@@ -187,12 +199,13 @@ class SimKept:
 class RankStore:
     """What all ranks of one engine in one life need to reach the store."""
 
-    def __init__(self, backend: Backend, layout: EngineLayout, memory: Sequence[bytearray], fails: float) -> None:
+    def __init__(self, backend: MemoryBackend, layout: EngineLayout, memory: Sequence[bytearray], fails: float) -> None:
         self.fails = fails
-        self._backend = backend
+        self.backend = backend
         self._layout = layout
         self._memory = memory
         self.shelves: list[LocalShelf] = []
+        self._of_rank: dict[int, LocalShelf] = {}
         self.kept: dict[int, SimKept] = {}  # by rank
         self.told: set[int] = set()  # ranks that know whose shelf theirs is
 
@@ -200,7 +213,7 @@ class RankStore:
         def make(compat: str) -> RankStoreInterface:
             self.told.add(rank)
             if carrier.chance(self.fails / 4):
-                carrier.world.faults["rank_store_unusable"] += 1
+                carrier.world.strike("rank_store_unusable", carrier.name, lasts_s=ALWAYS)
                 raise InjectedFault("the simulated store cannot be reached")
             values = rank_values(self._layout, rank, compat)
             settings = msgspec.structs.replace(
@@ -213,13 +226,22 @@ class RankStore:
                 retry_s_max=0.5,
             )
             keep = partial(SimKept, carrier, process, clock, lambda: self.fails)
-            shelf = LocalShelf(self._backend, values, [memoryview(self._memory[rank])], settings, keep=keep)
+            shelf = LocalShelf(self.backend, values, [memoryview(self._memory[rank])], settings, keep=keep)
             assert isinstance(shelf._store, SimKept)
             self.shelves.append(shelf)
+            self._of_rank[rank] = shelf
             self.kept[rank] = shelf._store
             return shelf
 
         return make
+
+    def holds(self, hashes: Sequence[bytes]) -> int:
+        """How many of these, from the first on, are there for every rank."""
+        if len(self._of_rank) < len(self._memory):
+            return 0
+        values = self.backend._values  # not asked: who asks for a value makes it the last to be evicted
+        wanted = (keys(shelf._front, hashes) for shelf in self._of_rank.values())
+        return min(sum(1 for _ in itertools.takewhile(values.__contains__, each)) for each in wanted)
 
     def abandon(self) -> None:
         for kept in self.kept.values():
@@ -269,7 +291,7 @@ class WatchedShelf:
             raise Broken(WRONG, f"rank {self._rank}: a get is over for its engine, and this rank has not ended it")
 
     def set_trust(self, trust: ShelfTrust) -> None:
-        pass
+        self._inner.set_trust(trust)
 
     def put(
         self,
@@ -280,7 +302,7 @@ class WatchedShelf:
         origins: tuple[bytes, ...] = (),
     ) -> bool:
         self._kinds[order] = Put
-        return self._inner.put(order, hashes, blocks, timeout_s)
+        return self._inner.put(order, hashes, blocks, timeout_s, origins)
 
     def drain(self) -> Sequence[OrderEnded]:
         ends = self._inner.drain()
@@ -326,9 +348,12 @@ class ShelfFetching(Fetching):
         device: Device,
         on_end: Callable[[SimRequest, int, int], None],
         shelf: EngineStore,
+        store: RankStore,
     ) -> None:
         super().__init__(world, pool, device, on_end)
         self._shelf = shelf
+        self._store = store
+        self._holds: dict[AskId, tuple[int, int, float]] = {}  # what was there, after how many evictions, and when
         self._asked: dict[AskId, Fetch] = {}
         self._wild: set[AskId] = set()
 
@@ -337,7 +362,8 @@ class ShelfFetching(Fetching):
         most = (request.tokens - 1) // tokens
         if request.computed or not most:
             return False
-        ask = self._shelf.lookup(hashes_of(request.content, most, tokens))
+        hashes = hashes_of(request.content, most, tokens)
+        ask = self._noted(self._shelf.lookup(hashes), self._store.holds(hashes))
         if ask is None:
             return False
         self.world.faults["rank_lookups"] += 1
@@ -354,11 +380,29 @@ class ShelfFetching(Fetching):
                 if told.reason is None or told.count:
                     raise Broken(WRONG, f"{self.device.name}: a store brought what belongs to no block")
                 continue
+            self._check_hit(told)
             fetch = self._asked.pop(told.ask)
             if fetch in self.open:
                 self._landed(fetch, told)
             else:
                 self._found(fetch, told)
+
+    def _noted(self, ask: AskId | None, holds: int) -> AskId | None:
+        if ask is not None:
+            self._holds[ask] = holds, self._store.backend.counters["evicted"], self.world.now
+        elif len(self._asked) + len(self._wild) < SETTINGS.asks_max:
+            raise Broken(NEEDLESS, f"{self.device.name}: a store is not asked, and {len(self._asked)} wait for it")
+        return ask
+
+    def _check_hit(self, told: StoreTold) -> None:
+        """What was there for every rank is found, and brought, unless a fault or a bound is in the way."""
+        holds, evictions, since = self._holds.pop(told.ask)
+        if told.count >= holds or told.reason or evictions != self._store.backend.counters["evicted"]:
+            return  # one that was slow or full says so
+        touched = self.world.touches.between(self.device.name, since, self.world.now)
+        if touched.isdisjoint(STORE_CAUSES):
+            what = f"{told.count} of {holds} that it has; touched by {sorted(touched)}"
+            raise Broken(NEEDLESS, f"{self.device.name}: a store finds or brings {what}")
 
     def _ask_wildly(self) -> None:
         """Ask for what cannot be brought: a block that does not exist."""
@@ -371,7 +415,7 @@ class ShelfFetching(Fetching):
         row = fetch.blocks[0][:count]
         hashes = hashes_of(fetch.content, count, self.device.shape.block_tokens)
         is_wanted = count and request.turn == fetch.turn and request.blocks and not request.aborted
-        ask = self._shelf.get(hashes, row) if is_wanted else None
+        ask = self._noted(self._shelf.get(hashes, row), self._store.holds(hashes)) if is_wanted else None
         if ask is None:
             self._on_end(request, 0, fetch.turn)
             return

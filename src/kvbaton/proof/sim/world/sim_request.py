@@ -54,6 +54,8 @@ class SimRequest:
     offer: tuple[str, int] | None = None  # what a D keeps of it: the ticket, and the turn's tokens
     prefers: tuple[int, ...] = ()  # blocks that it gets, where they are free
     put_off_at: float | None = None  # when it was first told to wait for room to be pinned
+    rests: frozenset[str] = frozenset()  # on whose KV its own was computed, where members are removed
+    era: int = 0  # how often its engine's cache had been forgotten when it got its blocks
 
     @property
     def handoffs(self) -> tuple[HandoffId, ...]:
@@ -62,14 +64,14 @@ class SimRequest:
         return (self.handoff, *map(handoff_of, filter(None, tickets)))
 
 
+def one_value(request: SimRequest, blocks: Groups) -> tuple[Groups, tuple[bytes, ...]]:
+    """Of a store that keeps prompts, not blocks."""
+    return blocks, (digest_of(request),)
+
+
 def digest_of(request: SimRequest) -> bytes:
     return digest_for(request.content, request.tokens)
 
 
 def digest_for(content: int, tokens: int) -> bytes:
     return digest(Content((content, tokens), tokens))
-
-
-def one_value(request: SimRequest, blocks: Groups) -> tuple[Groups, tuple[bytes, ...]]:
-    """A store that keeps prompts, not blocks."""
-    return blocks, (digest_of(request),)

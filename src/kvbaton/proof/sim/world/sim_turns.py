@@ -197,9 +197,10 @@ class Conversations:
 
     def _go_on(self, index: int, kept_by: Life, content: int, had: int, tokens: int, handoff: HandoffId) -> None:
         cluster, world = self._cluster, self._cluster.world
-        source = cluster._chosen([each.name for each in cluster.plan.prefill])
-        others = [each.name for each in cluster.plan.decode if each.name != source.peer.worker]
-        target = cluster._chosen(others)
+        ring = cluster.members is not None
+        sources = [each.name for each in cluster.plan.prefill] if not ring else cluster.others(kept_by.peer.worker)
+        source = cluster._chosen(sources)
+        target = cluster._chosen(cluster.others(source.peer.worker))
         if world.chance(OTHER_WORDS):
             content += 200_000
             world.touch("ticket_other_prompt", handoff)
