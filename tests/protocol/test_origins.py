@@ -1,4 +1,4 @@
-"""From whom an engine's cached KV came, and what happens when such a member is gone (decision 0023)."""
+"""From whom an engine's cached KV came, and what happens when such a member is gone (rule 36, decision 0023)."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ Address = tuple[str, str]
 @dataclass(slots=True)
 class _Line:
     socket: Socket
-    watch: LineWatch
+    watch: LineWatch | None
     address: Address  # with the key under which it was dialled
     quiet_since: float  # when it was dialled, or last heard
     patience_s: float  # how long an answer may take before another key is tried
@@ -46,8 +46,10 @@ class _Line:
 class Dialler:
     """Connections that this side opened, least recently used first."""
 
-    def __init__(self, plane: SocketPlane) -> None:
+    def __init__(self, plane: SocketPlane, *, watches: bool = True) -> None:
+        """`watches`: whoever polls asks `take_refused` too, or the events of lines would keep it awake."""
         self._plane = plane
+        self._watches = watches
         self._directory: Mapping[WorkerId, Address] = {}
         self._lines: OrderedDict[WorkerId, _Line] = OrderedDict()
 
@@ -86,8 +88,8 @@ class Dialler:
 
     def take_refused(self, events: dict[object, int]) -> list[WorkerId]:
         """Workers where nothing listens any more; takes what `events` says of it."""
-        asked = [worker for worker, line in self._lines.items() if events.pop(line.watch.events, 0)]
-        return [worker for worker in asked if self._lines[worker].watch.is_refused()]
+        watched = [(worker, line.watch) for worker, line in self._lines.items() if line.watch is not None]
+        return [worker for worker, watch in watched if events.pop(watch.events, 0) and watch.is_refused()]
 
     def drain(self, worker: WorkerId, found: list[Heard], frames_max: int) -> None:
         """Append up to `frames_max` frames that came on the line to `worker`."""
@@ -165,22 +167,27 @@ class Dialler:
         endpoint, key = address
         socket = self._plane.client(key, ipv6=is_ipv6(endpoint))
         try:
-            watch = LineWatch(self._plane, socket)
+            watch = LineWatch(self._plane, socket) if self._watches else None
         except zmq.ZMQError:
             socket.close(linger=0)
             raise
         socket.connect(endpoint)
-        for each in (socket, watch.events):
-            self._plane.poller.register(each, zmq.POLLIN)
         line = self._lines[worker] = _Line(socket, watch, address, self._plane.clock(), self._plane.limits.redial_s)
+        for each in _polled(line):
+            self._plane.poller.register(each, zmq.POLLIN)
         return line
 
     def _hang_up(self, worker: WorkerId, linger_s: float = 0.0) -> None:
         line = self._lines.pop(worker)
-        for each in (line.socket, line.watch.events):
+        for each in _polled(line):
             self._plane.poller.unregister(each)
         line.socket.close(linger=int(linger_s * 1000))
-        line.watch.events.close(linger=0)
+        if line.watch is not None:
+            line.watch.events.close(linger=0)
+
+
+def _polled(line: _Line) -> list[Socket]:
+    return [line.socket] if line.watch is None else [line.socket, line.watch.events]
 
 
 def _queued(socket: Socket, frame: bytes) -> bool:

@@ -79,6 +79,7 @@ class RankDialler:
         rank = rank_name(invitation.rank)
         peers = {ENGINE: invitation.engine_public, rank: invitation.rank_public}
         keyring = Keyring(ENGINE, invitation.engine_public, invitation.engine_secret, peers, ())
-        line = Dialler(SocketPlane(keyring, LIMITS, clock, self._context, self._poller, self.counters))
+        plane = SocketPlane(keyring, LIMITS, clock, self._context, self._poller, self.counters)
+        line = Dialler(plane, watches=False)  # a rank's link knows by itself when it is lost
         line.set_directory({rank: (invitation.endpoint, invitation.rank_public)})
         return line

@@ -6,8 +6,10 @@ what is due: a peer that writes more, in ever other pieces, is not recorded any 
 
 from __future__ import annotations
 
+import bisect
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import TypeAlias
 
 import numpy as np
@@ -20,6 +22,9 @@ from kvbaton.transports.core.transport import Spans
 
 RUNS_MIN = 1 << 12
 """Of a record, at least: an honest writer's pieces come in any order, and become one run as their neighbours come."""
+
+FEW = 64
+"""Rows for which lists are faster than arrays: of a short prompt, those of most layers."""
 
 AT_ONCE = 1 << 18
 """Rows of an area that are compared at once: a few megabytes."""
@@ -51,7 +56,7 @@ class WriteRecord:
 
     def missing_bytes(self) -> int:
         """Of what is due. A row of which a part is missing counts whole."""
-        return sum(_missing(area, runs_of(self._by_region[area.region])) for area in self.due)
+        return sum(_missing_of(area, self._by_region[area.region]) for area in self.due)
 
     def _condense(self) -> None:
         """Neighbours as one run, and what was written twice once; if that is still too much, it is nothing."""
@@ -113,6 +118,29 @@ class WriteRecords:
     def clear(self) -> None:
         self._by_job.clear()
         self._lenders.clear()
+
+
+def _missing_of(area: Area, record: Sequence[Spans]) -> int:
+    few = len(area.rows) // 2 * len(area.shifts) <= FEW and sum(map(len, record)) // 2 <= FEW
+    return _missing_few(area, record) if few else _missing(area, runs_of(record))
+
+
+def _missing_few(area: Area, record: Iterable[Spans]) -> int:
+    """The same as `_missing`, without the price of two dozen arrays."""
+    runs: list[list[int]] = []
+    for start, size in sorted((pairs[at], pairs[at + 1]) for pairs in record for at in range(0, len(pairs), 2)):
+        if runs and start <= runs[-1][1]:
+            runs[-1][1] = max(runs[-1][1], start + size)
+        else:
+            runs.append([start, start + size])
+    missing = 0
+    for shift in area.shifts:
+        for at in range(0, len(area.rows), 2):
+            start, size = area.rows[at] + shift, area.rows[at + 1]
+            run = bisect.bisect_right(runs, start, key=itemgetter(0)) - 1
+            if run < 0 or runs[run][1] < start + size:
+                missing += size
+    return missing
 
 
 def runs_of(record: Iterable[Spans]) -> Runs:
