@@ -51,7 +51,3 @@ class Area(msgspec.Struct, frozen=True):
     region: int
     rows: array[int]  # (offset, bytes) pairs
     shifts: array[int]  # offsets
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.rows[1::2]) * len(self.shifts)

@@ -164,7 +164,7 @@ def _missing(area: Area, runs: Runs) -> int:
     if not len(rows):
         return 0
     if not len(starts):
-        return area.bytes
+        return int(rows[:, 1].sum()) * len(shifts)
     missing, step = 0, max(1, AT_ONCE // len(rows))
     for first in range(0, len(shifts), step):
         offsets = shifts[first : first + step, None] + rows[:, 0]
