@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import zlib
 from collections.abc import Callable, Generator
 from types import SimpleNamespace
@@ -208,6 +209,8 @@ def _sealed() -> bytes:
 
 class Canned:
     """A socket whose other end has said `data` and then closed."""
+
+    family = socket.AF_UNIX
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0

@@ -173,7 +173,7 @@ def _slow(plan: Plan, rng: random.Random) -> Plan:
         _reshaped(plan, reshape), lambda each: msgspec.structs.replace(each, settings=times, transports=("tcp",))
     )
     copies = TransportFaults(slow=1.0, slow_s=0.6 * SLOW_S, queue_max=1)
-    return msgspec.structs.replace(plan, copies=copies, requests=3, apart_s=5.5 * SLOW_S, push=float(push))
+    return msgspec.structs.replace(plan, copies=copies, requests=2, apart_s=9.0 * SLOW_S, push=float(push))
 
 
 def _judged(plan: Plan, rng: random.Random) -> Plan:
