@@ -58,6 +58,8 @@ demo: $(VENV)/.serve ## set up, run a cluster and compare every answer with an a
 # output comes at the end, or half-way when it failed; whatever fails has the last word.
 SETUP_LOG := .vllm-setup.log
 BEHIND_LOG := build/behind.log
+# Without the lines that only say "so far, so good": what failed must not be lost among hundreds of them.
+BEHIND = grep -v '^[.]* *\[ *[0-9]*%\]$$\|^bringing up nodes\| rule .* seed [0-9]*$$' $(BEHIND_LOG)
 ENVIRONMENTS_MADE := build/.environments
 VLLM_MADE := build/.vllm
 TIMES := build/times
@@ -73,11 +75,10 @@ test: ## set up and check everything that this project claims
 	nice -n 19 $(MAKE) --no-print-directory JOBS=1 behind > $(BEHIND_LOG) 2>&1 & behind=$$!; \
 	$(MAKE) --no-print-directory $(FOR_TESTS) && touch $(ENVIRONMENTS_MADE) || exit 1; \
 	$(MAKE) --no-print-directory timed || exit 1; \
-	! grep -q '\*\*\*.*Error' $(BEHIND_LOG) || { cat $(BEHIND_LOG); exit 1; }; \
+	! grep -q '\*\*\*.*Error' $(BEHIND_LOG) || { $(BEHIND); exit 1; }; \
 	wait $$setup || { cat $(SETUP_LOG); exit 1; }; \
 	$(MAKE) --no-print-directory vllm-test || exit 1; \
-	wait $$behind || { cat $(BEHIND_LOG); exit 1; }; \
-	grep -v '^[.]* *\[ *[0-9]*%\]$$\|^bringing up nodes\| rule .* seed [0-9]*$$' $(BEHIND_LOG)
+	wait $$behind || { $(BEHIND); exit 1; }; $(BEHIND)
 	@$(BIN)/python tools/slowest_tests.py $(TIMES)
 
 behind: computed

@@ -6,8 +6,8 @@ from collections import Counter
 
 import msgspec
 
-from kvbaton.proof.sim.checks.checkers import check_at_rest, check_healthy, check_planes, check_recovery, check_steps
-from kvbaton.proof.sim.hardship.world_plan import FAULTY_S, PROBE_S, REST_S, draw
+from kvbaton.proof.sim.course import run_course
+from kvbaton.proof.sim.hardship.world_plan import draw
 from kvbaton.proof.sim.promises import Broken
 from kvbaton.proof.sim.questions.exam import asked
 from kvbaton.proof.sim.questions.exam_bank import BANK
@@ -50,24 +50,10 @@ def run_seed(seed: int, asks: bool = True) -> Result:
             run_benches(seed)
             asked(BANK, seed)
         cluster = Cluster(world, plan)
-        world.run(FAULTY_S)
-        cluster.heal()
-        world.run(FAULTY_S + REST_S)
-        check_at_rest(cluster)
-        check_healthy(cluster)
-        before = cluster.delivered()
-        probes = cluster.probe()
-        world.run(FAULTY_S + REST_S + PROBE_S)
-        check_at_rest(cluster)
-        check_recovery(cluster, before, probes)
-        check_planes(cluster, FAULTY_S)
-        check_steps(cluster)
+        run_course(cluster)
         beside += [turn_world(seed), side_world(seed)]
     except Broken as broken:
         result.holds, result.promise, result.what = False, broken.promise, broken.what
-    finally:
-        if cluster is not None:
-            _end(cluster)
     result.story = list(world.story)
     for each in (cluster, *beside):
         if each is not None:
@@ -75,13 +61,6 @@ def run_seed(seed: int, asks: bool = True) -> Result:
     result.events, result.sim_seconds = world.events, world.now
     result.faults, result.trace_hash = dict(sorted(world.faults.items())), world.trace_hash()
     return result
-
-
-def _end(cluster: Cluster) -> None:
-    """Nothing of a world goes on after it, not even when it is collected."""
-    for life in cluster.every_life:
-        if life.ranks is not None and life.ranks.store is not None:
-            life.ranks.store.abandon()
 
 
 def _count(cluster: Cluster, result: Result) -> None:

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from kvbaton.proof.sim.checks.checkers import check_at_rest, check_healthy, check_planes, check_recovery, check_steps
-from kvbaton.proof.sim.hardship.world_plan import FAULTY_S, HEALTHY, PROBE_S, REST_S, Plan, draw
+from kvbaton.proof.sim.course import run_course
+from kvbaton.proof.sim.hardship.world_plan import HEALTHY, Plan, draw
 from kvbaton.proof.sim.promises import Broken
 from kvbaton.proof.sim.world.life import Character
 from kvbaton.proof.sim.world.rank_links import RankTraits
@@ -51,18 +51,7 @@ def side_world(seed: int) -> Cluster | None:
     world, plan = _drawn(seed, kind)
     cluster = Cluster(world, plan)
     try:
-        world.run(FAULTY_S)
-        cluster.heal()
-        world.run(FAULTY_S + REST_S)
-        check_at_rest(cluster)
-        check_healthy(cluster)
-        before = cluster.delivered()
-        probes = cluster.probe()
-        world.run(FAULTY_S + REST_S + PROBE_S)
-        check_at_rest(cluster)
-        check_recovery(cluster, before, probes)
-        check_planes(cluster, FAULTY_S)
-        check_steps(cluster)
+        run_course(cluster)
     except Broken as broken:
         raise Broken(broken.promise, f"in the world of {kind.name} beside it, {broken.what}") from None
     return cluster

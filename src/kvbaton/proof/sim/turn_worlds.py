@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import msgspec
 
-from kvbaton.proof.sim.checks.checkers import check_at_rest, check_recovery
+from kvbaton.proof.sim.course import run_course
 from kvbaton.proof.sim.hardship.removals import with_removals
-from kvbaton.proof.sim.hardship.world_plan import FAULTY_S, PROBE_S, REST_S, Plan, draw
+from kvbaton.proof.sim.hardship.world_plan import Plan, draw
 from kvbaton.proof.sim.promises import Broken
 from kvbaton.proof.sim.world.life import Character
 from kvbaton.proof.sim.world.sim_cluster import Cluster
@@ -32,15 +32,7 @@ def turn_world(seed: int) -> Cluster | None:
     world, plan = _drawn(seed)
     cluster = Cluster(world, plan)
     try:
-        world.run(FAULTY_S)
-        cluster.heal()
-        world.run(FAULTY_S + REST_S)
-        check_at_rest(cluster)
-        before = cluster.delivered()
-        probes = cluster.probe()
-        world.run(FAULTY_S + REST_S + PROBE_S)
-        check_at_rest(cluster)
-        check_recovery(cluster, before, probes)
+        run_course(cluster, converses=True)
     except Broken as broken:
         raise Broken(broken.promise, f"in the world of turns beside it, {broken.what}") from None
     return cluster
