@@ -34,7 +34,7 @@ VLLM_PIP := $(VLLM_BIN)/pip $(INSTALL) -qq
 # Tests start hundreds of processes: where nothing is kept, each compiles all of src anew, a third of its start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test behind vllm-beside test-core test-full computed timed check lint types layers unit coverage simulated fuzzed pythons runtime processes clusters sim mutants sim-coverage bench bench-router fuzz fuzz-own
+.PHONY: help demo test vllm-beside test-core test-full computed timed check lint types layers unit coverage simulated fuzzed pythons runtime processes clusters sim mutants sim-coverage bench bench-router fuzz fuzz-own
 .PHONY: dist docs docs-build docs-env docs-test clean planes planes-env seeing
 .PHONY: vllm vllm-nixl vllm-test vllm-full vllm-matrix upstream-test conformance gpu-test ray ray-test dynamo-test
 
@@ -53,42 +53,37 @@ demo: $(VENV)/.serve ## set up, run a cluster and compare every answer with an a
 	@echo "            make test                          every claim of this project, checked"
 
 # Everything that is claimed: under twenty minutes on two cores. vLLM is installed the first time, while the rest runs.
-# What only computes, in simulated time or none, and then the connector held to vLLM's scheduler, are one job of low
-# priority that takes what real processes with real time-outs leave of the machine: these it must never starve. Its
-# output comes at the end, or half-way when it failed; whatever fails has the last word.
+# What only computes, in simulated time or none, is one job of low priority that takes what real processes with real
+# time-outs leave of the machine: these it must never starve. Its output comes at the end, or half-way when it failed;
+# whatever fails has the last word.
 SETUP_LOG := .vllm-setup.log
 BEHIND_LOG := build/behind.log
 # Without the lines that only say "so far, so good": what failed must not be lost among hundreds of them.
 BEHIND = grep -v '^[.]* *\[ *[0-9]*%\]$$\|^bringing up nodes\| rule .* seed [0-9]*$$' $(BEHIND_LOG)
 ENVIRONMENTS_MADE := build/.environments
-VLLM_MADE := build/.vllm
 TIMES := build/times
 JOBS ?= 2
 FOR_TESTS := $(VENV)/.planes $(ROUTER_VENV)/.ready $(DOCS_VENV)/.ready .tools/.ready
 PYTEST = $(BIN)/pytest --junitxml=$(TIMES)/$@.xml
 AWAIT = until [ -e $(1) ]; do sleep 1; done
 test: ## set up and check everything that this project claims
-	@rm -rf $(TIMES) $(BEHIND_LOG) $(ENVIRONMENTS_MADE) $(VLLM_MADE); mkdir -p $(TIMES)
+	@rm -rf $(TIMES) $(BEHIND_LOG) $(ENVIRONMENTS_MADE); mkdir -p $(TIMES)
 	@$(MAKE) --no-print-directory vllm-beside > $(SETUP_LOG) 2>&1 & setup=$$!; \
 	trap 'exit 130' INT TERM; trap 'kill $$setup $$behind 2> /dev/null' EXIT; \
 	$(MAKE) --no-print-directory lint || exit 1; \
-	nice -n 19 $(MAKE) --no-print-directory JOBS=1 behind > $(BEHIND_LOG) 2>&1 & behind=$$!; \
+	nice -n 19 $(MAKE) --no-print-directory JOBS=1 computed > $(BEHIND_LOG) 2>&1 & behind=$$!; \
 	$(MAKE) --no-print-directory $(FOR_TESTS) && touch $(ENVIRONMENTS_MADE) || exit 1; \
 	$(MAKE) --no-print-directory timed || exit 1; \
 	! grep -q '\*\*\*.*Error' $(BEHIND_LOG) || { $(BEHIND); exit 1; }; \
 	wait $$setup || { cat $(SETUP_LOG); exit 1; }; \
-	$(MAKE) --no-print-directory vllm-test || exit 1; \
+	$(MAKE) --no-print-directory vllm-test conformance || exit 1; \
 	wait $$behind || { $(BEHIND); exit 1; }; $(BEHIND)
 	@$(BIN)/python tools/slowest_tests.py $(TIMES)
-
-behind: computed
-	@$(call AWAIT,$(VLLM_MADE))
-	@$(MAKE) --no-print-directory conformance
 
 # Of two that install this project at once, one would find what it compiles half written.
 vllm-beside: $(VLLM_VENV)/.engine
 	@$(call AWAIT,$(ENVIRONMENTS_MADE))
-	@$(MAKE) --no-print-directory $(VLLM_VENV)/.planes && touch $(VLLM_MADE)
+	@$(MAKE) --no-print-directory $(VLLM_VENV)/.planes
 
 # What needs no vLLM: what only computes, and what real time passes in.
 test-core: lint computed timed ## all that needs no vLLM
@@ -203,8 +198,9 @@ sim: $(VENV)/.dev ## 150 simulated clusters, and the seeds that alarmed once
 	$(BIN)/kvbaton sim --seeds 0..149 --jobs $(JOBS)
 	$(BIN)/kvbaton sim --kept
 
+# Two processes also in `make test`, where this comes last: then the other core has nothing to do.
 mutants: $(VENV)/.dev ## every mutant until the simulator catches it
-	$(BIN)/kvbaton sim --mutants --jobs $(JOBS)
+	$(BIN)/kvbaton sim --mutants --jobs 2
 
 # Which lines of the product simulated clusters reach, and why not the others.
 sim-coverage: $(VENV)/.dev ## lines that simulated clusters reach

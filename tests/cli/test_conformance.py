@@ -160,3 +160,21 @@ def test_a_process_that_was_stopped_is_seen_to_have_stood_still() -> None:
     time.sleep(3 * STALL_S)  # what is measured, not waited for
     stopped.send_signal(signal.SIGCONT)
     assert stopped.communicate("\n", timeout=30)[0] == "True\n"
+
+
+def test_a_thread_that_waits_for_a_processor_is_seen_though_the_meter_is_run() -> None:
+    """Two busy processes on one core each get half of it; whoever sleeps in between is woken in time."""
+    said = (
+        "import os, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+        "from kvbaton.proof.conformance.stalls import STALL_S, StallMeter\n"
+        "rival = os.fork()\n"
+        "if not rival:\n"
+        "    while os.getppid() > 1 and time.process_time() < 60: pass\n"
+        "    os._exit(0)\n"
+        "begun = time.monotonic()\n"
+        "with StallMeter() as meter:\n"
+        "    while meter.queued_s < STALL_S and time.monotonic() - begun < 30: pass\n"
+        "os.kill(rival, 9); print(meter.stalled)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, timeout=90, check=True)
+    assert done.stdout == "True\n"

@@ -5,19 +5,28 @@ Law: only what was *not in time* is excused by it, and only to be run again; a w
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+from pathlib import Path
 
 BEAT_S = 0.02
 STALL_S = 0.1
 """A quarter of the shortest time-out that a case sets."""
+THREADS = Path("/proc/self/task")
 
 
 class StallMeter:
-    """Measures, while it is entered, by how much the worst of its short sleeps was too long."""
+    """Measures, while it is entered, how long this process was kept waiting for a processor.
+
+    By the worst of its short sleeps: all of it stood still. And by what the kernel says of each thread, where it does
+    (Linux): the others may wait for long while one that sleeps is run whenever it wakes.
+    """
 
     def __init__(self) -> None:
         self.worst_s = 0.0
+        self._before = _waited_s()
+        self._now = self._before
         self._over = threading.Event()
         self._beats = threading.Thread(target=self._measure, name="stall-meter", daemon=True)
 
@@ -30,8 +39,13 @@ class StallMeter:
         self._beats.join()
 
     @property
+    def queued_s(self) -> float:
+        """How long its threads together were ready to run and did not."""
+        return sum(waited - self._before.get(thread, 0.0) for thread, waited in self._now.items())
+
+    @property
     def stalled(self) -> bool:
-        return self.worst_s >= STALL_S
+        return max(self.worst_s, self.queued_s) >= STALL_S
 
     def _measure(self) -> None:
         over = False
@@ -39,3 +53,14 @@ class StallMeter:
             begun = time.monotonic()
             over = self._over.wait(BEAT_S)
             self.worst_s = max(self.worst_s, time.monotonic() - begun - BEAT_S)
+            self._now = {**self._now, **_waited_s()}  # those that have ended count with what they were seen at last
+
+
+def _waited_s() -> dict[str, float]:
+    """Of each thread the seconds it has waited in a run queue."""
+    waited = {}
+    with contextlib.suppress(OSError):
+        for thread in THREADS.iterdir():
+            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
+                waited[thread.name] = int((thread / "schedstat").read_text().split()[1]) / 1e9
+    return waited

@@ -55,11 +55,12 @@ def run_seed(seed: int, asks: bool = True) -> Result:
     except Broken as broken:
         result.holds, result.promise, result.what = False, broken.promise, broken.what
     result.story = list(world.story)
-    for each in (cluster, *beside):
-        if each is not None:
-            _count(each, result)
+    ran = [each for each in (cluster, *beside) if each is not None]
+    for each in ran:
+        _count(each, result)
     result.events, result.sim_seconds = world.events, world.now
-    result.faults, result.trace_hash = dict(sorted(world.faults.items())), world.trace_hash()
+    result.faults = dict(sorted(world.faults.items()))
+    result.trace_hash = "".join(each.world.trace_hash() for each in ran)
     return result
 
 
