@@ -6,15 +6,19 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
+from kvbaton.control.keyring import Keyring
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK, StoreEnded
-from kvbaton.protocol.ids import PutId
+from kvbaton.protocol.ids import PutId, WorkerId
+from kvbaton.protocol.machines.origins import Origins, mark_of
 from kvbaton.ranks.engine_store import EngineStore, ShelfSettings, StoreTold
 from kvbaton.ranks.store_interface import OrderEnded, OrderId
-from kvbaton.ranks.store_trust import ShelfTrust
+from kvbaton.ranks.store_trust import ShelfTrust, bind_store
+from kvbaton.store.value_trust import writer_id
 
 HASHES = [bytes([number]) * 32 for number in range(6)]
 KEYS = tuple(HASHES)
@@ -290,3 +294,37 @@ def test_pins_of_all_ranks_are_summed_and_a_shelf_needs_ranks() -> None:
     assert made()[0].pins == 4
     with pytest.raises(ValueError, match="ranks"):
         EngineStore([])
+
+
+class _Member:
+    """A node whose keys can be exchanged, and a shelf that takes whatever trust it is given."""
+
+    def __init__(self, keyring: Keyring) -> None:
+        self.keyring = keyring
+        self.on_keys: list[Callable[[Keyring], object]] = []
+        self.ledger = SimpleNamespace(desk=SimpleNamespace(origins=Origins()))
+        self.provenance = SimpleNamespace(on_taken=None)
+        self.set_trust = lambda trust: None
+        bind_store(self, self)  # type: ignore[arg-type]
+
+    def takes(self, *named: bytes) -> bool:
+        return self.provenance.on_taken(named)  # type: ignore[no-any-return]
+
+
+def _keys(*names: str, removed: tuple[str, ...] = ()) -> Keyring:
+    peers = {WorkerId(name): name[:1] * 40 for name in names}
+    return Keyring(
+        WorkerId("d0"), "d" * 40, "s" * 40, peers, (bytes(32),), removed_names=frozenset(map(WorkerId, removed))
+    )
+
+
+def test_a_value_that_is_reported_after_its_writer_was_removed_is_not_taken() -> None:
+    """A rank checked it in time, and by now no key says whose it is: it was taken, with an origin that nobody knows."""
+    member = _Member(_keys("d0", "p0", "q0"))
+    theirs, others = (writer_id(f"{name} {name[:1] * 40}") for name in ("p0", "q0"))
+    assert member.takes(theirs) and member.takes(others)
+    member.keyring = _keys("d0", "q0", removed=("p0",))
+    assert not member.takes(theirs) and not member.takes(others, theirs)
+    assert member.takes(others) and member.takes(mark_of("left0")), "one that only left is an origin like any other"
+    member.keyring = _keys("d0", "p0", "q0", removed=("p0",))
+    assert member.takes(theirs), "its key is in use again"

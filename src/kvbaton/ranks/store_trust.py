@@ -77,11 +77,12 @@ def _unkeyed() -> ShelfTrust:
 
 def bind_store(shelf: EngineStore, node: ClusterNode) -> None:
     """The shelf believes whom the node's keys name, from now on; the node knows from whom values came."""
+    writers = _Writers(node.keyring)
 
-    def taken(writers: tuple[bytes, ...]) -> bool:
+    def taken(named: tuple[bytes, ...]) -> bool:
         keyring = node.keyring
-        origins = taken_from(keyring, writers)
-        if any(map(keyring.is_gone, origins)):
+        origins = taken_from(keyring, named)
+        if writers.have_gone(named, keyring) or any(map(keyring.is_gone, origins)):
             return False
         me = keyring.origin_of(keyring.name)
         node.ledger.desk.origins.note(origin for origin in origins if origin != me)
@@ -90,6 +91,23 @@ def bind_store(shelf: EngineStore, node: ClusterNode) -> None:
     shelf.provenance.on_taken = taken
     shelf.set_trust(trust_of(node.keyring))
     node.on_keys.append(lambda keyring: shelf.set_trust(trust_of(keyring)))
+
+
+class _Writers:
+    """Writers who are believed no more. A rank may have checked a value while its writer still was, and its report may
+    come after the removal: by then no key says whose that value is."""
+
+    def __init__(self, keyring: Keyring) -> None:
+        self._keyring, self._believed = keyring, trust_of(keyring).writers
+        self._gone: dict[bytes, None] = {}
+
+    def have_gone(self, named: Sequence[bytes], keyring: Keyring) -> bool:
+        """Whether one of these is among them by now."""
+        if keyring is not self._keyring:
+            believed = trust_of(keyring).writers
+            gone = [each for each in (*self._gone, *self._believed) if each not in believed]
+            self._keyring, self._believed, self._gone = keyring, believed, dict.fromkeys(gone[-WRITERS_MAX:])
+        return not self._gone.keys().isdisjoint(named)
 
 
 def taken_from(keyring: Keyring, writers: Sequence[bytes]) -> list[str]:

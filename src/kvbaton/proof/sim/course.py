@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from kvbaton.proof.sim.checks.checkers import check_at_rest, check_healthy, check_planes, check_recovery, check_steps
 from kvbaton.proof.sim.hardship.world_plan import FAULTY_S, PROBE_S, REST_S
+from kvbaton.proof.sim.promises import Broken
 from kvbaton.proof.sim.world.sim_cluster import Cluster
 
 
-def run_course(cluster: Cluster, *, converses: bool = False) -> None:
+def run_course(cluster: Cluster, *, where: str = "", converses: bool = False) -> None:
     """Raise `Broken` if a promise was broken. Where clients converse, turns come and go: less is demanded."""
     world = cluster.world
     try:
@@ -25,6 +26,9 @@ def run_course(cluster: Cluster, *, converses: bool = False) -> None:
         if not converses:
             check_planes(cluster, FAULTY_S)
             check_steps(cluster)
+    except Broken as broken:
+        broken.what, broken.story = where + broken.what, list(world.story)
+        raise
     finally:
         _end(cluster)
 

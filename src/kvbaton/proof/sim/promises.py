@@ -17,3 +17,4 @@ class Broken(BaseException):
         super().__init__(f"{promise}: {what}")
         self.promise = promise
         self.what = what
+        self.story: list[str] = []  # of the world, when that is over

@@ -54,7 +54,8 @@ def run_seed(seed: int, asks: bool = True) -> Result:
         beside += [turn_world(seed), side_world(seed)]
     except Broken as broken:
         result.holds, result.promise, result.what = False, broken.promise, broken.what
-    result.story = list(world.story)
+        result.story = broken.story
+    result.story = result.story or list(world.story)
     ran = [each for each in (cluster, *beside) if each is not None]
     for each in ran:
         _count(each, result)

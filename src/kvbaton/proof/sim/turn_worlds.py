@@ -10,7 +10,6 @@ import msgspec
 from kvbaton.proof.sim.course import run_course
 from kvbaton.proof.sim.hardship.removals import with_removals
 from kvbaton.proof.sim.hardship.world_plan import Plan, draw
-from kvbaton.proof.sim.promises import Broken
 from kvbaton.proof.sim.world.life import Character
 from kvbaton.proof.sim.world.sim_cluster import Cluster
 from kvbaton.proof.sim.world.world import World
@@ -31,10 +30,7 @@ def turn_world(seed: int) -> Cluster | None:
         return None
     world, plan = _drawn(seed)
     cluster = Cluster(world, plan)
-    try:
-        run_course(cluster, converses=True)
-    except Broken as broken:
-        raise Broken(broken.promise, f"in the world of turns beside it, {broken.what}") from None
+    run_course(cluster, where="in the world of turns beside it, ", converses=True)
     return cluster
 
 

@@ -40,7 +40,7 @@ _R = Reason
 _RANKS = ("rank_stalls", "rank_lost", "rank_link_cut", "rank_plane_threw", "rank_reports_late", "rank_frame_garbled")
 _THREW = ("port_threw", "port_threw_late", "port_threw_slow")
 _PAUSED = ("paused_process", "paused_loop", "paused_engine")
-_CUT = ("lost", "partitioned", "delayed", *_PAUSED, "crashed", "retired", *_THREW, *_RANKS)
+_CUT = ("lost", "partitioned", "delayed", "receive_threw", *_PAUSED, "crashed", "retired", *_THREW, *_RANKS)
 _LEFT = ("aborted", "discarded", "retired", "cache_replaced")
 _APART = ("crashed", "retired", "said_gone", "plane_shut", *_THREW, *_RANKS)
 _STUCK = ("slow_copy", "stalled_copy", "failed_copy", "queued_copy", *_CUT)
@@ -159,13 +159,14 @@ class Causes:
         if life.character.name in self._liars:
             return
         desk, begun = life.node.ledger.desk, dict[int, tuple[Begun, float]]()
-        leased = dict[int, tuple[Begun, float]]()
+        leased, asked = dict[int, tuple[Begun, float]](), list[Begun]()
 
         def on_mark(mark: Mark) -> None:
             if isinstance(mark.what, Begun):
                 self._born.setdefault(mark.what.handoff, self._world.now)
                 if mark.side is Side.DECODE:
                     begun[mark.key] = mark.what, mark.at
+                    asked.append(mark.what)
                     self._note_unpaired(life, mark.what)
                 else:
                     leased[mark.key] = mark.what, mark.at if mark.detail else NO_TURN
@@ -184,11 +185,14 @@ class Causes:
         self._note_stuck(life)
         watch(life)
         desk.marks = HeardMarks(on_mark)
-        life.on_step = self._after_step(life, life.on_step)
+        life.on_step = self._after_step(life, life.on_step, asked)
 
-    def _after_step(self, life: Life, listens: Callable[[], None]) -> Callable[[], None]:
+    def _after_step(self, life: Life, listens: Callable[[], None], asked: list[Begun]) -> Callable[[], None]:
         def after_step() -> None:
             listens()
+            for each in asked:  # a pair that had to take a worse plane has given up its link for this handoff (rule 23)
+                self._note_unpaired(life, each)
+            asked.clear()
             check_streamed(life)
             if not self._liars and is_full(life):  # a table that is full refuses the next one; a liar has its share
                 self._world.touch(FULL, life.character.name)

@@ -22,12 +22,13 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+from kvbaton.proof.sim.checks.cards import absurdity
 from kvbaton.proof.sim.checks.witness import Witness
 from kvbaton.proof.sim.liars.liar_acts import Mischief
 from kvbaton.proof.sim.liars.liar_fields import Place
 from kvbaton.proof.sim.liars.liar_listener import Listener
 from kvbaton.proof.sim.liars.sim_liar import Liar, role_in
-from kvbaton.proof.sim.promises import HANG, LEAK, STRANGER, WRONG, Broken
+from kvbaton.proof.sim.promises import HANG, LEAK, RULE, STRANGER, WRONG, Broken
 from kvbaton.proof.sim.world.life import Character, Life
 from kvbaton.proof.sim.world.sim_network import Network
 from kvbaton.proof.sim.world.sim_transport import Fabric, SimTransport, astray
@@ -139,6 +140,7 @@ class Company:
         self._seen: dict[tuple[WorkerId, int, str, object], float] = {}
         self._opened: set[tuple[PeerId, WorkerId]] = set()  # honest members, and to whom they have lent anything
         self._witness: Witness | None = None
+        self._looked_at: dict[int, EngineLayout] = {}
 
     # --- the world's side
 
@@ -261,6 +263,7 @@ class Company:
         self._check_parked(life)
         self._check_ages(life)
         self._check_shares(life)
+        self._check_cards(life)
         if len(life.node.ledger.desk.counts) > COUNTERS_MAX:
             raise Broken(LEAK, f"{life.peer.worker}: {len(life.node.ledger.desk.counts)} counters")
 
@@ -326,6 +329,15 @@ class Company:
             ):
                 if count > limit:
                     raise Broken(LEAK, f"{life.peer.worker}: {count} {what} of {name}, at most {limit}")
+
+    def _check_cards(self, life: Life) -> None:
+        """What a liar says of its memory is believed only if it can be."""
+        for name in self.names:
+            for layout in _believed(life, self.lives[name]) if name in self.lives else ():
+                if id(layout) not in self._looked_at:
+                    self._looked_at[id(layout)] = layout  # kept: its number is not another's
+                    if what := absurdity(layout):
+                        raise Broken(RULE, f"{life.peer.worker} believes {name}: {what}")
 
     def _spare(self, life: Life) -> None:
         """Compare nothing that a liar computed, and nothing in its own memory."""

@@ -55,6 +55,10 @@ def _kept_for_ever(original: Any) -> Any:
     return forgotten
 
 
+def _reports_are_of_today(original: Any) -> Any:
+    return lambda self, named, keyring: False
+
+
 def _writers_unheard(original: Any) -> Any:
     def taken_from(keyring: Any, writers: Any) -> list[str]:
         return []
@@ -79,4 +83,6 @@ ORIGIN_MUTANTS: tuple[Mutant, ...] = (
            swap(Consumer, "void", _all_asked_for)),
     Mutant("store_values_of_nobody", "36", "what came from the store has no origins",
            swap(store_trust.__dict__, "taken_from", _writers_unheard)),
+    Mutant("writer_gone_since_the_check", "36", "a rank reports a value after its writer was removed",
+           swap(store_trust._Writers, "have_gone", _reports_are_of_today)),
 )  # fmt: skip

@@ -128,7 +128,7 @@ class SimControl:
     def receive(self) -> Sequence[tuple[WorkerId, bytes]]:
         throws = self.network.faults.throws
         if throws and self.inbox and self.network.world.chance(throws):
-            self.network.world.faults["receive_threw"] += 1
+            self.network.world.strike("receive_threw", self._me)
             raise InjectedFault("the simulated control plane threw")
         frames, self.inbox = self.inbox, []
         return frames
