@@ -123,6 +123,8 @@ def _check_told(ranks: LinkedRanks) -> None:
 
 def _check_resent(ranks: LinkedRanks) -> None:
     """Where nothing was lost or slow, nothing is sent again."""
+    if ranks.carrier.engine.was_paused:  # and spoke before it read what had come meanwhile
+        return
     for rank in ranks.ranks:
         channel, host = ranks.carrier.channels[rank.number], rank.host
         assert host is not None

@@ -53,6 +53,7 @@ class SimProcess:
 
     alive: bool = True
     paused: bool = False
+    was_paused: bool = False
     loops: list[SimLoop] = field(default_factory=list)
 
     @property
@@ -61,6 +62,7 @@ class SimProcess:
 
     def pause(self, paused: bool) -> None:
         self.paused = paused
+        self.was_paused |= paused
         for loop in self.loops:
             loop.wake()
 

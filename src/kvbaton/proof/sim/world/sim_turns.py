@@ -133,7 +133,7 @@ class EngineTurns:
         if request.aborted:
             engine._remove(request)
         elif failed is None:
-            self._is_there(request, upto, "as taken from the turn before")
+            self._has_come(request, upto)
             request.computed = upto
             engine.world.faults["turns_taken"] += 1
             engine._start_prefill(request)
@@ -159,6 +159,17 @@ class EngineTurns:
             raise Broken(NEEDLESS, f"{engine.name}: {request.id} is not kept for the next turn, with room for it")
         if not kept:
             engine.world.touch("turn_unkept", handoff_of(request.keep))
+
+    def _has_come(self, request: SimRequest, upto: int) -> None:
+        """Of what lay here before, a step in flight may still compute a part: then the next step looks at it."""
+        device, size = self._engine.device, self._engine.shape.block_tokens
+        first = -(-request.first_token // size)
+        if not any(device.writing[block] for ids in request.blocks for block in ids[:first]):
+            self._is_there(request, upto, "as taken from the turn before")
+            return
+        request.fetched = True
+        for blank in device.blank:
+            blank.difference_update(block for ids in request.blocks for block in ids[first : -(-upto // size)])
 
     def _is_there(self, request: SimRequest, tokens: int, when: str) -> None:
         """What was loaded is as good as computed, once it has been looked at."""
