@@ -259,12 +259,14 @@ def opens_its_timeline_by_keyboard(page: Page, find: str) -> None:
     while page.evaluate("document.activeElement.dataset.find") != find:
         assert time.monotonic() < deadline
         page.keyboard.press("ArrowDown")
-    reason = button.get_attribute("data-reason")
     page.keyboard.press("Enter")
     drawer = page.locator("#drawer")
     for lane in ("router", "decode"):
         expect(drawer.locator(f'[data-lane="{lane}"]')).to_be_attached()
-    expect(drawer.locator(".verdict .reason")).to_have_text((reason or "").replace("_", " "))
+    verdict = drawer.locator(".verdict .reason")
+    wait_for(  # the list is joined once in a while: what D said of it may come there after the router's reason
+        lambda: verdict.inner_text() == (button.get_attribute("data-reason") or "").replace("_", " "), DEADLINE_S
+    )
     expect(drawer.locator(".ids")).to_contain_text(find)
     expect(drawer.locator(".moments tbody tr").first).to_be_visible()
 
