@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -71,7 +70,6 @@ class Spins(TcpTransport):
         super().register(region, memory)
 
         def spin() -> None:
-            time.sleep(0.0001)
             self._loops[0].call(spin)
 
         self._loops[0].call(spin)
