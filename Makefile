@@ -200,7 +200,7 @@ sim: $(VENV)/.dev ## 150 simulated clusters, and the seeds that alarmed once
 
 # Two processes also in `make test`, where this comes last: then the other core has nothing to do.
 mutants: $(VENV)/.dev ## every mutant until the simulator catches it
-	$(BIN)/kvbaton sim --mutants --jobs 2
+	$(BIN)/kvbaton sim --mutants --jobs $(if $(filter 1,$(JOBS)),2,$(JOBS))
 
 # Which lines of the product simulated clusters reach, and why not the others.
 sim-coverage: $(VENV)/.dev ## lines that simulated clusters reach

@@ -307,6 +307,11 @@ class _Member:
         self.set_trust = lambda trust: None
         bind_store(self, self)  # type: ignore[arg-type]
 
+    def renew(self, keyring: Keyring) -> None:
+        self.keyring = keyring
+        for take in self.on_keys:
+            take(keyring)
+
     def takes(self, *named: bytes) -> bool:
         return self.provenance.on_taken(named)  # type: ignore[no-any-return]
 
@@ -323,8 +328,15 @@ def test_a_value_that_is_reported_after_its_writer_was_removed_is_not_taken() ->
     member = _Member(_keys("d0", "p0", "q0"))
     theirs, others = (writer_id(f"{name} {name[:1] * 40}") for name in ("p0", "q0"))
     assert member.takes(theirs) and member.takes(others)
-    member.keyring = _keys("d0", "q0", removed=("p0",))
+    member.renew(_keys("d0", "q0", removed=("p0",)))
     assert not member.takes(theirs) and not member.takes(others, theirs)
     assert member.takes(others) and member.takes(mark_of("left0")), "one that only left is an origin like any other"
-    member.keyring = _keys("d0", "p0", "q0", removed=("p0",))
+    member.renew(_keys("d0", "p0", "q0", removed=("p0",)))
     assert member.takes(theirs), "its key is in use again"
+
+
+def test_a_writer_that_came_and_went_between_two_reports_is_not_believed() -> None:
+    member = _Member(_keys("d0"))
+    member.renew(_keys("d0", "p0"))
+    member.renew(_keys("d0", removed=("p0",)))
+    assert not member.takes(writer_id(f"p0 {'p' * 40}"))

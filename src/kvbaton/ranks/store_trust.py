@@ -8,6 +8,7 @@ share a Mooncake store and nothing else, believe each other, and so whoever else
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
@@ -88,9 +89,13 @@ def bind_store(shelf: EngineStore, node: ClusterNode) -> None:
         node.ledger.desk.origins.note(origin for origin in origins if origin != me)
         return True
 
+    def renewed(keyring: Keyring) -> None:
+        writers.take(keyring)
+        shelf.set_trust(trust_of(keyring))
+
     shelf.provenance.on_taken = taken
     shelf.set_trust(trust_of(node.keyring))
-    node.on_keys.append(lambda keyring: shelf.set_trust(trust_of(keyring)))
+    node.on_keys.append(renewed)
 
 
 class _Writers:
@@ -98,15 +103,22 @@ class _Writers:
     come after the removal: by then no key says whose that value is."""
 
     def __init__(self, keyring: Keyring) -> None:
+        self._lock = threading.Lock()  # keys come on the node's thread, reports on the engine's
         self._keyring, self._believed = keyring, trust_of(keyring).writers
         self._gone: dict[bytes, None] = {}
 
-    def have_gone(self, named: Sequence[bytes], keyring: Keyring) -> bool:
-        """Whether one of these is among them by now."""
-        if keyring is not self._keyring:
+    def take(self, keyring: Keyring) -> None:
+        """Every change of keys, in order: who came and went between two reports has written, too."""
+        with self._lock:
+            if keyring is self._keyring:
+                return
             believed = trust_of(keyring).writers
             gone = [each for each in (*self._gone, *self._believed) if each not in believed]
             self._keyring, self._believed, self._gone = keyring, believed, dict.fromkeys(gone[-WRITERS_MAX:])
+
+    def have_gone(self, named: Sequence[bytes], keyring: Keyring) -> bool:
+        """Whether one of these is among them by now."""
+        self.take(keyring)
         return not self._gone.keys().isdisjoint(named)
 
 
