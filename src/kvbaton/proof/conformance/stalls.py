@@ -8,25 +8,29 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 BEAT_S = 0.02
 STALL_S = 0.1
 """A quarter of the shortest time-out that a case sets."""
+WINDOW_BEATS = 20
+"""About that time-out: to have waited a little now and then over a long case is no stall."""
 THREADS = Path("/proc/self/task")
 
 
 class StallMeter:
     """Measures, while it is entered, how long this process was kept waiting for a processor.
 
-    By the worst of its short sleeps: all of it stood still. And by what the kernel says of each thread, where it does
-    (Linux): the others may wait for long while one that sleeps is run whenever it wakes.
+    `worst_s`: by how much the worst of its short sleeps was too long; then all of it stood still. `queued_s`: how long
+    one of its threads was ready and not run, within the shortest time-out, as the kernel says (Linux): others may wait
+    for long while one that sleeps is run whenever it wakes.
     """
 
     def __init__(self) -> None:
         self.worst_s = 0.0
-        self._before = _waited_s()
-        self._now = self._before
+        self.queued_s = 0.0
+        self._lately = deque([_waited_s()], maxlen=WINDOW_BEATS)
         self._over = threading.Event()
         self._beats = threading.Thread(target=self._measure, name="stall-meter", daemon=True)
 
@@ -39,11 +43,6 @@ class StallMeter:
         self._beats.join()
 
     @property
-    def queued_s(self) -> float:
-        """How long its threads together were ready to run and did not."""
-        return sum(waited - self._before.get(thread, 0.0) for thread, waited in self._now.items())
-
-    @property
     def stalled(self) -> bool:
         return max(self.worst_s, self.queued_s) >= STALL_S
 
@@ -53,7 +52,10 @@ class StallMeter:
             begun = time.monotonic()
             over = self._over.wait(BEAT_S)
             self.worst_s = max(self.worst_s, time.monotonic() - begun - BEAT_S)
-            self._now = {**self._now, **_waited_s()}  # those that have ended count with what they were seen at last
+            waited, before = _waited_s(), self._lately[0]
+            self._lately.append(waited)
+            grown = (each - before.get(thread, 0.0) for thread, each in waited.items())
+            self.queued_s = max(self.queued_s, *grown, 0.0)
 
 
 def _waited_s() -> dict[str, float]:
