@@ -8,6 +8,8 @@ import msgspec
 import pytest
 
 from kvbaton.proof.sim.checks.cards import absurdity
+from kvbaton.proof.sim.mutants.hunting import find
+from kvbaton.proof.sim.run import run_seed
 from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.protocol.geometry.layout import EngineLayout, GroupKind
 
@@ -44,3 +46,10 @@ def test_what_cannot_be_is_said(what: str) -> None:
             at = at[step]
         at[last] = value
     assert what in absurdity(msgspec.convert(tree, EngineLayout))
+
+
+@pytest.mark.usefixtures("worlds_alone")
+def test_a_world_sees_that_it_is_believed() -> None:
+    with find("protocol.geometry.layout:validate_groups:drop:2").switch():
+        result = run_seed(52)
+    assert not result.holds and "believes" in result.what
