@@ -30,6 +30,8 @@ APART, TRIES = 256, 4096
 REQUESTS, REPEATED, PROMPTS = 14, 30, 5
 SLOW_S = 1.0
 """How long a transfer may stand still where copies are slow."""
+APART_S = 40.0
+"""Between two slow handoffs: the longest, twelve chunks of four copies each, is over then, and holds up no other."""
 
 Reshape = Callable[[Shape, int], Shape]
 """A shape of P's (0) or D's (1), changed."""
@@ -159,7 +161,7 @@ def _slow(plan: Plan, rng: random.Random) -> Plan:
         _reshaped(plan, reshape), lambda each: msgspec.structs.replace(each, settings=times, transports=("tcp",))
     )
     copies = TransportFaults(slow=1.0, slow_s=0.6 * SLOW_S, queue_max=1)
-    return msgspec.structs.replace(plan, copies=copies, requests=2, apart_s=9.0 * SLOW_S, push=float(push))
+    return msgspec.structs.replace(plan, copies=copies, requests=2, apart_s=APART_S, push=float(push))
 
 
 def _judged(plan: Plan, rng: random.Random) -> Plan:
