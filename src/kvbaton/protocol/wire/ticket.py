@@ -45,7 +45,7 @@ _decode = msgspec.msgpack.Decoder(tuple[Version, Ticket]).decode
 def seal(ticket: Ticket, key: bytes) -> str:
     """The ticket as URL-safe text."""
     body = _encode((_VERSION, ticket))
-    return base64.urlsafe_b64encode(_mac(body, key) + body).decode().rstrip("=")
+    return _text(_mac(body, key) + body)
 
 
 def unseal(text: str, keys: Sequence[bytes], wall_now_s: float) -> Ticket:
@@ -70,10 +70,16 @@ def _verified_body(text: str, keys: Sequence[bytes]) -> bytes:
         raw = base64.b64decode(text.encode("ascii") + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
     except (binascii.Error, ValueError):
         raise ProtocolError(Reason.TICKET_FORGED, "ticket: not base64url text") from None
+    if _text(raw) != text:  # the last character has bits that no byte comes of
+        raise ProtocolError(Reason.TICKET_FORGED, "ticket: not as it was written; pass it on unchanged")
     mac, body = raw[:_MAC_BYTES], raw[_MAC_BYTES:]
     if not any(hmac.compare_digest(mac, _mac(body, key)) for key in keys):
         raise ProtocolError(Reason.TICKET_FORGED, "ticket: the signature does not verify with this cluster's keys")
     return body
+
+
+def _text(raw: bytes) -> str:
+    return base64.urlsafe_b64encode(raw).decode().rstrip("=")
 
 
 def _mac(body: bytes, key: bytes) -> bytes:

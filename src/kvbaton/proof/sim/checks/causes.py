@@ -88,7 +88,7 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.SOURCE_PREEMPTED: ("preempted",),
     _R.STALE: ("nibbled", "overwritten", "cache_replaced", *_STUCK, *_APART),
     _R.TICKET_EXPIRED: ("late_ticket", *_UNBEGUN),
-    _R.TICKET_SPENT: ("discarded", FULL, *_TICKET, *_STUCK, *_APART),
+    _R.TICKET_SPENT: ("discarded", FULL, WRITE_STUCK, *_TICKET, *_STUCK, *_APART),
     _R.TRANSFER_FAILED: ("failed_copy", *_APART, *_STUCK),
     _R.TRANSFER_TIMEOUT: (FENCED, WRITE_STUCK, *_STUCK),  # what a fence ends is judged after it
     _R.UNKNOWN_LEASE: (

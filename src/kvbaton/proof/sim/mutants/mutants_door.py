@@ -44,6 +44,16 @@ def _signature_ignored(original: Any) -> Any:
     return body
 
 
+def _another_spelling(original: Any) -> Any:
+    def body(text: str, keys: Any) -> Any:
+        with contextlib.suppress(ValueError):
+            raw = base64.b64decode(text.encode() + b"=" * (-len(text) % 4), altchars=b"-_")
+            text = base64.urlsafe_b64encode(raw).decode().rstrip("=")
+        return original(text, keys)
+
+    return body
+
+
 def _ready_before_done(original: Any) -> Any:
     def pin(self: Any, lease: Any, blocks: Any) -> Any:
         touched = original(self, lease, blocks)
@@ -150,6 +160,8 @@ DOOR_MUTANTS: tuple[Mutant, ...] = (
            swap(sim_request.__dict__, "digest", _same_digest_for_all)),
     Mutant("signature_ignored", "1", "any text is a ticket",
            swap(ticket.__dict__, "_verified_body", _signature_ignored)),
+    Mutant("ticket_of_another_spelling", "1", "found here: bits of a ticket's text that no byte comes of",
+           swap(ticket.__dict__, "_verified_body", _another_spelling)),
     Mutant("release_without_watcher", "7", "freed without arming the epoch",
            swap(doorway.Doorway, "_unpinned", _release_without_watcher)),
     Mutant("watcher_per_lease", "7", "one slot per block: the second lease's closure is lost",

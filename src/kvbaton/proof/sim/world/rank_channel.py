@@ -45,6 +45,7 @@ class ChannelFaults:
     stray: float = 0.0  # share of a broken connection's frames that come late instead of never
     slow: float = 0.0  # share of waits that end in vain although the other end is there
     strange: float = 0.0  # share of frames that are followed by the same, of another session
+    ping_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -206,7 +207,8 @@ class Channel:
     def _send(self, way: deque[tuple[float, int, bytes]], frame: bytes) -> None:
         carrier = self.carrier
         if carrier.chance(carrier.faults.garble):
-            carrier.world.strike("rank_frame_garbled", carrier.name)
+            # The rank counts as lost until it answers the next ping.
+            carrier.world.strike("rank_frame_garbled", carrier.name, lasts_s=carrier.faults.ping_s + 2 * WAY_S)
             frame = frame[: carrier.rng.randrange(len(frame))]
         copies = 1
         if carrier.chance(carrier.faults.double):

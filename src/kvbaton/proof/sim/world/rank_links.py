@@ -109,7 +109,7 @@ class LinkedRanks:
         self.me = me
         self.traits = traits
         self._clock = clock
-        faults = ChannelFaults(traits.double, traits.garble, traits.stray, traits.slow, traits.strange)
+        faults = ChannelFaults(traits.double, traits.garble, traits.stray, traits.slow, traits.strange, traits.ping_s)
         seed = f"kvbaton-sim-{world.seed}-ranks-{me}"
         self.carrier = SimCarrier(world, str(me.worker), faults, pace, seed)
         self.reports = ReportFaults() if traits.near else ReportFaults(traits.twice, traits.late, traits.throws)

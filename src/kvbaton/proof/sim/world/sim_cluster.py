@@ -36,6 +36,8 @@ from kvbaton.protocol.wire.ticket import Ticket, seal
 
 BURST_S = 1.2
 PROBES_S = 16.0
+PROBE_APART_S = 2.0
+"""Of one pair: where quotas are tight the handoff before must be over."""
 PROBE_LIES_S = 8.0
 
 Told = Callable[[str, str], None]
@@ -156,7 +158,7 @@ class Cluster:
         honest = [(s, t) for s, t in sides if not {s.name, t.name} & self.liars.names]
         pairs = [(s.name, t.name) for s, t in honest if s.name != t.name and can_talk(s, t)]
         modes = [(*pair, mode) for mode in ("pull", "stream", "push") for pair in pairs]
-        apart_s = min(1.0, PROBES_S / max(1, len(modes)))
+        apart_s = min(PROBE_APART_S, PROBES_S / max(1, len(modes)))
         for count, (source, target, mode) in enumerate(modes, 1):
             self.world.after(count * apart_s, partial(self._probe, count, source, target, mode))
         return len(modes)
