@@ -59,6 +59,7 @@ class Betrayed:
     transport: str = "tcp"
     texts: dict[str, str] = field(default_factory=dict)  # of each prompt the last answer
     processes: dict[str, Forked] = field(default_factory=dict)
+    failed: list[str] = field(default_factory=list)  # what was not right, of all that was asked
 
     @property
     def keys(self) -> str:
@@ -163,7 +164,7 @@ class Betrayed:
                 await asyncio.gather(*(one(number) for number in range(first, first + count)))
 
         asyncio.run(story())
-        self.last = board
+        self.failed += [*board.kinds.elements(), *board.wrongs, *board.lates]
         return board.counts()
 
     def go_on(self) -> None:

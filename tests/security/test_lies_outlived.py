@@ -33,7 +33,7 @@ def _lied_to(made: Betrayed, mode: str = "pull", **more: Any) -> None:
 
 def _right(made: Betrayed, mode: str = "pull") -> None:
     got = made.ask(ASKED, mode, salt=BAIT)
-    assert got.right == ASKED, (got, made.last.wrongs)
+    assert got.right == ASKED, (got, made.failed)
 
 
 def _resets(made: Betrayed, name: str) -> None:

@@ -32,7 +32,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Betrayed]:
 
 def _serves_as_before(cluster: Betrayed) -> None:
     got = cluster.ask(ASKED)
-    assert (got.right, cluster.stolen()) == (ASKED, 0), (got, cluster.last.wrongs, cluster.last.kinds)
+    assert (got.right, cluster.stolen()) == (ASKED, 0), (got, cluster.failed)
     cluster.serving("p0", "d0")
     assert all(cluster.processes[name].poll() is None for name in ("p0", "d0"))
 

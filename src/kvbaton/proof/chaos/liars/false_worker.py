@@ -107,11 +107,16 @@ def _one_place(copy: Copy, _: Sequence[Copy]) -> Copy:
 
 
 def _elsewhere(copy: Copy, before: Sequence[Copy]) -> Copy | None:
-    """Into the blocks of an earlier handoff of the same D, which may be lent still."""
+    """Into the blocks of an earlier handoff of the same D, which may be lent still.
+
+    But for a byte: blocks that are written whole, with the KV of another handoff, are false KV, which is P's word.
+    """
     for other in reversed(before):
-        if other.peer == copy.peer and other.spans[1::3] != copy.spans[1::3] and len(other.spans) == len(copy.spans):
+        is_alike = other.spans[2::3] == copy.spans[2::3]
+        if other.peer == copy.peer and is_alike and other.spans[1::3] != copy.spans[1::3]:
             spans = copy.spans[:]
             spans[1::3] = other.spans[1::3]
+            spans[2] -= 1
             return msgspec.structs.replace(copy, spans=spans)
     return None
 

@@ -84,11 +84,12 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.PEER_UNKNOWN: ("ticket_of_nobody", *_APART, *_STUCK),
     _R.PINS_FULL: ("pins_refused",),
     _R.QUARANTINE_FULL: (FULL, *_STUCK),  # a push that was delivered is not at rest before its loans are back
-    _R.SOURCE_ABORTED: ("pins_refused", *_LEFT, *_STUCK, *_APART),  # also a Quiesced of which only the repetition came
+    # Also a Quiesced of which only the repetition came, and what a floor of revocations covers where few are remembered.
+    _R.SOURCE_ABORTED: ("pins_refused", "preempted", FULL, *_LEFT, *_STUCK, *_APART),
     _R.SOURCE_PREEMPTED: ("preempted",),
-    _R.STALE: ("nibbled", "overwritten", "cache_replaced", *_STUCK, *_APART),
+    _R.STALE: ("nibbled", "overwritten", "cache_replaced", "late_ticket", *_STUCK, *_APART),  # reused after its lease
     _R.TICKET_EXPIRED: ("late_ticket", *_UNBEGUN),
-    _R.TICKET_SPENT: ("discarded", FULL, WRITE_STUCK, *_TICKET, *_STUCK, *_APART),
+    _R.TICKET_SPENT: ("discarded", "overwritten", FULL, WRITE_STUCK, *_TICKET, *_STUCK, *_APART),
     _R.TRANSFER_FAILED: ("failed_copy", *_APART, *_STUCK),
     _R.TRANSFER_TIMEOUT: (FENCED, WRITE_STUCK, *_STUCK),  # what a fence ends is judged after it
     _R.UNKNOWN_LEASE: (
@@ -246,7 +247,7 @@ class Causes:
         link, source = life.node.ledger.consumer.links.by_worker.get(what.peer), self._lives.get(what.peer)
         if link is None or link.state is not LinkState.UP:
             self._world.touch(UNPAIRED, what.handoff)
-            short = source is not None and source.character.settings.lease_s < PAIRING_S
+            short = source is not None and _lasts_s(source, what.handoff, self._world.now) < PAIRING_S
             if short or is_full(life) or (source is not None and is_full(source)):  # then a greeting waits for room
                 self._world.touch(SHORT_LEASE, what.handoff)
 
@@ -354,6 +355,14 @@ def can_talk(one: Character, other: Character) -> bool:
     """Nothing is required that the other has not, and there is a version that both speak."""
     ours, theirs = one.versions, other.versions
     return not (one.required or other.required) and max(ours.oldest, theirs.oldest) <= min(ours.newest, theirs.newest)
+
+
+def _lasts_s(source: Life, handoff: HandoffId, now: float) -> float:
+    """For how long P keeps this handoff's lease from now on, or from when it begins it."""
+    ledger = source.node.ledger
+    lease = ledger.producer.by_handoff.get(handoff)
+    until = ledger.desk.timers._at.get(("lease", lease.id)) if lease is not None else None
+    return source.character.settings.lease_s if until is None else until - now
 
 
 def is_full(life: Life) -> bool:

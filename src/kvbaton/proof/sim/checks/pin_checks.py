@@ -34,7 +34,7 @@ def check_pins(life: Life) -> None:
     if len(budget._waiting) > WAITING_MAX:
         raise Broken(LEAK, f"{name}: {len(budget._waiting)} wait for room to pin, at most {WAITING_MAX}")
     overdue = [request for request, (_, until) in budget._waiting.items() if life.world.now > until + OVERDUE_S]
-    if overdue and not life.engine.replacing:
+    if overdue and not (life.engine.replacing or life.engine.device.stopped):
         raise Broken(HANG, f"{name}: {overdue[:3]} wait for room to pin past their deadline")
     known = life.engine.requests
     left = [each for each in (*budget._promised, *budget._waiting, *budget._refused) if each not in known]

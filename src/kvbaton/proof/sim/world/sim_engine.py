@@ -439,7 +439,7 @@ class SimEngine:
 
     def _let_go(self, blocks: list[int]) -> None:
         if self.defers:  # else whoever gets them writes in the order of the steps, and nothing is loaded
-            self.device.check_quiet(blocks)
+            self.device.check_quiet([block for block in blocks if self.pool.refs[block] == 1])  # nobody else's prefix
         self.pool.drop(blocks)
         self.own_refs -= len(blocks)
 

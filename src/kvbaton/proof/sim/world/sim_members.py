@@ -245,7 +245,8 @@ class View:
             original(request)
 
     def _finish(self, original: Any, request: SimRequest, how: str, detail: str) -> None:
-        if self.is_spoilt(request):
+        if self.is_spoilt(request) and request.keep:
+            self._members.world.touch("turn_unkept", handoff_of(request.keep))
             request.keep = ""
         ticket = detail if how == "prefilled" else request.keep
         self._members.handed[handoff_of(ticket)] = request.rests | {self.origin}
