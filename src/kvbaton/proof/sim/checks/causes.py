@@ -84,7 +84,7 @@ CAUSES: dict[Reason, tuple[str, ...]] = {
     _R.PEER_UNKNOWN: ("ticket_of_nobody", *_APART, *_STUCK),
     _R.PINS_FULL: ("pins_refused",),
     _R.QUARANTINE_FULL: (FULL, *_STUCK),  # a push that was delivered is not at rest before its loans are back
-    # Also a Quiesced of which only the repetition came, and what a floor of revocations covers where few are remembered.
+    # Also a Quiesced of which only the repetition came, and what a floor covers where few revocations are remembered.
     _R.SOURCE_ABORTED: ("pins_refused", "preempted", FULL, *_LEFT, *_STUCK, *_APART),
     _R.SOURCE_PREEMPTED: ("preempted",),
     _R.STALE: ("nibbled", "overwritten", "cache_replaced", "late_ticket", *_STUCK, *_APART),  # reused after its lease
