@@ -116,7 +116,8 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
         findings += key_checks.examine(directory, f"--keys {directory}")
     workers = tuple(cluster_checks.workers(args.router.rstrip("/"), args.timeout_s)) if args.router else ()
     findings += cluster_checks.findings(workers)
-    offered = _offered(args.transport, device)
+    has_transports = machine_checks.has_numpy()
+    offered = _offered(args.transport, device) if has_transports else ()
     return Diagnosis(
         version=kvbaton.__version__,
         python=platform.python_version(),
@@ -125,7 +126,7 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
         gpus=gpu_checks.names(gpus),
         rdma_devices=planes.rdma_devices(),
         packages=machine_checks.packages(PACKAGES),
-        planes=tuple(_planes(offered)),
+        planes=tuple(_planes(offered)) if has_transports else (),
         offered=offered,
         workers=workers,
         findings=tuple(each for each in ordered(findings) if each.severity is not Severity.NOTE),
@@ -140,8 +141,9 @@ def report(found: Diagnosis, screen: Screen) -> Iterator[str]:
     yield f"beside it: {packages or 'none of the packages that it can work with'}"
     yield f"GPUs: {', '.join(f'{number}: {name}' for number, name in enumerate(found.gpus)) or 'none'}"
     yield f"RDMA devices: {', '.join(found.rdma_devices) or 'none'}"
-    yield "transports, best first:"
-    gpu_only = set(planes.of_kind("cuda")) - set(planes.of_kind("cpu"))  # GPUs are told of above
+    yield f"transports{', best first:' if found.planes else ': none without NumPy'}"
+    # GPUs are told of above
+    gpu_only = set(planes.of_kind("cuda")) - set(planes.of_kind("cpu")) if found.planes else ()
     for plane in found.planes:
         state = "offered" if plane.offered else "not offered" if plane.usable else "unusable"
         yield f"  {plane.name:<10} {state:<15} {plane.what}"

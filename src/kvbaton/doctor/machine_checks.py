@@ -6,6 +6,7 @@ Law: read-only; every probe of another program has a deadline.
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
 import re
 import resource
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvbaton.doctor.config_checks import ANYWHERE, ConfiguredEngine
 from kvbaton.doctor.finding import Finding, finding
@@ -20,7 +22,9 @@ from kvbaton.engines.vllm import launching
 from kvbaton.engines.vllm.vllm_versions import SUPPORTED, vllm_version
 from kvbaton.security.sealing import MISSING, can_seal
 from kvbaton.transports import catalogue
-from kvbaton.transports.core import mover
+
+if TYPE_CHECKING:
+    from kvbaton.transports.core.mover import Mover
 
 MACHINE = "this machine"
 PYTHON_MIN = (3, 11)
@@ -36,9 +40,15 @@ _VERSION = "import kvbaton.engines.vllm.vllm_versions as v; print(v.vllm_version
 def examine(choice: str, device: str, shm: str, engines: Sequence[ConfiguredEngine]) -> list[Finding]:
     here = [engine for engine in engines if engine.is_here]
     return [
-        *python(sys.version_info[:2]), *_planes(choice, device), *_limits(), *_shm(shm, here), *_memory(here),
+        *python(sys.version_info[:2]), *(_planes(choice, device) if has_numpy() else ()), *_limits(),
+        *_shm(shm, here), *_memory(here),
         *(each for engine in engines for each in _planes_of(engine, device)),
     ]  # fmt: skip
+
+
+def has_numpy() -> bool:
+    """Transports need it: they cannot even be looked at without."""
+    return importlib.util.find_spec("numpy") is not None
 
 
 def python(version: tuple[int, ...]) -> Iterator[Finding]:
@@ -144,7 +154,10 @@ def _limits() -> Iterator[Finding]:
     if hard != resource.RLIM_INFINITY and hard < FILES_WANTED:
         found = f"at most {hard} open files are allowed ({soft} now)"
         yield finding("files-few", MACHINE, found, f"ulimit -n {FILES_WANTED} as root, or LimitNOFILE= of the unit")
-    if not mover.choose_mover().native:
+    if not has_numpy():
+        found = "NumPy is missing: no engine, store or transport runs here; a router or registry needs none"
+        yield finding("numpy-missing", MACHINE, found, "pip install 'kvbaton[serve]'")
+    elif not _mover().native:
         found = "the C mover was not built: copies run in Python, at 0.6–0.9× its speed"
         yield finding(
             "mover-missing", MACHINE, found, "install a C compiler, then: pip install --force-reinstall kvbaton"
@@ -152,6 +165,12 @@ def _limits() -> Iterator[Finding]:
     if HUGE.exists() and "[never]" in HUGE.read_text():
         found = "shared memory has no huge pages (shmem_enabled=never): copies of 16 KiB lose about a fifth"
         yield finding("huge-pages", MACHINE, found, f"echo advise > {HUGE}")
+
+
+def _mover() -> Mover:
+    from kvbaton.transports.core import mover  # with NumPy
+
+    return mover.choose_mover()
 
 
 def _shm(path: str, engines: Sequence[ConfiguredEngine]) -> Iterator[Finding]:
