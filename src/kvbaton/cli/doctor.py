@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import msgspec
 
 import kvbaton
+from kvbaton.cli import router_way
 from kvbaton.cli.arguments import planes_choice, seconds
 from kvbaton.cli.screen import Screen, Style, stdout
 from kvbaton.control.registry.registry_places import registry_places
@@ -88,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", action="append", default=[], metavar="[HOST:]PORT", help="a port that will be used")
     add("--vllm-python", default=None, metavar="PATH", help="the Python interpreter with vLLM")
     add("--router", metavar="URL", help="a running router: also check its workers")
+    router_way.add_arguments(parser)
     add("--timeout-s", type=seconds, default=5.0, metavar="SECONDS", help="timeout of each request to a cluster")
     add("--json", action="store_true", help="print one object with the findings")
     add("--shm", default=SHM, help=argparse.SUPPRESS)
@@ -114,7 +116,9 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
     findings += machine_checks.vllm(args.vllm_python, any(engine.options is None for engine in engines))
     for directory in args.keys:
         findings += key_checks.examine(directory, f"--keys {directory}")
-    workers = tuple(cluster_checks.workers(args.router.rstrip("/"), args.timeout_s)) if args.router else ()
+    router = (args.router or "").rstrip("/")
+    way = router_way.way_to(router, args)
+    workers = tuple(cluster_checks.workers(router, args.timeout_s, way)) if router else ()
     findings += cluster_checks.findings(workers)
     has_transports = machine_checks.has_numpy()
     offered = _offered(args.transport, device) if has_transports else ()
