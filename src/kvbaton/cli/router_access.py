@@ -47,7 +47,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         "--operator-key-file",
         metavar="FILE",
         default="",
-        help=f"keys that open operators' pages from elsewhere, and nothing else; as above (or {OPERATOR_KEY_VARIABLE})",
+        help=f"keys that open operators' pages from elsewhere, and no prompt; one a line (or {OPERATOR_KEY_VARIABLE})",
     )
     add("--pass-authorization", action="store_true", help="send clients' API keys on to workers, which check them too")
     add(
