@@ -69,6 +69,7 @@ def test_the_hosts_own_address_is_local_and_elsewhere_an_operators_key_opens_wha
                 status, told = kvbaton("desk", *inspect, *key)
                 assert status == 2 and "returned 403: /flights: " in told
                 assert "with an operator's key: send Authorization: Bearer KEY" in told
+                assert told.endswith("; here: --operator-key-file FILE\n") == (not key)
             status, told = kvbaton("desk", "doctor", *trust)
             assert status == 2 and "HTTP 401; it wants a key: --operator-key-file FILE" in told
         assert kvbaton("desk", *inspect, "--operator-key-file", str(tmp_path / "operators"))[0] == NOTHING
