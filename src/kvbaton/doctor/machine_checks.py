@@ -5,6 +5,7 @@ Law: read-only; every probe of another program has a deadline.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -14,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvbaton.doctor.config_checks import ANYWHERE, ConfiguredEngine
 from kvbaton.doctor.finding import Finding, finding
@@ -22,9 +22,6 @@ from kvbaton.engines.vllm import launching
 from kvbaton.engines.vllm.vllm_versions import SUPPORTED, vllm_version
 from kvbaton.security.sealing import MISSING, can_seal
 from kvbaton.transports import catalogue
-
-if TYPE_CHECKING:
-    from kvbaton.transports.core.mover import Mover
 
 MACHINE = "this machine"
 PYTHON_MIN = (3, 11)
@@ -157,7 +154,7 @@ def _limits() -> Iterator[Finding]:
     if not has_numpy():
         found = "NumPy is missing: no engine, store or transport runs here; a router or registry needs none"
         yield finding("numpy-missing", MACHINE, found, "pip install 'kvbaton[serve]'")
-    elif not _mover().native:
+    elif not importlib.import_module("kvbaton.transports.core.mover").choose_mover().native:
         found = "the C mover was not built: copies run in Python, at 0.6–0.9× its speed"
         yield finding(
             "mover-missing", MACHINE, found, "install a C compiler, then: pip install --force-reinstall kvbaton"
@@ -165,12 +162,6 @@ def _limits() -> Iterator[Finding]:
     if HUGE.exists() and "[never]" in HUGE.read_text():
         found = "shared memory has no huge pages (shmem_enabled=never): copies of 16 KiB lose about a fifth"
         yield finding("huge-pages", MACHINE, found, f"echo advise > {HUGE}")
-
-
-def _mover() -> Mover:
-    from kvbaton.transports.core import mover  # with NumPy
-
-    return mover.choose_mover()
 
 
 def _shm(path: str, engines: Sequence[ConfiguredEngine]) -> Iterator[Finding]:
