@@ -1,4 +1,4 @@
-"""Certificates for tests: each signs itself, and is for 127.0.0.1."""
+"""Certificates for tests: each signs itself, and is for one address."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 
-def write_certificate(folder: Path, name: str) -> tuple[str, str]:
+def write_certificate(folder: Path, name: str, address: str = "127.0.0.1") -> tuple[str, str]:
     """A new key, and a certificate of its own, as `cert.pem` and `key.pem`."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-    place = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
+    place = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
     now, day = datetime.datetime.now(datetime.UTC), datetime.timedelta(days=1)
     serial = x509.random_serial_number()
     made = x509.CertificateBuilder(subject, subject, key.public_key(), serial, now - day, now + day)

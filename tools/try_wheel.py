@@ -3,8 +3,9 @@
     python tools/try_wheel.py dist/kvbaton-*.whl [--extras serve]
 
 Each wheel gets an environment of its own in a temporary directory, is installed with its dependencies from the package
-index, must hold what a release promises (the block mover, unless it is the pure wheel; `py.typed`; the licence), and
-runs `kvbaton up --check` there: a cluster whose every answer is compared with one engine's.
+index, and must hold what a release promises (the block mover, unless it is the pure wheel; `py.typed`; the licence).
+Alone, commands that look at a cluster work and those that start engines say what to install. With the extras it runs
+`kvbaton up --check`: a cluster whose every answer is compared with one engine's.
 """
 
 from __future__ import annotations
@@ -16,8 +17,19 @@ import sys
 import tempfile
 import venv
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 
 CHECK_S = 600
+GET = "pip install 'kvbaton[serve]'"
+ALONE = (
+    ("up --check", 2, GET),
+    ("worker --role prefill --name p0 --registry tcp://127.0.0.1:7700 --keys keys", 2, GET),
+    ("config --list", 0, "worker.blocks"),
+    ("doctor", 0, "numpy-missing"),
+    ("router --help", 0, "--keys"),
+    ("keys new keys p0:prefill d0:decode", 0, ""),
+)
+"""What is run without an extra, its exit status and what it says."""
 LOOK = """\
 import importlib.metadata, importlib.util, pathlib, sys
 import kvbaton
@@ -48,13 +60,21 @@ def tried(wheel: Path, extras: str, place: Path) -> None:
     python = str(place / "env" / "bin" / "python")
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 
-    def run(*argv: str) -> str:
+    def run(*argv: str, status: int = 0) -> str:
         done = subprocess.run(
-            [python, *argv], cwd=place, env=clean, timeout=CHECK_S, check=True, stdout=subprocess.PIPE
+            [python, *argv], cwd=place, env=clean, timeout=CHECK_S, check=False, stdout=PIPE, stderr=STDOUT
         )
+        if done.returncode != status:
+            raise SystemExit(f"{' '.join(argv)}: status {done.returncode}, expected {status}\n{done.stdout.decode()}")
         return done.stdout.decode()
 
-    run("-m", "pip", "install", "-q", "--disable-pip-version-check", f"{wheel}[{extras}]")
+    install = ("-m", "pip", "install", "-q", "--disable-pip-version-check")
+    run(*install, str(wheel))
+    for line, status, said in ALONE:
+        if said not in (told := run("-m", "kvbaton.cli.main", *line.split(), status=status)):
+            raise SystemExit(f"{wheel.name} alone: kvbaton {line}: expected {said!r}, got:\n{told}")
+    print(f"{wheel.name}: alone, {len(ALONE)} commands work or say what to install", flush=True)
+    run(*install, f"{wheel}[{extras}]")
     found = run("-I", "-c", LOOK).strip()
     expected = "pure" if wheel.name.endswith("-none-any.whl") else "mover"
     if found != expected:

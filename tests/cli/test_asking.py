@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import http.client
+import http.server
 import socket
+import threading
 import urllib.error
 
 import pytest
 from talker import dripping, talker, whole
 
-from kvbaton.processes.http_question import SAID_CHARS_MAX, asked
+from kvbaton.processes.http_question import SAID_CHARS_MAX, HttpAnswer, Way, asked
 
 EVIL = b"\x1b]0;owned\x07"
 
@@ -82,3 +84,35 @@ def test_what_is_no_http_is_an_error_that_can_be_shown(said: bytes) -> None:
 def test_what_is_no_address_is_told_as_such(url: str) -> None:
     with pytest.raises((ValueError, http.client.HTTPException)):
         asked(url, 10.0, 100)
+
+
+def test_a_key_goes_to_its_place_and_nowhere_else() -> None:
+    seen: list[tuple[str, str | None]] = []
+
+    class Place(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append((self.path, self.headers.get("Authorization")))
+            self.send_response(302 if self.path == "/moved" else 200)
+            self.send_header("Location", f"http://localhost:{self.server.server_address[1]}/elsewhere")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Place) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        port = server.server_address[1]
+        way = Way(key="a-key-of-an-operator", key_for=f"http://127.0.0.1:{port}")
+
+        def ask(place: str) -> HttpAnswer:
+            return asked(f"http://{place}", 20.0, 100, way)
+
+        for place in (f"127.0.0.1:{port}/a", f"localhost:{port}/b", f"127.0.0.1:{port}/moved"):
+            ask(place)
+        server.shutdown()
+    shown = "Bearer a-key-of-an-operator"
+    assert seen == [("/a", shown), ("/b", None), ("/moved", shown), ("/elsewhere", None)]
+    assert way.key not in repr(way)
+    near = Way(key=way.key, key_for="http://127.0.0.1:80").request(f"http://127.0.0.1:{port}/a")
+    assert not near.has_header("Authorization")

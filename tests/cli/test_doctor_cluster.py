@@ -161,7 +161,7 @@ def test_they_are_told_of_as_listed_whoever_answers_first() -> None:
 def test_all_of_them_together_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     lock, now, questions = threading.Lock(), 100.0, 0
 
-    def hangs(url: str, timeout_s: float, bytes_max: int) -> HttpAnswer:
+    def hangs(url: str, timeout_s: float, *_: object) -> HttpAnswer:
         nonlocal now, questions
         if url.endswith("/workers"):
             listed = [{"name": f"d{n}", "url": "http://x"} for n in range(500)]

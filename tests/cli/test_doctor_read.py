@@ -108,16 +108,6 @@ def test_a_worker_of_our_own_is_held_to_its_own_options(words: str, code: str, s
         assert found[0].fix == "did you mean --lease-s?"
 
 
-def test_without_aiohttp_a_worker_of_our_own_cannot_be_looked_at(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from kvbaton.cli.main import main
-
-    monkeypatch.setitem(sys.modules, "kvbaton.cli.worker", None)
-    assert main(["doctor", "--prefill", "kvbaton worker --name p0"]) == 2
-    assert "pip install 'kvbaton[serve]'" in capsys.readouterr().err
-
-
 def test_one_bad_setting_does_not_hide_the_next() -> None:
     extra = {
         "name": "p0",

@@ -157,6 +157,19 @@ def test_a_router_that_refuses_is_heard(capsys: pytest.CaptureFixture[str]) -> N
         assert "is that a kvbaton router?" in refused(capsys, "--router", url)
 
 
+def test_certificates_and_keys_that_cannot_be_used_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = tmp_path / "odd"
+    odd.write_text("short")
+    for flag in ("--cacert", "--operator-key-file"):
+        for file in (odd, tmp_path / "none"):
+            assert f"argument {flag}: {file}: " in refused(capsys, flag, str(file))
+    monkeypatch.setenv("KVBATON_OPERATOR_KEY", "short")
+    said = refused(capsys)
+    assert "KVBATON_OPERATOR_KEY: key 1" in said and "short" not in said
+
+
 @pytest.mark.parametrize("status", [b"200 OK", b"403 Forbidden"])
 def test_a_router_that_drips_is_not_waited_for(
     status: bytes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

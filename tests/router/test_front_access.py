@@ -10,17 +10,20 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from fake_workers import QUICK, FakeWorker, cluster, run, speak
+from fake_workers import QUICK, Cluster, FakeWorker, cluster, run, speak
 
 from kvbaton.cli import router_access
 from kvbaton.cli.arguments import Parser
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton.router.front_access import OPEN_PATHS, ClientKeys, KeyFileError, read_keys
+from kvbaton.router.dashboard_page import live_page
+from kvbaton.router.front_access import OPEN_PATHS, ApiKeys, KeyFileError, read_keys
 from kvbaton.router.front_secrets import FrontSecrets
 from kvbaton.router.http.http_types import Request
 from kvbaton.router.route_table import ROUTES, Treatment
+from kvbaton.router.router_settings import OperatorPages
 
 KEY, OTHER = "sk-one-0123456789", "sk-two-0123456789"
+OPERATOR = "op-one-0123456789"
 BODY = {"prompt": "abc", "max_tokens": 4}
 PAGE = "https://chat.example"
 
@@ -46,7 +49,7 @@ def test_without_a_good_key_nothing_is_answered_but_what_monitoring_reads() -> N
         async with cluster(access={"secrets": FrontSecrets(keys=(KEY, OTHER))}) as c:
             paths = [(method, route.path) for route in ROUTES for method in route.methods]
             far = {"X-Forwarded-For": "192.0.2.1"}  # else this would be an operator on the router's own machine
-            for method, path in [*paths, ("GET", "/workers"), ("GET", "/stats"), ("GET", "/flights"), ("GET", "/none")]:
+            for method, path in [*paths, ("GET", "/workers"), ("GET", "/stats"), ("GET", "/none")]:
                 for headers in WRONG if path == "/v1/completions" else WRONG[:2]:
                     async with c.session.request(method, c.url + path, headers={**headers, **far}, data=b"{}") as got:
                         if path in OPEN_PATHS:
@@ -57,6 +60,9 @@ def test_without_a_good_key_nothing_is_answered_but_what_monitoring_reads() -> N
                         error = (await got.json())["error"]
                         assert (error["code"], error["type"]) == ("invalid_api_key", "authentication_error")
                         assert not any(word in error["message"] for word in (KEY, OTHER))
+            for headers in ({}, bearer(KEY), bearer(OTHER)):  # a client's key opens no operators' page
+                async with c.session.get(c.url + "/flights", headers={**headers, **far}) as got:
+                    assert (got.status, (await got.json())["error"]["code"]) == (403, "operators_only")
             assert not c.p[0].bodies and not c.d[0].bodies
             for headers in (bearer(KEY), bearer(OTHER), {"x-api-key": KEY}, {"authorization": f"bearer  {KEY}"}):
                 async with c.session.post(c.url + "/v1/completions", json=BODY, headers=headers) as got:
@@ -67,6 +73,56 @@ def test_without_a_good_key_nothing_is_answered_but_what_monitoring_reads() -> N
             assert (await c.get("/stats"))[0] == 200, "an operator on the router's own machine"
 
     run(story())
+
+
+async def seen(c: Cluster, path: str, key: str = "", name: str = "") -> int:
+    """The status of a page that is opened from elsewhere, by a name."""
+    shown = {name: key} if name else bearer(key) if key else {}
+    headers = {"X-Forwarded-For": "192.0.2.1", "Host": "router.example", **shown}
+    async with c.session.get(c.url + path, headers=headers) as got:
+        assert got.status != 403 or (await got.json())["error"]["code"] == "operators_only"
+        return got.status
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_operators_key_opens_operators_pages_from_elsewhere_and_no_prompt(processes: int) -> None:
+    async def story() -> None:
+        secrets = FrontSecrets(keys=(KEY,), operator_keys=(OPERATOR,))
+        pages = {"pages": live_page} if processes == 1 else {}
+        async with cluster(processes=processes, access={"secrets": secrets, **pages}) as c:
+            for path in ("/flights", "/dashboard/state"):
+                for key, status in (("", 403), (KEY, 403), (OPERATOR[:-1], 403), (OPERATOR, 200)):
+                    assert await seen(c, path, key) == await seen(c, path, key, "x-api-key") == status, (path, key)
+            for path in ("/workers", "/stats"):
+                assert [await seen(c, path, key) for key in ("", KEY, OPERATOR)] == [401, 200, 200]
+            for path in ("/dashboard", "/dashboard/app.js", "/dashboard/reasons"):
+                assert await seen(c, path) == 200, "what is the same everywhere, and asks for the key"
+            async with c.session.post(c.url + "/v1/completions", json=BODY, headers=bearer(OPERATOR)) as got:
+                assert got.status == 401
+        async with cluster(access={"secrets": FrontSecrets(keys=(KEY,)), "pages": live_page}) as c:
+            for path in ("/flights", "/dashboard", "/dashboard/app.js", "/dashboard/state"):
+                assert await seen(c, path, KEY) == 403, "where there is no such key, nothing is shown"
+        off = msgspec.structs.replace(QUICK, operator_pages=OperatorPages.OFF)
+        async with cluster(settings=off, access={"secrets": secrets, "pages": live_page}) as c:
+            assert await seen(c, "/dashboard", OPERATOR) == 403
+
+    run(story())
+
+
+def test_a_key_of_both_lists_is_a_clients(tmp_path: Path) -> None:
+    with pytest.raises(KeyFileError, match="a client's too"):
+        FrontSecrets(keys=(KEY,), operator_keys=(OPERATOR, KEY)).front_keys()
+    clients, operators = tmp_path / "clients", tmp_path / "operators"
+    clients.write_text(KEY)
+    operators.write_text(OPERATOR)
+    keys = FrontSecrets(key_file=str(clients), operator_key_file=str(operators)).front_keys()
+    assert keys.is_operator(request(authorization=f"Bearer {OPERATOR}"))
+    assert not keys.is_operator(request(authorization=f"Bearer {KEY}")) and not keys.is_operator(request())
+    operators.write_text(f"{KEY}\n{OTHER}")
+    keys.refresh()
+    assert not keys.is_operator(request(authorization=f"Bearer {KEY}")), "added to the file while it runs"
+    assert keys.is_operator(request(authorization=f"Bearer {OTHER}"))
+    assert not keys.is_operator(request(authorization=f"Bearer {OPERATOR}"))
 
 
 def test_every_process_of_a_router_asks_for_the_key() -> None:
@@ -200,7 +256,7 @@ def test_no_page_of_another_origin_reads_what_operators_see_on_the_routers_own_m
                 for more in ({}, {"Origin": c.url}, {"Origin": PAGE}, {"Origin": "null"}):
                     async with c.session.get(c.url + path, headers=more) as got:
                         told.append(got.status)
-                assert told == [200, 200, 401, 401], path
+                assert told == ([200, 200, 403, 403] if path == "/flights" else [200, 200, 401, 401]), path
         named = msgspec.structs.replace(QUICK, origins_allowed=(PAGE,))
         async with cluster(settings=named) as c, c.session.get(c.url + "/flights", headers={"Origin": PAGE}) as got:
             assert (got.status, (await got.json())["error"]["code"]) == (403, "operators_only")
@@ -216,7 +272,7 @@ def request(**headers: str) -> Request:
 def test_a_file_of_keys_is_read_again_and_one_that_is_broken_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text(f"# ours\n{KEY}\n\n")
-    keys = ClientKeys(file=str(file))
+    keys = ApiKeys(file=str(file))
     assert keys and keys.is_good(KEY.encode()) and not keys.refresh()
     file.write_text(f"{OTHER}\n# none\n")
     assert keys.refresh() and keys.is_good(OTHER.encode()) and not keys.is_good(KEY.encode())
@@ -231,7 +287,7 @@ def test_a_file_of_keys_is_read_again_and_one_that_is_broken_changes_nothing(tmp
     with pytest.raises(KeyFileError):
         keys.refresh()
     assert keys.is_good(OTHER.encode())
-    assert not ClientKeys() and not ClientKeys().is_good(b"")
+    assert not ApiKeys() and not ApiKeys().is_good(b"")
 
 
 @pytest.mark.parametrize("text", ["", "#", "seven77", "k" * 513, "\n".join(f"key-{n:08}" for n in range(1025))])
@@ -258,6 +314,8 @@ def test_flags_say_which_of_them_is_wrong(tmp_path: Path) -> None:
         (("--api-key-file", "none"), "--api-key-file: none: cannot be read"),
         (("--api-key", "short"), "--api-key: key 1"),
         (("--worker-api-key-file", str(file)), "--worker-api-key-file"),
+        (("--operator-key-file", "none"), "--operator-key-file: none: cannot be read"),
+        (("--operator-key-file", str(file), "--api-key-file", str(file)), "--operator-key-file: .* a client's too"),
     ):
         with pytest.raises(CommandError, match=said):
             router_access.secrets_of(parsed(*words), {})
@@ -265,6 +323,8 @@ def test_flags_say_which_of_them_is_wrong(tmp_path: Path) -> None:
     assert found.keys is not None and found.tls is None
     for key in (KEY, OTHER, "from-the-environment"):
         found.client_keys().check(request(authorization=f"Bearer {key}"))
+    operators = router_access.secrets_of(parsed("--operator-key-file", str(file)), {"KVBATON_OPERATOR_KEY": OPERATOR})
+    assert all(operators.front_keys().is_operator(request(x_api_key=key)) for key in (KEY, OTHER, OPERATOR))
     both = router_access.secrets_of(parsed(), {"KVBATON_WORKER_API_KEY": KEY})
     assert both.worker_key == KEY and not both.keys and KEY not in repr(both)
     with pytest.raises(CommandError, match="--pass-authorization"):

@@ -26,9 +26,11 @@ HANDOFF = f"{'ef' * 16}.0"
 AUTO, OPEN, OFF = OperatorPages
 
 
-def request(peer: str = "127.0.0.1", host: str = "127.0.0.1:8000", query: str = "", **more: str) -> Request:
+def request(
+    peer: str = "127.0.0.1", host: str = "127.0.0.1:8000", query: str = "", near: str = "", **more: str
+) -> Request:
     given = [(name.replace("_", "-").encode(), value.encode()) for name, value in more.items()]
-    return Request("GET", "/flights", [(b"host", host.encode()), *given], b"", query, peer)
+    return Request("GET", "/flights", [(b"host", host.encode()), *given], b"", query, peer, None, near)
 
 
 @pytest.mark.parametrize("peer", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1"])
@@ -38,8 +40,18 @@ def test_this_machine_is_shown_them_by_address(peer: str, host: str) -> None:
 
 
 @pytest.mark.parametrize("peer", ["10.0.0.1", "::ffff:10.0.0.1", "fe80::1%lo", "", "unix", "2001:db8::1"])
-def test_other_machines_are_not(peer: str) -> None:
-    assert "--operator-pages open" in why_not(request(peer), AUTO)
+@pytest.mark.parametrize("near", ["", "10.0.0.2", "127.0.0.1"])
+def test_other_machines_are_not(peer: str, near: str) -> None:
+    said = why_not(request(peer, near=near), AUTO)
+    assert "--operator-pages open" in said and "--operator-key-file" in said
+
+
+@pytest.mark.parametrize("own", ["10.0.0.1", "::ffff:10.0.0.1", "2001:db8::1"])
+def test_this_machine_is_shown_them_by_any_address_of_its_own(own: str) -> None:
+    assert why_not(request(own, "10.0.0.1:8000", near=own), AUTO) == ""
+    assert why_not(request(own, "evil.example", near=own), AUTO)
+    assert why_not(request(own, "10.0.0.1:8000", near=own, x_forwarded_for=own), AUTO)
+    assert why_not(request(own, "10.0.0.1:8000", near=own, origin="https://evil.example"), AUTO)
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "", "localhost.evil.example", "0x7f.1"])

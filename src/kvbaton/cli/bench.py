@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from types import ModuleType
 
 from kvbaton.cli import (
     bench_arguments,
@@ -15,7 +14,6 @@ from kvbaton.cli import (
     bench_turns_arguments,
 )
 from kvbaton.cli.arguments import HelpFormatter, Parser, add_common
-from kvbaton.processes.operator_errors import CommandError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,13 +68,13 @@ def _transfer(args: argparse.Namespace) -> int:
 
 
 def _store(args: argparse.Namespace) -> int:
-    status: int = _with_http("kvbaton.cli.bench_store").run(args)
+    status: int = importlib.import_module("kvbaton.cli.bench_store").run(args)
     return status
 
 
 def _serve(args: argparse.Namespace) -> int:
     bench_serve_arguments.check(args)
-    status: int = _with_http("kvbaton.cli.bench_serve").run(args)
+    status: int = importlib.import_module("kvbaton.cli.bench_serve").run(args)
     return status
 
 
@@ -87,20 +85,11 @@ def _router(args: argparse.Namespace) -> int:
 
 
 def _turns(args: argparse.Namespace) -> int:
-    status: int = _with_http("kvbaton.cli.bench_turns").run(args)
+    status: int = importlib.import_module("kvbaton.cli.bench_turns").run(args)
     return status
 
 
 def _vllm(args: argparse.Namespace) -> int:
     bench_arguments.check(args)
-    status: int = _with_http("kvbaton.cli.bench_vllm").run(args)
+    status: int = importlib.import_module("kvbaton.cli.bench_vllm").run(args)
     return status
-
-
-def _with_http(module: str) -> ModuleType:
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name not in ("aiohttp", "uvloop"):
-            raise
-        raise CommandError(f"this command serves HTTP and needs {error.name}: pip install 'kvbaton[serve]'") from None

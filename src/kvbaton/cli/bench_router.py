@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
-import importlib.util
 import json
 import os
 import random
@@ -105,9 +104,6 @@ class Bench:
 
 
 def run(args: argparse.Namespace) -> int:
-    for name in ("uvloop", "aiohttp"):
-        if importlib.util.find_spec(name) is None:
-            raise CommandError(f"this command serves HTTP and needs {name}: pip install 'kvbaton[serve]'")
     out = None if args.out is None else Path(args.out)
     if out is not None and (out.exists() or not out.parent.is_dir()):
         raise CommandError(f"argument --out: {out} exists already, or its directory does not; name a new file")

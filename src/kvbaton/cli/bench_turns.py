@@ -11,6 +11,7 @@ import functools
 import msgspec
 
 from kvbaton.api.http_common import run as run_loop
+from kvbaton.cli import installed
 from kvbaton.cli.screen import note
 from kvbaton.local_cluster import vllm_engine
 from kvbaton.local_cluster.vllm_cluster import TINY_KINDS, TINY_SEED
@@ -22,6 +23,8 @@ _say = functools.partial(note, "bench")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.engine != "vllm":
+        installed.need("numpy")
     shape = TalkShape(args.turns, args.first, args.answer, args.more, args.conversations)
     return run_loop(_run(args, shape))
 

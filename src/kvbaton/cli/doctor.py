@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import msgspec
 
 import kvbaton
+from kvbaton.cli import router_way
 from kvbaton.cli.arguments import planes_choice, seconds
 from kvbaton.cli.screen import Screen, Style, stdout
 from kvbaton.control.registry.registry_places import registry_places
@@ -88,6 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--port", action="append", default=[], metavar="[HOST:]PORT", help="a port that will be used")
     add("--vllm-python", default=None, metavar="PATH", help="the Python interpreter with vLLM")
     add("--router", metavar="URL", help="a running router: also check its workers")
+    router_way.add_arguments(parser)
     add("--timeout-s", type=seconds, default=5.0, metavar="SECONDS", help="timeout of each request to a cluster")
     add("--json", action="store_true", help="print one object with the findings")
     add("--shm", default=SHM, help=argparse.SUPPRESS)
@@ -114,9 +116,12 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
     findings += machine_checks.vllm(args.vllm_python, any(engine.options is None for engine in engines))
     for directory in args.keys:
         findings += key_checks.examine(directory, f"--keys {directory}")
-    workers = tuple(cluster_checks.workers(args.router.rstrip("/"), args.timeout_s)) if args.router else ()
+    router = (args.router or "").rstrip("/")
+    way = router_way.way_to(router, args)
+    workers = tuple(cluster_checks.workers(router, args.timeout_s, way)) if router else ()
     findings += cluster_checks.findings(workers)
-    offered = _offered(args.transport, device)
+    has_transports = machine_checks.has_numpy()
+    offered = _offered(args.transport, device) if has_transports else ()
     return Diagnosis(
         version=kvbaton.__version__,
         python=platform.python_version(),
@@ -125,7 +130,7 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
         gpus=gpu_checks.names(gpus),
         rdma_devices=planes.rdma_devices(),
         packages=machine_checks.packages(PACKAGES),
-        planes=tuple(_planes(offered)),
+        planes=tuple(_planes(offered)) if has_transports else (),
         offered=offered,
         workers=workers,
         findings=tuple(each for each in ordered(findings) if each.severity is not Severity.NOTE),
@@ -140,8 +145,9 @@ def report(found: Diagnosis, screen: Screen) -> Iterator[str]:
     yield f"beside it: {packages or 'none of the packages that it can work with'}"
     yield f"GPUs: {', '.join(f'{number}: {name}' for number, name in enumerate(found.gpus)) or 'none'}"
     yield f"RDMA devices: {', '.join(found.rdma_devices) or 'none'}"
-    yield "transports, best first:"
-    gpu_only = set(planes.of_kind("cuda")) - set(planes.of_kind("cpu"))  # GPUs are told of above
+    yield f"transports{', best first:' if found.planes else ': none without NumPy'}"
+    # GPUs are told of above
+    gpu_only = set(planes.of_kind("cuda")) - set(planes.of_kind("cpu")) if found.planes else ()
     for plane in found.planes:
         state = "offered" if plane.offered else "not offered" if plane.usable else "unusable"
         yield f"  {plane.name:<10} {state:<15} {plane.what}"

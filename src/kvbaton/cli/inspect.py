@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton.cli import screen
+from kvbaton.cli import router_way, screen
 from kvbaton.cli.arguments import url, whole
 from kvbaton.doctor.alone_checks import share_line
 from kvbaton.observe.flight import dumps, terminal_timeline
@@ -25,7 +25,7 @@ from kvbaton.observe.flight.journey import Journey
 from kvbaton.observe.flight.prompt_share import PromptShare
 from kvbaton.observe.flight.sanitize import printable, printable_all
 from kvbaton.observe.flight.terminal_timeline import Ink
-from kvbaton.processes.http_question import asked
+from kvbaton.processes.http_question import PLAIN, Way, asked, why
 from kvbaton.processes.operator_errors import CommandError
 
 ROUTER = "http://127.0.0.1:8000"
@@ -55,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--failed", action="store_true", help="only failed ones; what a worker refused as the client's mistake is none"
     )
     parser.add_argument("--router", metavar="URL", type=url, default=ROUTER, help="the router to query")
+    router_way.add_arguments(parser)
     parser.add_argument(
         "--files", metavar="FILE", nargs="+", type=Path, help="join these dumps instead of querying a router"
     )
@@ -68,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
     if args.files:
         found = from_files(args.files, last, args.failed, args.id or "")
     else:
-        answer = from_router(args.router, last, args.failed, args.id or "")
+        way = router_way.way_to(args.router, args)
+        answer = from_router(args.router, last, args.failed, args.id or "", way)
         found = list(answer.journeys)
         prompts = msgspec.convert(printable_all(msgspec.to_builtins(answer.prompts)), PromptShare | None)
     found = msgspec.convert(printable_all(msgspec.to_builtins(found)), list[Journey])  # files may hold anything
@@ -107,18 +109,19 @@ def _by_reason(prompts: PromptShare) -> dict[str, int]:
     return {**prompts.reasons, **({"other": other} if other > 0 else {})}
 
 
-def from_router(router: str, last: int, failed: bool, find: str) -> InspectAnswer:
+def from_router(router: str, last: int, failed: bool, find: str, way: Way = PLAIN) -> InspectAnswer:
     """The records of the router, and those that it can still get from its workers."""
     query = {"last": str(last), **({"failed": "1"} if failed else {}), **({"id": find} if find else {})}
     question = f"{router}/flights?{urllib.parse.urlencode(query)}"
     try:
-        data = asked(question, ANSWER_S, ANSWER_BYTES_MAX).body
+        data = asked(question, ANSWER_S, ANSWER_BYTES_MAX, way).body
     except urllib.error.HTTPError as error:
-        raise CommandError(f"the router at {router} returned {error.code}: {_said(error)}") from None
+        step = "; here: --operator-key-file FILE" if error.code in (401, 403) and not way.key else ""
+        raise CommandError(f"the router at {router} returned {error.code}: {_said(error)}{step}") from None
     except (OSError, http.client.HTTPException) as error:
-        why = getattr(error, "reason", error)
         raise CommandError(
-            f"no response from a router at {router} ({why}); give --router URL, or --files with dumps of its processes"
+            f"no response from a router at {router} ({why(error)}); give --router URL, or --files with dumps of its "
+            "processes"
         ) from None
     try:
         return msgspec.json.decode(data, type=InspectAnswer)

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import get_args
 
 import kvbaton
-from kvbaton.cli import screen, streams
+from kvbaton.cli import installed, screen, streams
 from kvbaton.cli.arguments import BAD_USAGE, HelpFormatter, Parser, add_common, complain
 from kvbaton.processes.lasting_imports import lasting_imports
 from kvbaton.processes.operator_errors import CommandError, StoppedError
@@ -53,7 +53,6 @@ COMMANDS: Mapping[str, str] = {name: text for group in GROUPS.values() for name,
 _FAILED = 1
 _INTERRUPTED = 130  # 128 + SIGINT, as in a shell
 _UNREAD = 141  # 128 + SIGPIPE, as for any other program
-_EXTRAS = {"aiohttp": "serve", "uvloop": "serve"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,9 +148,8 @@ def module_of(command: str | None) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name in _EXTRAS:
-            extra = f"pip install 'kvbaton[{_EXTRAS[error.name]}]'"
-            raise CommandError(f"this command serves HTTP and needs {error.name}: {extra}") from None
+        if said := installed.lacking(error):
+            raise CommandError(said) from None
         if error.name == name:
             raise CommandError(f"{command} is not part of this build") from None
         raise
@@ -200,6 +198,8 @@ def _bug(error: Exception) -> str:
 
 def _operator_must_act(error: Exception) -> str | None:
     """The line, if the operator can change something; None for a bug."""
+    if said := installed.lacking(error):
+        return said
     from kvbaton.api.api_errors import PortInUseError
     from kvbaton.control.addressing import ControlError
     from kvbaton.transports.catalogue import PlaneError

@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--operator-pages",
         choices=list(OperatorPages),
         default=_DEFAULT.operator_pages.value,
-        help="who may see individual requests: clients on this machine, every client, none",
+        help="who may see individual requests: this machine and operators' keys, every client, none",
     )
     parser.add_argument(
         "--flight-dir",

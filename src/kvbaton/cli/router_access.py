@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.cli.router_way import OPERATOR_KEY_VARIABLE
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.front_access import (
     ANY,
@@ -41,6 +42,12 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         action="extend",
         default=[],
         help="an API key; other users of this machine can see it, so prefer --api-key-file",
+    )
+    add(
+        "--operator-key-file",
+        metavar="FILE",
+        default="",
+        help=f"keys that open operators' pages from elsewhere, and no prompt; one a line (or {OPERATOR_KEY_VARIABLE})",
     )
     add("--pass-authorization", action="store_true", help="send clients' API keys on to workers, which check them too")
     add(
@@ -107,11 +114,14 @@ def secrets_of(args: argparse.Namespace, environment: Mapping[str, str] = os.env
         raise CommandError(f"argument {lacking}: needed too, for https; or give neither")
     flag = "--api-key-file"
     try:
-        given = environment.get(KEY_VARIABLE, "")
-        keys = [*read_keys(given, KEY_VARIABLE)] if given.strip() else []
+        keys = [*_given(KEY_VARIABLE, environment)]
         keys += read_keys("\n".join(args.api_key), "--api-key") if args.api_key else ()
         found = FrontSecrets(keys=tuple(keys), key_file=args.api_key_file)
         found.client_keys()
+        flag = "--operator-key-file"
+        operators = _given(OPERATOR_KEY_VARIABLE, environment)
+        found = msgspec.structs.replace(found, operator_keys=operators, operator_key_file=args.operator_key_file)
+        found.front_keys()
         flag = "--worker-api-key-file"
         worker = _worker_key(args.worker_api_key_file, environment.get(WORKER_KEY_VARIABLE, ""))
         flag = "--tls-cert"
@@ -123,6 +133,11 @@ def secrets_of(args: argparse.Namespace, environment: Mapping[str, str] = os.env
     if args.pass_authorization and worker:
         raise CommandError("argument --pass-authorization: workers get the key of --worker-api-key-file; give one")
     return found
+
+
+def _given(variable: str, environment: Mapping[str, str]) -> tuple[str, ...]:
+    given = environment.get(variable, "")
+    return read_keys(given, variable) if given.strip() else ()
 
 
 def _worker_key(file: str, given: str) -> str:

@@ -18,7 +18,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -34,10 +34,10 @@ from kvbaton.protocol.privileges import Act, may
 from kvbaton.ranks.store_address import STORE_NAME, bytes_of
 from kvbaton.ranks.store_trust import trust_of
 from kvbaton.store.disk_tier import DiskError, DiskTier
-from kvbaton.store.memory_backend import MemoryBackend
-from kvbaton.store.store_server import StoreServer
-from kvbaton.store.tcp_server_side import LineServer
 from kvbaton.store.value_header import writers_of
+
+if TYPE_CHECKING:
+    from kvbaton.store.memory_backend import MemoryBackend
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +79,10 @@ def refuse(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    from kvbaton.store.memory_backend import MemoryBackend  # with NumPy: flags are known without it
+    from kvbaton.store.store_server import StoreServer
+    from kvbaton.store.tcp_server_side import LineServer
+
     raise_file_limit()
     keyring = load(args.keys, args.name)
     disk = _disk(args)
@@ -147,10 +151,8 @@ async def _status(
     if not address:
         yield ""
         return
-    try:
-        from kvbaton.api.status_page import status_page
-    except ModuleNotFoundError as error:
-        raise CommandError(f"argument --health: needs {error.name}: pip install 'kvbaton[serve]'") from None
+    from kvbaton.api.status_page import status_page
+
     async with status_page(address, lambda: {"status": "ok", **figures()}, families) as url:
         yield f"{url}/health"
 

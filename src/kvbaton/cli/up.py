@@ -17,7 +17,7 @@ import msgspec
 import kvbaton.cli.vllm_arguments as on_vllm
 from kvbaton.api.http_common import run as run_loop
 from kvbaton.api.params import Mode
-from kvbaton.cli import log_arguments, progress, traces
+from kvbaton.cli import installed, log_arguments, progress, traces
 from kvbaton.cli.arguments import planes_choice, port, seconds, seconds_or_off, whole
 from kvbaton.cli.screen import note, stdout
 from kvbaton.engines.embedded.worker_options import POLICIES, WorkerOptions, flag_of
@@ -125,6 +125,7 @@ def run(args: argparse.Namespace) -> int:
     if args.engine == "vllm":
         server = on_vllm.server_of(args, _note)
         return run_loop(_check_vllm(args, server) if args.check else _serve(args, server))
+    installed.need("numpy")
     return run_loop(_check(args) if args.check else _serve(args))
 
 

@@ -18,7 +18,7 @@ import msgspec
 from kvbaton.doctor.alone_checks import alone_findings, by_label, share_line
 from kvbaton.doctor.finding import Finding, finding
 from kvbaton.observe.flight.sanitize import printable, printable_all
-from kvbaton.processes.http_question import asked
+from kvbaton.processes.http_question import PLAIN, Way, asked, why
 from kvbaton.processes.operator_errors import CommandError
 
 ANSWER_BYTES_MAX = 4 << 20
@@ -67,20 +67,21 @@ class _Stats(msgspec.Struct, frozen=True):
     alone_tokens_total: dict[str, int] = {}
 
 
-def workers(router: str, timeout_s: float) -> Iterator[SeenWorkerState]:
+def workers(router: str, timeout_s: float, way: Way = PLAIN) -> Iterator[SeenWorkerState]:
     """The workers that the router lists. CommandError when it does not respond."""
     try:
-        listed = msgspec.json.decode(_get(f"{router}/workers", timeout_s).body, type=_List).workers
+        listed = msgspec.json.decode(_get(f"{router}/workers", timeout_s, way).body, type=_List).workers
     except urllib.error.HTTPError as error:
-        raise CommandError(f"argument --router: {router}/workers: HTTP {error.code}; is it a kvbaton router?") from None
+        step = "it wants a key: --operator-key-file FILE" if error.code == 401 else "is it a kvbaton router?"
+        raise CommandError(f"argument --router: {router}/workers: HTTP {error.code}; {step}") from None
     except (OSError, http.client.HTTPException) as error:
-        why = getattr(error, "reason", error)
-        raise CommandError(f"argument --router: no HTTP response from {router} ({why}); is the router up?") from None
+        said = f"argument --router: no HTTP response from {router} ({why(error)}); is the router up?"
+        raise CommandError(said) from None
     except (ValueError, RecursionError) as error:  # of msgspec too
         raise CommandError(f"argument --router: {router} is not a kvbaton router: {error}") from None
     until = time.monotonic() + ROUNDS * timeout_s
     with ThreadPoolExecutor(AT_ONCE, "doctor") as pool:
-        yield from pool.map(lambda each: _worker(each, timeout_s, until), listed)
+        yield from pool.map(lambda each: _worker(each, timeout_s, until, way), listed)
 
 
 def findings(states: tuple[SeenWorkerState, ...]) -> Iterator[Finding]:
@@ -109,15 +110,15 @@ def lines(state: SeenWorkerState) -> Iterator[str]:
         yield f"  {said}"
 
 
-def _worker(listed: _ListedWorkers, timeout_s: float, until: float) -> SeenWorkerState:
+def _worker(listed: _ListedWorkers, timeout_s: float, until: float, way: Way) -> SeenWorkerState:
     name, url, offers = printable(listed.name), printable(listed.url), tuple(map(printable, listed.transports))
     if not url.startswith(SCHEMES):
         return SeenWorkerState(name, url, problem="is listed with an unusable address; expected http://host:port")
     try:
-        answer = _get(f"{url}/stats", _left(timeout_s, until))
+        answer = _get(f"{url}/stats", _left(timeout_s, until), way)
         stats = msgspec.convert(printable_all(msgspec.json.decode(answer.body)), _Stats)
     except urllib.error.HTTPError:
-        return _vllm_worker(name, url, offers, timeout_s, until)
+        return _vllm_worker(name, url, offers, timeout_s, until, way)
     except (OSError, http.client.HTTPException) as error:
         return SeenWorkerState(name, url, problem=printable(f"does not respond: {error}"))
     except (ValueError, RecursionError) as error:  # of msgspec too
@@ -135,10 +136,12 @@ def _worker(listed: _ListedWorkers, timeout_s: float, until: float) -> SeenWorke
     )
 
 
-def _vllm_worker(name: str, url: str, offers: tuple[str, ...], timeout_s: float, until: float) -> SeenWorkerState:
+def _vllm_worker(
+    name: str, url: str, offers: tuple[str, ...], timeout_s: float, until: float, way: Way
+) -> SeenWorkerState:
     """vLLM exports the connector's counters among its own metrics."""
     try:
-        answer = _get(f"{url}/metrics", _left(timeout_s, until))
+        answer = _get(f"{url}/metrics", _left(timeout_s, until), way)
         text = answer.body.decode()
         links, given_up = _by_plane(text, "links_total"), _by_plane(text, "planes_given_up_total")
         prompts, alone = by_label(text, "prompt_tokens_total", "source"), by_label(text, "alone_tokens_total", "reason")
@@ -172,10 +175,10 @@ def _left(timeout_s: float, until: float) -> float:
     return min(timeout_s, left)
 
 
-def _get(url: str, timeout_s: float) -> ClusterAnswer:
+def _get(url: str, timeout_s: float, way: Way) -> ClusterAnswer:
     if not url.startswith(SCHEMES):
         raise CommandError(f"argument --router: got {url.rpartition('/')[0]!r}, expected http://host:port")
-    answer = asked(url, timeout_s, ANSWER_BYTES_MAX)
+    answer = asked(url, timeout_s, ANSWER_BYTES_MAX, way)
     return ClusterAnswer(answer.body, _clock_off_s(answer.headers.get("Date", "")))
 
 

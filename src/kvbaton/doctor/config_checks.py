@@ -258,10 +258,7 @@ class _Words(argparse.ArgumentParser):
 
 
 def _worker_options(launch: Launch) -> tuple[WorkerOptions | None, list[Finding]]:
-    try:
-        worker_command = importlib.import_module("kvbaton.cli.worker")
-    except ModuleNotFoundError as error:
-        raise CommandError(f"argument --{launch.side}: {error.name} is missing: pip install 'kvbaton[serve]'") from None
+    worker_command = importlib.import_module("kvbaton.cli.worker")
     parser = _Words(add_help=False, allow_abbrev=False)
     worker_command.add_arguments(parser)
     known = [option for action in parser._actions for option in action.option_strings]

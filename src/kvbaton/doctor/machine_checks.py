@@ -5,7 +5,9 @@ Law: read-only; every probe of another program has a deadline.
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
+import importlib.util
 import os
 import re
 import resource
@@ -20,7 +22,6 @@ from kvbaton.engines.vllm import launching
 from kvbaton.engines.vllm.vllm_versions import SUPPORTED, vllm_version
 from kvbaton.security.sealing import MISSING, can_seal
 from kvbaton.transports import catalogue
-from kvbaton.transports.core import mover
 
 MACHINE = "this machine"
 PYTHON_MIN = (3, 11)
@@ -36,9 +37,15 @@ _VERSION = "import kvbaton.engines.vllm.vllm_versions as v; print(v.vllm_version
 def examine(choice: str, device: str, shm: str, engines: Sequence[ConfiguredEngine]) -> list[Finding]:
     here = [engine for engine in engines if engine.is_here]
     return [
-        *python(sys.version_info[:2]), *_planes(choice, device), *_limits(), *_shm(shm, here), *_memory(here),
+        *python(sys.version_info[:2]), *(_planes(choice, device) if has_numpy() else ()), *_limits(),
+        *_shm(shm, here), *_memory(here),
         *(each for engine in engines for each in _planes_of(engine, device)),
     ]  # fmt: skip
+
+
+def has_numpy() -> bool:
+    """Transports need it: they cannot even be looked at without."""
+    return importlib.util.find_spec("numpy") is not None
 
 
 def python(version: tuple[int, ...]) -> Iterator[Finding]:
@@ -144,7 +151,10 @@ def _limits() -> Iterator[Finding]:
     if hard != resource.RLIM_INFINITY and hard < FILES_WANTED:
         found = f"at most {hard} open files are allowed ({soft} now)"
         yield finding("files-few", MACHINE, found, f"ulimit -n {FILES_WANTED} as root, or LimitNOFILE= of the unit")
-    if not mover.choose_mover().native:
+    if not has_numpy():
+        found = "NumPy is missing: no engine, store or transport runs here; a router or registry needs none"
+        yield finding("numpy-missing", MACHINE, found, "pip install 'kvbaton[serve]'")
+    elif not importlib.import_module("kvbaton.transports.core.mover").choose_mover().native:
         found = "the C mover was not built: copies run in Python, at 0.6–0.9× its speed"
         yield finding(
             "mover-missing", MACHINE, found, "install a C compiler, then: pip install --force-reinstall kvbaton"

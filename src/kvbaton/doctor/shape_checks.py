@@ -14,8 +14,6 @@ import msgspec
 from kvbaton.doctor.config_checks import ConfiguredEngine
 from kvbaton.doctor.finding import Finding, finding
 from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
-from kvbaton.engines.embedded.kv_layout import engine_layout
-from kvbaton.engines.embedded.kv_memory import KvGeometry
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.geometry.layout import (
     Cell,
@@ -73,6 +71,9 @@ def config_of(engine: ConfiguredEngine) -> dict[str, Any] | None:
 
 def _layout(engine: ConfiguredEngine) -> EngineLayout | None:
     if engine.options is not None:
+        from kvbaton.engines.embedded.kv_layout import engine_layout  # with NumPy
+        from kvbaton.engines.embedded.kv_memory import KvGeometry
+
         told = engine.options
         cache = CacheConfig(blocks=told.blocks, block_tokens=told.block_tokens, tp=told.tp)
         return engine_layout(KvGeometry(ModelConfig(seed=told.seed), cache))

@@ -23,7 +23,7 @@ from kvbaton.observe.flight.collector import Gathering
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.client_quotas import ClientQuotas
 from kvbaton.router.dialect_table import TicketMinter
-from kvbaton.router.front_access import AUTHORIZATION, OPEN_PATHS, ClientKeys, Cors, KeyFileError
+from kvbaton.router.front_access import AUTHORIZATION, OPEN_PATHS, Cors, FrontKeys
 from kvbaton.router.front_secrets import FrontSecrets
 from kvbaton.router.hops import Hops
 from kvbaton.router.http.http_types import Answer, Handler, Request
@@ -118,7 +118,7 @@ class Router:
         gathering: Gathering,
         pages: Mapping[str, Handler],
         passing: Passing,
-        keys: ClientKeys,
+        keys: FrontKeys,
         operators: Handler | None = None,
         hops: Hops | None = None,
     ) -> None:
@@ -155,8 +155,9 @@ class Router:
         for route in of(Treatment.PASSED):
             self._routes[route.path] = dict.fromkeys(route.methods, passing.handler(route))
         for path, handler in pages.items():
-            self._routes[path] = {"GET": guarded(handler, settings.operator_pages)}
+            self._routes[path] = {"GET": guarded(handler, settings.operator_pages, keys)}
         self._pages = frozenset(pages)
+        self._guarded = self._pages if settings.operator_pages is not OperatorPages.OPEN else frozenset()
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -174,22 +175,21 @@ class Router:
 
     def admit(self, request: Request) -> None:
         self._hops.check(request)
-        if not self._keys or request.method == "OPTIONS" or request.path in OPEN_PATHS:
+        if not self._keys.clients or request.method == "OPTIONS" or request.path in OPEN_PATHS:
+            return
+        path = request.path.rstrip("/")
+        if path in self._guarded:  # a client's key opens none of them: whoever may not see one is told what does
             return
         # What operators see on the router's own machine they see without a key: a browser there has none to send
-        is_page = request.path.rstrip("/") in self._pages or request.path in ("/workers", "/stats")
-        if not (is_page and why_not(request, OperatorPages.AUTO) == ""):
-            self._keys.check(request)
+        is_page = path in self._pages or request.path in ("/workers", "/stats")
+        if not (is_page and why_not(request, OperatorPages.AUTO, self._keys) == ""):
+            self._keys.clients.check(request)
 
     def answer_headers(self, request: Request) -> Mapping[str, str]:
         return self._cors.answer_headers(request)
 
     def refresh(self) -> None:
-        try:
-            if self._keys.refresh():
-                log.info("the file of clients' API keys was read again")
-        except KeyFileError as error:
-            log.warning("[front-files] %s; the keys of before are good on", error)
+        self._keys.refresh()
 
     def handler(self, method: str, path: str) -> Handler:
         found = self._routes.get(path)
@@ -250,7 +250,7 @@ async def router_app(
     show, and workers want to be shown.
     """
     secrets = secrets or FrontSecrets()
-    keys = secrets.client_keys()
+    keys = secrets.front_keys()
     hides_keys = bool(secrets.worker_key) or not settings.passes_authorization
     hidden = NOT_TO_WORKERS | AUTHORIZATION if hides_keys else NOT_TO_WORKERS
     gathering = Gathering() if gathering is None else gathering

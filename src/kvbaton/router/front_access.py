@@ -1,15 +1,16 @@
-"""Who may ask the router over HTTP: clients' API keys, and web pages of other origins (CORS).
+"""Who may ask the router over HTTP: API keys of clients and operators, and web pages of other origins (CORS).
 
-Laws: with keys, nothing is answered without one but what monitoring reads, preflights, and pages that the router's own
-machine is shown anyway. A key is compared by its digest, with all others, in the same time whatever it is; it is in no
-log, no error and no figure, and does not go on to workers unless the operator says so. A page of another origin reads
-an answer only if its origin is named.
+Laws: with clients' keys, nothing is answered without one but what monitoring reads, preflights, and pages for
+operators, whose keys open those and no prompt. A key that is in both lists is a client's. A key is compared by its
+digest, with all others, in the same time whatever it is; it is in no log, no error and no figure, and does not go on to
+workers unless the operator says so. A page of another origin reads an answer only if its origin is named.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ import msgspec
 from kvbaton.api.api_errors import ApiError
 from kvbaton.router.front_files import stamp
 from kvbaton.router.http.http_types import Answer, Request
+
+log = logging.getLogger(__name__)
 
 KEYS_MAX = 1024
 KEY_CHARS_MIN = 8
@@ -60,8 +63,8 @@ def read_key_file(path: str) -> tuple[str, ...]:
     return read_keys(data.decode("utf-8", "replace"), path)
 
 
-class ClientKeys:
-    """The keys that clients may show. Without any, nobody needs one."""
+class ApiKeys:
+    """Keys of one kind."""
 
     def __init__(self, keys: Iterable[str] = (), file: str = "") -> None:
         """`KeyFileError` names what is wrong. The file is read again when it changes."""
@@ -92,14 +95,39 @@ class ClientKeys:
             found |= hmac.compare_digest(digest, known)
         return found
 
+    def shares(self, other: ApiKeys) -> bool:
+        """Whether a key is in both."""
+        return not set(self._digests).isdisjoint(other._digests)
+
     def check(self, request: Request) -> None:
         """`ApiError` (401) for who shows none, or a wrong one."""
-        if not self.is_good(_shown(request)):
+        if not self.is_good(shown_key(request)):
             said = "a valid API key is needed: send Authorization: Bearer KEY (or x-api-key: KEY)"
             raise ApiError(401, said, type="authentication_error", code="invalid_api_key")
 
 
-def _shown(request: Request) -> bytes:
+class FrontKeys:
+    """All keys that may be shown. Without clients' keys nobody needs one; without operators' there is none to show."""
+
+    def __init__(self, clients: ApiKeys, operators: ApiKeys) -> None:
+        self.clients = clients
+        self.operators = operators
+
+    def is_operator(self, request: Request) -> bool:
+        shown = shown_key(request)
+        return self.operators.is_good(shown) and not self.clients.is_good(shown)
+
+    def refresh(self) -> None:
+        """Files that have changed are read again; a broken one changes nothing."""
+        for whose, keys in (("clients'", self.clients), ("operators'", self.operators)):
+            try:
+                if keys.refresh():
+                    log.info("the file of %s API keys was read again", whose)
+            except KeyFileError as error:
+                log.warning("[front-files] %s; the keys of before are good on", error)
+
+
+def shown_key(request: Request) -> bytes:
     """As OpenAI's clients send it, or as Anthropic's do; b"" for none, or for several."""
     found = [(name, value.strip()) for name, value in request.headers if name in AUTHORIZATION]
     given = set()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from kvbaton.router.front_access import ClientKeys
+from kvbaton.router.front_access import ApiKeys, FrontKeys, KeyFileError
 from kvbaton.router.http.tls_server import TlsFiles
 
 
@@ -16,15 +16,24 @@ class FrontSecrets(msgspec.Struct, frozen=True, kw_only=True):
 
     keys: tuple[str, ...] = ()  # of clients, as given by flag or environment
     key_file: str = ""  # further ones; read again when it changes
+    operator_keys: tuple[str, ...] = ()  # that open operators' pages from elsewhere, as given by the environment
+    operator_key_file: str = ""  # further ones; read again when it changes
     worker_key: str = ""  # what workers want from whom they answer
     tls: tuple[str, str] | None = None  # files of a certificate and its key
 
     def __repr__(self) -> str:
         return "FrontSecrets(…)"
 
-    def client_keys(self) -> ClientKeys:
+    def client_keys(self) -> ApiKeys:
         """`KeyFileError` names what is wrong."""
-        return ClientKeys(self.keys, self.key_file)
+        return ApiKeys(self.keys, self.key_file)
+
+    def front_keys(self) -> FrontKeys:
+        """`KeyFileError` names what is wrong."""
+        found = FrontKeys(self.client_keys(), ApiKeys(self.operator_keys, self.operator_key_file))
+        if found.clients.shares(found.operators):
+            raise KeyFileError("one of these keys is a client's too, and clients are not shown operators' pages")
+        return found
 
     def tls_files(self) -> TlsFiles | None:
         """`TlsError` names what is wrong."""

@@ -1,9 +1,10 @@
 """Access control of operators' pages, and the page of flights.
 
-Laws: a page that tells of single requests is shown to this machine alone unless the operator says otherwise; a name in
-`Host` other than localhost is refused too, since a web page elsewhere could have it resolve to this machine. A proxy
-that speaks for others is not this machine, nor is a page of another origin in its browser. Nothing here changes
-anything; every wait has a deadline.
+Laws: a page that tells of single requests is shown to this machine, by any of its addresses, and to whoever shows an
+operator's key, unless the operator says otherwise. For this machine's sake alone a name in `Host` other than localhost
+is refused, since a web page elsewhere could have it resolve to this machine; a proxy that speaks for others is not this
+machine, nor is a page of another origin in its browser. A key needs none of that: no browser sends it by itself.
+Nothing here changes anything; every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import msgspec
 
 from kvbaton.api import screening
 from kvbaton.api.api_errors import ApiError, bad_field
+from kvbaton.observe.dashboard.page_files import FILES, REASONS
 from kvbaton.observe.flight.collector import LAST_MAX, Gathering
 from kvbaton.observe.flight.flight_records import FlightSeat
 from kvbaton.observe.flight.joining import FIND_CHARS_MIN
 from kvbaton.observe.flight.journey import Journey
 from kvbaton.observe.flight.prompt_share import share_of
+from kvbaton.router.front_access import ApiKeys, FrontKeys
 from kvbaton.router.http.http_types import Answer, Events, Handler, Request, json_answer
 from kvbaton.router.router_settings import OperatorPages
 
@@ -34,16 +37,19 @@ LOOK_S = 0.02
 FIELDS_MAX = 8
 _PROXIED = (b"forwarded", b"x-forwarded-", b"x-real-ip", b"via", b"x-client-ip", b"true-client-ip", b"cf-connecting-")
 """How headers of proxies begin. One that adds none cannot be told from this machine: --operator-pages off then."""
+_BLANK = frozenset({*FILES, REASONS})
+"""The dashboard as it is packaged. It tells nothing of this cluster, and is what a browser asks for a key with."""
+_NO_KEYS = FrontKeys(ApiKeys(), ApiKeys())
 
 Show = Callable[[str, int, Sequence[str]], bool]
 """Has a worker (name, life) tell of these ids at once; False if it cannot be asked. Never blocks."""
 
 
-def guarded(handler: Handler, pages: OperatorPages) -> Handler:
+def guarded(handler: Handler, pages: OperatorPages, keys: FrontKeys = _NO_KEYS) -> Handler:
     """The handler for those who may see it; 403 for all others."""
 
     async def answer(request: Request) -> Answer | Events:
-        refusal = why_not(request, pages)
+        refusal = why_not(request, pages, keys)
         if refusal:
             raise ApiError(403, f"{request.path}: {refusal}", type="permission_error", code="operators_only")
         return await handler(request)
@@ -51,21 +57,38 @@ def guarded(handler: Handler, pages: OperatorPages) -> Handler:
     return answer
 
 
-def why_not(request: Request, pages: OperatorPages) -> str:
+def why_not(request: Request, pages: OperatorPages, keys: FrontKeys = _NO_KEYS) -> str:
     """Why this page is not shown to whoever asks, with what to do; "" if it is."""
     if pages is OperatorPages.OPEN:
         return ""
     if pages is OperatorPages.OFF:
         return "operator pages are off; start the router with --operator-pages auto or open"
-    if not _is_loopback(request.peer) or any(name.startswith(_PROXIED) for name, _ in request.headers):
-        return "served only to the router's own machine; open it there, or start the router with --operator-pages open"
+    if keys.operators and (request.path in _BLANK or keys.is_operator(request)):
+        return ""
+    if not _is_here(request) or any(name.startswith(_PROXIED) for name, _ in request.headers):
+        if keys.operators:
+            return (
+                "served to the router's own machine, elsewhere with an operator's key: send Authorization: Bearer KEY"
+            )
+        return (
+            "served only to the router's own machine; open it there, or start the router with --operator-key-file FILE "
+            "and show one of its keys, or with --operator-pages open"
+        )
     hosts = [value for name, value in request.headers if name == b"host"]
     if len(hosts) != 1 or not _is_plain_host(hosts[0].decode("latin-1")):
-        return "Host: expected an address or localhost; use http://127.0.0.1, or --operator-pages open"
+        return (
+            "Host: expected an address or localhost; use http://127.0.0.1, or an operator's key (--operator-key-file)"
+        )
     host = [hosts[0].decode("latin-1").strip().lower()]
     if not all(screening.is_same(origin.strip().lower(), host) for origin in request.values("origin")):
         return "Origin: not for pages of other origins, whatever --allow-origin says; or --operator-pages open"
     return ""
+
+
+def _is_here(request: Request) -> bool:
+    """Whether it comes from this machine: both ends of a connection of a host to itself have the same address, and
+    the kernel drops what comes from elsewhere under an address of its own."""
+    return _is_loopback(request.peer) or request.peer == request.near != ""
 
 
 def _is_loopback(address: str) -> bool:

@@ -31,7 +31,7 @@ class Fallback(enum.StrEnum):
 class OperatorPages(enum.StrEnum):
     """Who is shown pages for operators: records of requests, and what is drawn of them."""
 
-    AUTO = "auto"  # whoever asks from this machine, by an address
+    AUTO = "auto"  # whoever asks from this machine, by an address, or shows an operator's key
     OPEN = "open"  # whoever reaches the router
     OFF = "off"  # nobody
 

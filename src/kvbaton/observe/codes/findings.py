@@ -33,6 +33,8 @@ CODES: tuple[CodeEntry, ...] = (
             "install a C compiler, then kvbaton again"),
     finding("no-plane", ERROR, "The requested data planes cannot be used here.",
             "install what the plane needs, or choose another: --transport auto"),
+    finding("numpy-missing", NOTE, "NumPy is missing: no engine, store or transport runs here.",
+            "pip install 'kvbaton[serve]'; a host of routers and registries needs none"),
     finding("plane-open", NOTE, "This data plane is not encrypted beyond loopback.",
             "keep it on a network of its own, or use tcp"),
     finding("python-version", ERROR, "This Python is older than kvbaton supports.", "use Python 3.11 or later"),

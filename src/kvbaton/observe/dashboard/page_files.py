@@ -24,7 +24,7 @@ FILES = {
         f"{ROOT}/{name}": name
         for name in (
             "style.css", "icon.svg", "theme.js", "app.js", "dom.js", "dots.js", "drawer.js", "failures.js", "format.js",
-            "stages.js", "tiles.js", "timeline.js", "topology.js", "workers.js",
+            "key.js", "stages.js", "tiles.js", "timeline.js", "topology.js", "workers.js",
         )
     },
 }  # fmt: skip

@@ -27,6 +27,7 @@ from kvbaton.router.http.http_types import (
     Events,
     Request,
     Site,
+    address_of,
     chunk,
     error_answer,
     last_words,
@@ -273,8 +274,8 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        peer = transport.get_extra_info("peername")
-        self._backlog.peer = str(peer[0]) if isinstance(peer, tuple) and peer else ""
+        self._backlog.peer = address_of(transport.get_extra_info("peername"))
+        self._backlog.near = address_of(transport.get_extra_info("sockname"))
         who = caller(self._backlog.peer)
         self._backlog.tab = self._site.room.tab(who)
         if not self._door.admit(self, who):

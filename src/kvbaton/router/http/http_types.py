@@ -32,12 +32,13 @@ _JSON = b"Content-Type: application/json\r\n"
 class Request:
     """One request, read to its end. Names of headers are in lower case.
 
-    `query` is what followed the question mark, as it came; `peer` the address of whoever is connected, "" if unknown.
+    `query` is what followed the question mark, as it came; `peer` the address of whoever is connected, `near` the one
+    that it is connected to, "" if unknown.
     `tab` counts what is held for it, the answer included, until that has gone. `id` names it to clients and workers.
     `status` is that of its answer, 0 until there is one; `error` the code that ended a stream.
     """
 
-    __slots__ = ("body", "error", "headers", "id", "method", "names", "path", "peer", "query", "status", "tab")
+    __slots__ = ("body", "error", "headers", "id", "method", "names", "near", "path", "peer", "query", "status", "tab")
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Request:
         query: str = "",
         peer: str = "",
         tab: Tab | None = None,
+        near: str = "",
     ) -> None:
         self.method = method
         self.path = path
@@ -56,6 +58,7 @@ class Request:
         self.body = body
         self.query = query
         self.peer = peer
+        self.near = near
         self.tab = ClientQuotas().tab() if tab is None else tab
         self.id = clients_request_id(self.header(REQUEST_ID) or "")
         self.status = 0
@@ -75,6 +78,11 @@ class Request:
         if wanted not in self.names:
             return []
         return [value.decode("latin-1") for known, value in self.headers if known == wanted]
+
+
+def address_of(end: Any) -> str:
+    """Of one end of a connection, as its socket tells it; "" where that is no address."""
+    return str(end[0]) if isinstance(end, tuple) and end else ""
 
 
 class Answer(msgspec.Struct, frozen=True):

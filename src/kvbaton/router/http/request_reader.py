@@ -36,11 +36,12 @@ Ready = tuple[Request, bool, bool, int]
 class Backlog:
     """What a client sent ahead of an answer: requests, and bytes that are not parsed before their turn."""
 
-    __slots__ = ("answering_bytes", "bytes", "peer", "ready", "tab", "unparsed", "unparsed_bytes")
+    __slots__ = ("answering_bytes", "bytes", "near", "peer", "ready", "tab", "unparsed", "unparsed_bytes")
 
     def __init__(self, tab: Tab, peer: str = "") -> None:
         self.tab = tab  # counts what was read and is not answered, and what was answered and not read
         self.peer = peer
+        self.near = ""  # this end's own address
         self.ready: deque[Ready] = deque()
         self.bytes = 0  # of those that are ready
         self.answering_bytes = 0  # of the one that is being answered
@@ -200,7 +201,8 @@ class RequestReader:
             method = parser.get_method().decode("ascii")
             query = query_of(self._url) if b"?" in self._url else ""
             tab = backlog.tab.another()
-            request = Request(method, path_of(self._url), self._headers, bytes(self._body), query, backlog.peer, tab)
+            path, body = path_of(self._url), bytes(self._body)
+            request = Request(method, path, self._headers, body, query, backlog.peer, tab, backlog.near)
             size = self._head_bytes + len(self._body)
             backlog.put((request, parser.should_keep_alive(), parser.get_http_version() == "1.1", size))
         self.reading_since = None

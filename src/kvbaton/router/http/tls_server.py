@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 
 from kvbaton.api.api_errors import ApiError
 from kvbaton.router.front_files import stamp
-from kvbaton.router.http.http_types import last_words
+from kvbaton.router.http.http_types import address_of, last_words
 
 log = logging.getLogger(__name__)
 
@@ -144,8 +144,7 @@ class TlsLayer(asyncio.Transport, asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._raw = cast(asyncio.Transport, transport)
-        peer = transport.get_extra_info("peername")
-        who = self._who(str(peer[0]) if isinstance(peer, tuple) and peer else "")
+        who = self._who(address_of(transport.get_extra_info("peername")))
         if not self._door.admit(self, who):
             self._raw.abort()
 

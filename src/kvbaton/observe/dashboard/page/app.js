@@ -7,6 +7,7 @@ import { Dots } from "./dots.js";
 import { Drawer } from "./drawer.js";
 import { Failures } from "./failures.js";
 import { count, seconds } from "./format.js";
+import { answerOf, isRefused } from "./key.js";
 import { Stages } from "./stages.js";
 import { Tiles } from "./tiles.js";
 import { Topology } from "./topology.js";
@@ -71,7 +72,7 @@ async function poll() {
   clearTimeout(timer);
   let wait = document.hidden ? HIDDEN_MS : POLL_MS;
   try {
-    const answer = await fetch(STATE, { signal: AbortSignal.timeout(ANSWER_MS), cache: "no-store" });
+    const answer = await answerOf(STATE, ANSWER_MS);
     if (!answer.ok) throw new Error(`the router answered ${answer.status}`);
     show(await answer.json());
     failures = 0;
@@ -91,7 +92,7 @@ async function poll() {
 /** Whether what is seen is now, and if not, since when and what happens next. */
 function showBanner() {
   const lost = failures > 0;
-  byId("banner").hidden = !lost;
+  byId("banner").hidden = !lost || isRefused();
   setAttr(document.body, "data-stale", lost);
   if (!lost) return;
   const since = seconds((performance.now() - answered) / 1000);

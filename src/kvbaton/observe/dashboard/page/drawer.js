@@ -2,6 +2,7 @@
 
 import { byId, copyButton, h, setText } from "./dom.js";
 import { ago, clock, short, words } from "./format.js";
+import { answerOf } from "./key.js";
 import { drawTimeline, isBad, lanesOf, momentTable, sideTable, stageTable } from "./timeline.js";
 
 const FETCH_MS = 6000;
@@ -169,7 +170,7 @@ function summaryOf(journey) {
 async function ask(query) {
   const url = new URL(FLIGHTS);
   for (const [name, value] of Object.entries(query)) url.searchParams.set(name, value);
-  const answer = await fetch(url, { signal: AbortSignal.timeout(FETCH_MS), cache: "no-store" });
+  const answer = await answerOf(url, FETCH_MS);
   if (!answer.ok) throw new Error(`it answered ${answer.status}`);
   return (await answer.json()).journeys ?? [];
 }
