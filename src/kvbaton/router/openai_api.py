@@ -157,7 +157,7 @@ class OpenAiApi:
             return [
                 RoutedCall(
                     body.kind, fields, headers, modes, body.stream, deadline, name, whole, alone, trace, begins, tab,
-                    len(whole),
+                    len(whole), served=request.served,
                 )
             ]  # fmt: skip
         names = [f"{name}-{part.index}" for part in parts]
@@ -178,6 +178,7 @@ class OpenAiApi:
                 request.tab,
                 len(request.body),
                 written[part.prompt_index],
+                request.served,
             )
             for n, (part, own) in enumerate(zip(parts, names, strict=True))  # the first is the root of the others
         ]
@@ -206,8 +207,9 @@ class OpenAiApi:
     async def _body(self, call: RoutedCall, headers: dict[str, str]) -> bytes:
         reply = await self._flow.serve(call)
         try:
-            self._note(headers, reply)
-            self._ended(call, reply, answer_size(reply.body))
+            self._note(headers, call, reply)
+            call.served.output_tokens += (size := answer_size(reply.body))
+            self._ended(call, reply, size)
             return reply.body
         finally:
             await reply.aclose()
@@ -218,7 +220,7 @@ class OpenAiApi:
             begun = call.deadline - self._settings.deadline_s
             reply = await self._flow.serve(call)
             try:
-                self._note(headers, reply)
+                self._note(headers, call, reply)
                 waited_s = asyncio.get_running_loop().time() - begun
                 self._stats.waits.note(reply.mode, waited_s, reply.prefill_since(begun), reply.handoff)
                 meter = StreamMeter(self._stats.waits.between.of((reply.mode,)))
@@ -228,6 +230,7 @@ class OpenAiApi:
                         chunks = meter.came(data)
                         reply.chunks += chunks
                         tokens[mode] += chunks
+                        call.served.output_tokens += chunks
                         yield data
                 except ApiError as error:
                     count(self._stats.failures, error.code or "none", "mid_stream")
@@ -267,8 +270,9 @@ class OpenAiApi:
         reply.tell_tokens(output_tokens)
         self._stats.waits.ended(reply.mode, took_s, reply.prompt_tokens, output_tokens, reply.handoff)
 
-    def _note(self, headers: dict[str, str], reply: Reply) -> None:
+    def _note(self, headers: dict[str, str], call: RoutedCall, reply: Reply) -> None:
         """What the client is told besides the answer: what the API knows of D's headers, and who served."""
+        call.served.by(str(reply.route), reply.mode, reply.prompt_tokens)
         for name, value in reply.headers:
             if name in _TO_CLIENTS or name.startswith(_TO_CLIENTS_BEGIN):
                 headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
