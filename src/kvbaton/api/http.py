@@ -77,7 +77,8 @@ async def errors_as_json(request: web.Request, handler: _Handler) -> web.StreamR
         if error.status < 400:
             raise
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status)
-        fault = ApiError(error.status, f"{request.method} {request.path}: {error.reason}", code=code)
+        said = error.reason if code != "not_found" else f"no such path; there are {', '.join(_paths(request.app))}"
+        fault = ApiError(error.status, f"{request.method} {request.path[:200]}: {said}", code=code)
     except ConnectionError:
         raise
     except CLIENTS_FAULT as error:
@@ -87,6 +88,10 @@ async def errors_as_json(request: web.Request, handler: _Handler) -> web.StreamR
         log.exception("[request-crashed] %s %.200s", request.method, request.path)
         fault = internal()
     return error_response(fault.told_to(request.path, request_id(request)))
+
+
+def _paths(app: web.Application) -> list[str]:
+    return [each.canonical for each in app.router.resources()]
 
 
 BODY_BYTES_MAX: web.AppKey[int] = web.AppKey("body_bytes_max", int)
