@@ -23,7 +23,7 @@ CLIENT_GONE = 499
 _PROBES = frozenset({"/health", "/ping", "/metrics", "/dashboard/state"})
 
 
-class Served(msgspec.Struct):
+class ServedFacts(msgspec.Struct):
     """What a router knows of an answer, since its request was read; of several choices together."""
 
     begun: float = msgspec.field(default_factory=time.monotonic)  # uvloop's clock stands still for milliseconds
@@ -60,7 +60,7 @@ def answered(
     request: str = "",
     client: str = "",
     error: str = "",
-    served: Served | None = None,
+    served: ServedFacts | None = None,
 ) -> None:
     """A request has ended. `error`: the code that was told within a stream which had begun well."""
     if status < 400 and not error and process_logs.current().access == "errors":

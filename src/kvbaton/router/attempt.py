@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.access_log import Served
 from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import Mode
 from kvbaton.observe.tracing.trace_context import Traceparent
@@ -39,7 +38,6 @@ class RoutedCall(msgspec.Struct, frozen=True):
     tab: Tab | None = None  # counts what is held for it
     size: int = 0  # bytes of the client's body
     written: Written | None = None  # shared by all choices of one prompt
-    served: Served = msgspec.field(default_factory=Served)  # shared by all choices; for the log
 
     def named(self, request_id: str | None, traceparent: str) -> Sequence[Header]:
         """The headers of a leg, under the client's request id or another."""

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvbaton.api import sse
-from kvbaton.api.access_log import Served
+from kvbaton.api.access_log import ServedFacts
 from kvbaton.api.api_errors import ApiError
 from kvbaton.api.request_ids import clients_request_id
 from kvbaton.router.client_quotas import ClientQuotas, Tab
@@ -63,7 +63,7 @@ class Request:
         self.id = clients_request_id(self.header(REQUEST_ID) or "")
         self.status = 0
         self.error = ""
-        self.served = Served()
+        self.served = ServedFacts()
 
     def header(self, name: bytes) -> str | None:
         if name not in self.names:
