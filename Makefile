@@ -356,11 +356,12 @@ $(VLLM_VENV)/.engine: $(VLLM_VENV)/bin/pip
 	@VLLM_LOGGING_LEVEL=ERROR $(VLLM_BIN)/python -W ignore -c 'import vllm.entrypoints.openai.api_server, vllm.v1.worker.cpu_worker'
 	@touch $@
 
-$(VLLM_VENV)/.ready: $(VLLM_VENV)/.engine $(SOURCES)
+$(VLLM_VENV)/.ready: $(VLLM_VENV)/.engine $(SOURCES) tools/vllm_alias.py
 	@echo "vllm: 3 of 3, kvbaton itself"
 	@for mover in src/kvbaton/transports/core/_mover*.so; do \
 		if [ "$$mover" -nt src/kvbaton/transports/core/_mover.c ]; then export KVBATON_MOVER=built; fi; \
 	done; $(VLLM_PIP) -e '.[serve,vllm-test]'
+	@$(VLLM_BIN)/python tools/vllm_alias.py
 	@touch $@
 
 $(VLLM_VENV)/.nixl: $(VLLM_VENV)/.ready

@@ -18,12 +18,14 @@ from docs_commands import ROOT
 from docs_rules import check_transfer_config, parsed
 from docs_running import answered, until
 from kubernetes_pods import Object, Pod, container, containers, has_keys, main_container, pod_spec
+from tests.observe.prometheus.server import promtool
 
 from kvbaton.control import key_rotation
 from kvbaton.control import keyring as key_files
 from kvbaton.control.joining.admission_files import new_token
 from kvbaton.engines.embedded.http_worker import worker_app
 from kvbaton.engines.vllm.connector_settings import ConnectorSettings
+from kvbaton.observe.metrics.metric_names import METRICS
 from kvbaton.protocol.privileges import Role
 
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -328,6 +330,79 @@ def test_autoscalers_have_their_deployments_and_these_no_number_of_their_own(obj
     for one in of(objects, "HorizontalPodAutoscaler"):
         for metric in one["spec"]["metrics"]:
             assert f"as: {metric['pods']['metric']['name']}" in page, "the adapter's rule is there"
+
+
+def keda() -> dict[str, Object]:
+    page = json.loads(rendered("--plain", str(FOLDER / "keda.yaml")).stdout)
+    assert {(one["apiVersion"], one["kind"]) for one in page} == {("keda.sh/v1alpha1", "ScaledObject")}
+    return {one["metadata"]["name"]: one for one in page}
+
+
+@pytest.mark.parametrize("overlay", ["scaled", "scaled-vllm"])
+def test_keda_scales_what_the_autoscalers_do_within_the_same_bounds(
+    overlay: str, overlays: dict[str, list[Object]]
+) -> None:
+    autoscalers = {one["metadata"]["name"]: one["spec"] for one in of(overlays[overlay], "HorizontalPodAutoscaler")}
+    found = keda()
+    assert set(found) == set(autoscalers) == {"prefill", "decode"}
+    for name, one in found.items():
+        spec, theirs = one["spec"], autoscalers[name]
+        fields = {"scaleTargetRef", "minReplicaCount", "maxReplicaCount", "advanced", "triggers"}
+        assert set(spec) == fields, "no field that KEDA does not have"
+        assert one["metadata"]["namespace"] == "kvbaton" and spec["scaleTargetRef"]["name"] == name
+        assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (theirs["minReplicas"], theirs["maxReplicas"])
+        taken = spec["advanced"]["horizontalPodAutoscalerConfig"]
+        assert taken == {"name": name, "behavior": theirs["behavior"]}, "two autoscalers of one Deployment would fight"
+        assert one["metadata"]["annotations"] == {"scaledobject.keda.sh/transfer-hpa-ownership": "true"}
+        for trigger in spec["triggers"]:
+            assert trigger["type"] == "prometheus" and set(trigger) == {"type", "metadata"}
+            assert set(trigger["metadata"]) == {"serverAddress", "query", "threshold", "ignoreNullValues"}
+            assert all(isinstance(value, str) for value in trigger["metadata"].values()), "KEDA takes texts only"
+
+
+@pytest.mark.parametrize(
+    ("cache", "used"),
+    [
+        ({"kvbaton_engine_blocks": (100, 100), "kvbaton_engine_free_blocks": (40, 80)}, 0.8),
+        ({"vllm:kv_cache_usage_perc": (0.5, 0.75)}, 1.25),
+    ],
+)
+def test_kedas_queries_are_the_sum_over_workers_whatever_engine_and_however_many_routers(
+    cache: dict[str, tuple[float, float]], used: float, tmp_path: Path
+) -> None:
+    given = 'namespace="kvbaton",pod="{}"'
+    labels = given + ',role="{}",worker="{}",state="{}"'
+    series = {
+        f"kvbaton_router_worker_requests{{{labels.format(router, role, f'{role}-{number}', state)}}}": count
+        for router in ("router-0", "router-1")
+        for role, counts in (("prefill", (3, 4)), ("decode", (1, 0)))
+        for number, waiting in enumerate(counts)
+        for state, count in (("waiting", waiting), ("running", 50))
+    }
+    for name, values in cache.items():
+        role = "" if name.startswith("vllm:") else ',role="decode"'
+        for number, value in enumerate(values):
+            series[f"{name}{{{given.format(f'decode-{number}')}{role}}}"] = value
+            series[f"{name}{{{given.format(f'prefill-{number}')}{role.replace('decode', 'prefill')}}}"] = value / 2
+    found = keda()
+    queries = [
+        trigger["metadata"]["query"] for name in ("prefill", "decode") for trigger in found[name]["spec"]["triggers"]
+    ]
+    expected = (7, 1, used)
+    tests = [
+        {
+            "expr": f"round(1000 * ({query}))",
+            "eval_time": "1m",
+            "exp_samples": [{"labels": "{}", "value": round(value * 1000)}],
+        }
+        for query, value in zip(queries, expected, strict=True)
+    ]
+    told = [{"series": name, "values": f"{value}+0x8"} for name, value in series.items()]
+    page = tmp_path / "keda.yml"
+    page.write_text(json.dumps({"tests": [{"interval": "15s", "input_series": told, "promql_expr_test": tests}]}))
+    promtool("test", "rules", str(page))
+    known = {name for metric in METRICS for name in metric.series}
+    assert set(re.findall(r"kvbaton_\w+", " ".join(queries))) <= known
 
 
 def test_a_router_behind_a_service_listens_where_port_forward_connects(objects: list[Object]) -> None:

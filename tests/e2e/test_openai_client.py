@@ -7,6 +7,8 @@ request has a salt of its own, so that no cache of an earlier one spares the han
 from __future__ import annotations
 
 import asyncio
+import json
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import openai
 import pytest
 
+from kvbaton.api import sse
 from tests.e2e.cluster import Up, all_at_rest, up
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
@@ -129,6 +132,29 @@ def test_the_client_is_told_what_one_engine_would_tell_it(clients: Clients, name
     assert routed
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_anthropics_messages_are_handed_over_too(clients: Clients, mode: str) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "temperature": 0, "messages": CHAT[1:]}
+    before = clients.delivered()
+    whole = message(clients.routed, {**asked, "cache_salt": f"message {mode}"}, mode)
+    assert clients.delivered() - before == 1
+    assert whole["content"] == message(clients.alone, {**asked, "cache_salt": f"message {mode} alone"})["content"]
+    assert whole["content"][0]["text"] and whole["stop_reason"] == "max_tokens" and "kv_transfer_params" not in whole
+    events = message(clients.routed, {**asked, "cache_salt": f"message {mode} streamed", "stream": True}, mode)
+    deltas = [event["delta"]["text"] for event in events if event["type"] == "content_block_delta"]
+    assert clients.delivered() - before == 2 and "".join(deltas) == whole["content"][0]["text"]
+    assert events[-1] == {"type": "message_stop"}
+
+
+def message(client: openai.OpenAI, body: dict[str, Any], mode: str = "pull") -> Any:
+    """A whole message, or a stream's events."""
+    data, headers = json.dumps(body).encode(), {"x-kvbaton-mode": mode}
+    url = str(client.base_url).removesuffix("/v1/") + "/v1/messages"
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as answer:
+        told = answer.read()
+    return [json.loads(each) for each in sse.payloads(told)] if body.get("stream") else json.loads(told)
+
+
 def test_errors_are_those_of_the_engine(clients: Clients) -> None:
     for client in (clients.routed, clients.alone):
         with pytest.raises(openai.BadRequestError, match="max_tokens"):
@@ -137,4 +163,5 @@ def test_errors_are_those_of_the_engine(clients: Clients) -> None:
             client.completions.create(model=MODEL, prompt=PROMPT, top_p=0.5)
         with pytest.raises(openai.NotFoundError, match="another"):
             client.completions.create(model="another", prompt=PROMPT)
-    assert clients.routed.models.list().data[0].id == MODEL
+    card = clients.routed.models.list().data[0]
+    assert card.id == MODEL and card.created > 0

@@ -58,6 +58,12 @@ def talk(number: int, *more: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": said} for said in (f"talk {number}", *more)], "max_tokens": 4}
 
 
+async def cpu_s(c: Cluster) -> float:
+    """CPU seconds of all processes of the router, as a scrape shows them."""
+    async with c.session.get(c.url + "/metrics") as response:
+        return figures(await response.text())["process_cpu_seconds_total"]
+
+
 async def under_way(parent: RouterParent, count: int) -> None:
     await until(lambda: parent._counts.total(IN_FLIGHT) == count)
 
@@ -89,6 +95,11 @@ def test_clients_and_operators_see_one_router() -> None:
             assert shown['kvbaton_router_worker_asked_total{role="prefill",worker="p0"}'] == count + 1
             assert shown["kvbaton_router_request_seconds_count"] == count + 1
             assert shown["kvbaton_router_first_byte_seconds_count"] == 1 and shown["kvbaton_router_processes"] == 2
+            used = [each.figures[1].process for each in parent.processes]
+            assert shown["process_cpu_seconds_total"] > sum(each.cpu_s for each in used) > 0
+            assert shown["process_resident_memory_bytes"] > sum(each.resident_bytes for each in used) > 0
+            assert shown["process_open_fds"] >= max(each.open_files for each in used) > 0
+            assert shown["python_gc_collections_total"] > 0
             _, flights = await c.get("/flights?last=50")
             seen = {journey["request"] for journey in flights["journeys"]}
             assert {f"name-{number}" for number in range(count - 12, count)} <= seen
@@ -139,6 +150,7 @@ def test_a_process_that_is_killed_takes_its_own_requests_with_it_and_comes_back(
                 assert (await c.post(talk(talks), "/v1/chat/completions"))[0] == 200
                 talks += 1
                 assert (await c.stats())["turns_total"] == {"noted": talks}
+            used_s = await cpu_s(c)
             gate.clear()
             asking: list[asyncio.Task[Any]] = []
             while min(parent._counts.each(IN_FLIGHT)) < 2:
@@ -166,6 +178,7 @@ def test_a_process_that_is_killed_takes_its_own_requests_with_it_and_comes_back(
             assert (told["processes"], told["process_restarts_total"]) == (2, 1)
             assert told["ends_total"] == {"ok": had[1] + 12 + 2 * talks} and told["in_flight"] == 0
             assert told["turns_total"] == {"noted": 2 * talks, "offered": talks}
+            assert await cpu_s(c) >= used_s, "a counter: what the killed one had used stays counted"
 
     run(story())
 

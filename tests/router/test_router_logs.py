@@ -13,10 +13,12 @@ import msgspec
 import pytest
 from fake_workers import QUICK, cluster, die, hang, lease, only_first, run, tells, until
 
+from kvbaton.api import http_common
 from kvbaton.control.registry.roster_news import LINES_MAX, RosterNews, WorkerSeen
 from kvbaton.observe.metrics.histogram import Histogram
 from kvbaton.processes import process_logs
 from kvbaton.processes.process_logs import LogSettings
+from kvbaton.router.dashboard_page import live_page
 from kvbaton.router.stream_meter import StreamMeter, answer_size
 
 BODY = {"prompt": "abc", "max_tokens": 4}
@@ -59,6 +61,59 @@ def test_each_request_is_one_line_with_method_path_status_time_and_id(lines: Lin
         assert "/workers" in paths and "/health" not in paths, "probes that are well are logged at DEBUG"
 
     run(story())
+
+
+def of_router(lines: Lines, name: str) -> dict[str, Any]:
+    """The router's own line about a request; a worker's has no pair."""
+    (found,) = [line for line in access(lines) if line["request"] == name and "pair" in line]
+    return found
+
+
+def test_a_line_says_who_served_when_the_first_token_came_and_how_many(lines: Lines) -> None:
+    async def story() -> None:
+        async with cluster() as c:
+            await c.post({**BODY, "prompt": [1, 2, 3]}, **{"X-Request-Id": "whole"})
+            await c.post({**BODY, "prompt": [1, 2, 3], "n": 2}, **{"X-Request-Id": "twice"})
+            await c.events({**BODY, "prompt": [1, 2, 3]}, **{"X-Request-Id": "stream"})
+            await c.post({"prompt": 7}, **{"X-Request-Id": "refused"})
+        whole, stream = of_router(lines, "whole"), of_router(lines, "stream")
+        assert (whole["pair"], whole["mode"], whole["prompt_tokens"], whole["output_tokens"]) == ("p0/d0", "pull", 3, 9)
+        assert (stream["pair"], stream["prompt_tokens"], stream["output_tokens"]) == ("p0/d0", 3, 5), "five chunks"
+        assert "ttft_ms" not in whole and 0 < stream["ttft_ms"] <= stream["ms"]
+        said = f"pair=p0/d0 mode=pull ttft_ms={stream['ttft_ms']} prompt_tokens=3 output_tokens=5"
+        assert stream["message"].endswith(f"{stream['ms']} ms {said}")
+        twice = of_router(lines, "twice")
+        assert (twice["pair"], twice["prompt_tokens"], twice["output_tokens"]) == ("p0/d0,p0/d0", 6, 18)
+        assert not [line for line in access(lines) if line["request"] == "refused" and "pair" in line]
+
+    run(story())
+
+
+def test_an_open_dashboard_is_one_line(lines: Lines) -> None:
+    async def story() -> None:
+        async with cluster(access={"pages": live_page}) as c:
+            for path in ("/dashboard", *["/dashboard/state"] * 5):
+                async with c.session.get(c.url + path) as answer:
+                    assert answer.status == 200
+            async with c.session.post(f"{c.url}/dashboard/state") as answer:
+                assert answer.status == 405
+        told = [(line["path"], line["status"]) for line in access(lines) if line["path"].startswith("/dashboard")]
+        assert told == [("/dashboard", 200), ("/dashboard/state", 405)], "what goes wrong is told"
+
+    run(story())
+
+
+def test_milliseconds_are_those_of_a_clock_that_moves(lines: Lines) -> None:
+    """uvloop's own is read once for each pass of its loop, in whole milliseconds: many answers took 0.0 ms by it."""
+
+    async def story() -> None:
+        async with cluster() as c:
+            for _ in range(10):
+                assert (await c.get("/workers"))[0] == 200
+        took_ms = [line["ms"] for line in access(lines) if line["path"] == "/workers"]
+        assert len(took_ms) == 10 and min(took_ms) > 0 and any(ms % 1 for ms in took_ms)
+
+    http_common.run(asyncio.wait_for(story(), 60))
 
 
 def test_lines_about_a_request_carry_its_id_also_where_it_is_tried_again(lines: Lines) -> None:

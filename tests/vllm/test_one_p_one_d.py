@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import subprocess
 import threading
 import time
 import urllib.request
@@ -371,6 +372,24 @@ def test_pull_behind_a_toy_proxy_and_the_real_router_by_urls_and_by_discovery(du
 
 def test_pull_behind_the_twin_of_llm_ds_sidecar(duo: Duo) -> None:
     behind_sidecar.every_case(duo)
+
+
+def test_vllms_own_load_generator_finds_every_request_answered(
+    duo: Duo, vllm_python: str, tiny: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The command as docs/bench.md has it, of the environment that `make vllm` makes."""
+    command = [
+        str(Path(vllm_python).parent / "vllm"), "bench", "serve", "--base-url", duo.url, "--model", str(tiny("llama")),
+        "--served-model-name", "tiny", "--dataset-name", "random", "--random-input-len", "256", "--random-output-len",
+        "8", "--num-prompts", "4", "--max-concurrency", "2", "--header", "x-kvbaton-mode=push", "--save-result",
+        "--result-dir", str(tmp_path), "--result-filename", "load.json", "--disable-tqdm",
+    ]  # fmt: skip
+    before = duo.delivered()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads((tmp_path / "load.json").read_text())
+    assert (told["completed"], told["failed"], told["total_output_tokens"]) == (4, 0, 32)
+    until(lambda: duo.delivered() - before >= 4, 20, "each by a handoff")
 
 
 def test_streams_that_are_cut_mid_answer_free_both_sides(duo: Duo) -> None:

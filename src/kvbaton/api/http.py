@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -51,15 +52,14 @@ def error_response(error: ApiError) -> web.Response:
 @web.middleware
 async def _logged(request: web.Request, handler: _Handler) -> web.StreamResponse:
     """An access log, and the request's id on every line of its task."""
-    loop = asyncio.get_running_loop()
-    begun, name, status = loop.time(), request_id(request), access_log.CLIENT_GONE
+    begun, name, status = time.monotonic(), request_id(request), access_log.CLIENT_GONE  # uvloop's clock stands still
     with serving_request(name):
         try:
             response = await handler(request)
             status = response.status
             return response
         finally:
-            took_s = loop.time() - begun
+            took_s = time.monotonic() - begun
             access_log.answered(request.method, request.path, status, took_s, request=name, client=request.remote or "")
 
 
@@ -77,7 +77,8 @@ async def errors_as_json(request: web.Request, handler: _Handler) -> web.StreamR
         if error.status < 400:
             raise
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status)
-        fault = ApiError(error.status, f"{request.method} {request.path}: {error.reason}", code=code)
+        said = error.reason if code != "not_found" else f"no such path; there are {', '.join(_paths(request.app))}"
+        fault = ApiError(error.status, f"{request.method} {request.path[:200]}: {said}", code=code)
     except ConnectionError:
         raise
     except CLIENTS_FAULT as error:
@@ -87,6 +88,10 @@ async def errors_as_json(request: web.Request, handler: _Handler) -> web.StreamR
         log.exception("[request-crashed] %s %.200s", request.method, request.path)
         fault = internal()
     return error_response(fault.told_to(request.path, request_id(request)))
+
+
+def _paths(app: web.Application) -> list[str]:
+    return [each.canonical for each in app.router.resources()]
 
 
 BODY_BYTES_MAX: web.AppKey[int] = web.AppKey("body_bytes_max", int)

@@ -11,16 +11,18 @@ class StopFilter:
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
+        self.met = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
         """What may be told now, and whether a stop text was met (then all that follows is to be dropped)."""
         if not self._stops:
             return text, False
         text = self._held + text
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
+            at, self.met = min(found)
             self._held = ""
-            return text[: min(found)], True
+            return text[:at], True
         keep = self._open_end(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False

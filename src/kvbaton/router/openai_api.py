@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Awaitable, Sequence
 import msgspec
 
 from kvbaton.api import responses, sse, tokens
+from kvbaton.api.access_log import ServedFacts
 from kvbaton.api.api_errors import ApiError, bad_field, read_error
 from kvbaton.api.bodies import Body, BodyKind, parse
 from kvbaton.api.gather import all_of, interleave
@@ -123,10 +124,12 @@ class OpenAiApi:
         if not body.stream:
             with UnderWay(self._stats, self._settings.in_flight_max, len(calls)):
                 if len(calls) == 1:
-                    return Answer(await self._body(calls[0], headers), headers=headers)
-                return Answer(await self._joined_whole(parts, calls, headers), headers=headers)
-        several = len(calls) > 1
-        events = self._joined(body, parts, calls, headers) if several else self._events(calls[0], headers, 1)
+                    return Answer(await self._body(calls[0], headers, request.served), headers=headers)
+                return Answer(await self._joined_whole(parts, calls, headers, request.served), headers=headers)
+        if len(calls) == 1:
+            events = self._events(calls[0], headers, request.served, 1)
+        else:
+            events = self._joined(body, parts, calls, headers, request.served)
         return Events(events, headers, calls[0].deadline, _TELL.get(kind, sse.error_event))
 
     def _understood(self, request: Request, kind: BodyKind) -> tuple[Body, Sequence[AnswerPart], list[RoutedCall]]:
@@ -191,9 +194,9 @@ class OpenAiApi:
         return (Mode(wanted),)
 
     async def _joined_whole(
-        self, parts: Sequence[AnswerPart], calls: Sequence[RoutedCall], headers: dict[str, str]
+        self, parts: Sequence[AnswerPart], calls: Sequence[RoutedCall], headers: dict[str, str], served: ServedFacts
     ) -> bytes:
-        bodies = await all_of([self._body(call, headers) for call in calls])
+        bodies = await all_of([self._body(call, headers, served) for call in calls])
         answers = []
         try:
             for body in bodies:
@@ -203,22 +206,25 @@ class OpenAiApi:
         except _ODD as error:
             raise _odd_answer(error) from None
 
-    async def _body(self, call: RoutedCall, headers: dict[str, str]) -> bytes:
+    async def _body(self, call: RoutedCall, headers: dict[str, str], served: ServedFacts) -> bytes:
         reply = await self._flow.serve(call)
         try:
-            self._note(headers, reply)
-            self._ended(call, reply, answer_size(reply.body))
+            self._note(headers, served, reply)
+            served.output_tokens += (size := answer_size(reply.body))
+            self._ended(call, reply, size)
             return reply.body
         finally:
             await reply.aclose()
 
-    async def _events(self, call: RoutedCall, headers: dict[str, str], counted: int = 0) -> AsyncGenerator[bytes, None]:
+    async def _events(
+        self, call: RoutedCall, headers: dict[str, str], served: ServedFacts, counted: int = 0
+    ) -> AsyncGenerator[bytes, None]:
         """One call's stream, untouched."""
         with UnderWay(self._stats, self._settings.in_flight_max, counted):
             begun = call.deadline - self._settings.deadline_s
             reply = await self._flow.serve(call)
             try:
-                self._note(headers, reply)
+                self._note(headers, served, reply)
                 waited_s = asyncio.get_running_loop().time() - begun
                 self._stats.waits.note(reply.mode, waited_s, reply.prefill_since(begun), reply.handoff)
                 meter = StreamMeter(self._stats.waits.between.of((reply.mode,)))
@@ -228,6 +234,7 @@ class OpenAiApi:
                         chunks = meter.came(data)
                         reply.chunks += chunks
                         tokens[mode] += chunks
+                        served.output_tokens += chunks
                         yield data
                 except ApiError as error:
                     count(self._stats.failures, error.code or "none", "mid_stream")
@@ -238,12 +245,17 @@ class OpenAiApi:
                 await reply.aclose()
 
     async def _joined(
-        self, body: Body, parts: Sequence[AnswerPart], calls: Sequence[RoutedCall], headers: dict[str, str]
+        self,
+        body: Body,
+        parts: Sequence[AnswerPart],
+        calls: Sequence[RoutedCall],
+        headers: dict[str, str],
+        served: ServedFacts,
     ) -> AsyncGenerator[bytes, None]:
         """Several calls' streams as one."""
         with UnderWay(self._stats, self._settings.in_flight_max, len(calls)):
             joiner = Joiner()
-            streams = [self._events(call, headers) for call in calls]
+            streams = [self._events(call, headers, served) for call in calls]
             async with contextlib.aclosing(interleave(streams)) as merged:
                 async for number, data in merged:
                     async for events in self._rejoined(joiner, parts[number], data):
@@ -267,8 +279,9 @@ class OpenAiApi:
         reply.tell_tokens(output_tokens)
         self._stats.waits.ended(reply.mode, took_s, reply.prompt_tokens, output_tokens, reply.handoff)
 
-    def _note(self, headers: dict[str, str], reply: Reply) -> None:
+    def _note(self, headers: dict[str, str], served: ServedFacts, reply: Reply) -> None:
         """What the client is told besides the answer: what the API knows of D's headers, and who served."""
+        served.by(str(reply.route), reply.mode, reply.prompt_tokens)
         for name, value in reply.headers:
             if name in _TO_CLIENTS or name.startswith(_TO_CLIENTS_BEGIN):
                 headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))

@@ -16,7 +16,8 @@ from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics.exposition import Family, family
 from kvbaton.observe.metrics.handoff_metrics import Histograms
 from kvbaton.observe.metrics.metric_names import BY_NAME, Metric, Where
-from kvbaton.observe.metrics.worker_metrics import process_families, samples
+from kvbaton.observe.metrics.process_metrics import ProcessFigures, process_families
+from kvbaton.observe.metrics.worker_metrics import samples
 from kvbaton.router.client_quotas import ClientQuotas
 
 LABELS_MAX = 128
@@ -119,6 +120,11 @@ class RouterStats:
         """Calls of all processes of this router."""
         return self.in_flight
 
+    @property
+    def of_processes(self) -> ProcessFigures | None:
+        """What all processes of this router use; None where there is only this one."""
+        return None
+
     def enter(self, calls: int, most: int) -> bool:
         """Let so many more calls in, unless there would be more than `most` under way."""
         if self.in_flight + calls > most:
@@ -168,7 +174,7 @@ class RouterStats:
 
     def families(self, numbers: Mapping[str, Any]) -> list[Family]:
         """The page of `/metrics`. `numbers`: these and what the desk knows besides."""
-        found = [*process_families(Where.ROUTER)]
+        found = process_families(Where.ROUTER, figures=self.of_processes)
         for key, value in numbers.items():
             if key not in NOT_METRICS:
                 metric = (

@@ -88,7 +88,7 @@ class Server:
 
 def shortened(rules: str) -> str:
     """Rules whose windows and patience are seconds; not a word else is changed."""
-    rules = re.sub(r"\[\d+m\]", "[6s]", rules)
+    rules = re.sub(r"\[\d+[mh]\]", "[6s]", rules)
     rules = re.sub(r"\boffset \d+m\b", "offset 6s", rules)
     return re.sub(r"^( +for: )\d+m$", r"\g<1>1s", rules, flags=re.MULTILINE)
 

@@ -104,6 +104,51 @@ def pairs(pull: float, push: float) -> Series:
     return {**found, **stands("kvbaton_router_pairs", f'{R0},mode="push"', push)}
 
 
+def histogram(name: str, **rising: float) -> Series:
+    """A router's, by what each bucket grows with each sample: `b2` is le="2.0", the last is all."""
+    bounds = {"b02": "0.2", "b05": "0.5", "b2": "2.0", "b5": "5.0", "all": "+Inf"}
+    found = counted(f"{name}_count", f'{R0},mode="pull"', rising["all"])
+    for bound, step in rising.items():
+        found |= counted(f"{name}_bucket", f'{R0},mode="pull",le="{bounds[bound]}"', step)
+    return found
+
+
+def first_bytes(quick: float, late: float) -> Series:
+    """Streams within 2 s and within 5 s, with each sample."""
+    return histogram("kvbaton_router_first_byte_seconds", b2=quick, b5=quick + late, all=quick + late)
+
+
+def between(quick: float, late: float) -> Series:
+    return histogram("kvbaton_router_inter_token_seconds", b02=quick, b05=quick + late, all=quick + late)
+
+
+def queues(*waiting: float, role: str = "prefill") -> Series:
+    found: Series = {}
+    for number, count in enumerate(waiting):
+        labels = f'{R0},role="{role}",worker="w{number}",state="waiting"'
+        found |= stands("kvbaton_router_worker_requests", labels, count)
+    return {**found, **stands("kvbaton_router_worker_requests", f'{R0},role="decode",worker="d",state="running"', 99)}
+
+
+def cache(free: float, full: str = "0+0x120") -> Series:
+    found = {**stands("kvbaton_engine_blocks", D0, 1000), **stands("kvbaton_engine_free_blocks", D0, free)}
+    return {**found, f"kvbaton_full{{{D0}}}": full}
+
+
+def ended(name: str, labels: str, before: float, after: float) -> Series:
+    """It grew like this for ten minutes, and since then like that."""
+    return {f"{name}{{{labels}}}": f"0+{before}x40 {40 * before}+{after}x80"}
+
+
+OVER: Series = {
+    **ended("kvbaton_router_responses_total", f'{R0},status="5xx"', 5, 0),
+    **counted("kvbaton_router_responses_total", f'{R0},status="2xx"', 10),
+}
+"""One in three failed for ten minutes, and for ten minutes none has."""
+LATE_OVER: Series = {
+    **ended("kvbaton_router_first_byte_seconds_bucket", f'{R0},mode="pull",le="2.0"', 5, 10),
+    **counted("kvbaton_router_first_byte_seconds_count", f'{R0},mode="pull"', 10),
+}
 JUST_STARTED: Series = {
     f"kvbaton_pinned_blocks{{{P0}}}": "_x78 4+0x40",
     f"kvbaton_leases_total{{{P0}}}": "_x78 1+0x40",
@@ -148,6 +193,19 @@ FIRES: dict[str, list[Series]] = {
     "KvbatonWorkerFaults": [counted("kvbaton_faults_total", D0, 0.1)],
     "KvbatonQuarantineNearBound": [quarantine(3000), quarantine(600, of=1024)],
     "KvbatonRouterErrors": [responses(9, 1), responses(0, 0.2)],
+    "KvbatonTtftHigh": [first_bytes(9, 1), first_bytes(0, 2)],
+    "KvbatonInterTokenHigh": [between(90, 10), between(0, 90)],
+    "KvbatonQueueLong": [
+        queues(9),
+        queues(0, 30),
+        queues(9, role="decode"),
+        stands("vllm:num_requests_waiting", P0, 9),
+    ],
+    "KvbatonCacheFull": [cache(40), cache(900, "1+0x120"), stands("vllm:kv_cache_usage_perc", D0, 0.97)],
+    "KvbatonErrorBurnFast": [responses(98, 2), responses(0, 1)],
+    "KvbatonErrorBurnSlow": [responses(99.3, 0.7), responses(98, 2)],
+    "KvbatonTtftBurnFast": [first_bytes(84, 16), first_bytes(0, 2)],
+    "KvbatonTtftBurnSlow": [first_bytes(93, 7), first_bytes(84, 16)],
     "KvbatonNoPair": [pairs(0, 0)],
     "KvbatonTargetDown": [stands("up", D0, 0)],
 }
@@ -171,6 +229,14 @@ IS_SILENT: dict[str, list[Series]] = {
     "KvbatonWorkerFaults": [stands("kvbaton_faults_total", D0, 2)],
     "KvbatonQuarantineNearBound": [quarantine(0), quarantine(2000)],
     "KvbatonRouterErrors": [responses(99, 1), responses(1, 0, wrong=99), responses(0, 0), QUIET_NIGHT],
+    "KvbatonTtftHigh": [first_bytes(99, 1), first_bytes(0, 0.5), first_bytes(0, 0)],
+    "KvbatonInterTokenHigh": [between(99, 1), between(0, 9)],
+    "KvbatonQueueLong": [queues(0), queues(0, 0, 0, 20), stands("vllm:num_requests_waiting", P0, 3)],
+    "KvbatonCacheFull": [cache(100), cache(1000, "0 1 0 0x120"), stands("vllm:kv_cache_usage_perc", D0, 0.9)],
+    "KvbatonErrorBurnFast": [responses(99, 1), OVER, responses(0, 0), QUIET_NIGHT],
+    "KvbatonErrorBurnSlow": [responses(99.5, 0.5), responses(0, 0), QUIET_NIGHT],
+    "KvbatonTtftBurnFast": [first_bytes(90, 10), LATE_OVER, first_bytes(0, 0.2)],
+    "KvbatonTtftBurnSlow": [first_bytes(96, 4), first_bytes(0, 0.2)],
     "KvbatonNoPair": [pairs(0, 1), pairs(2, 2)],
     "KvbatonTargetDown": [stands("up", D0, 1), stands("up", 'instance="other",job="node"', 0)],
 }

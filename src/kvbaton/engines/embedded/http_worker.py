@@ -1,4 +1,4 @@
-"""One worker's HTTP server: OpenAI's endpoints over any backend that can turn a prompt into tokens.
+"""One worker's HTTP server: OpenAI's and Anthropic's endpoints over any backend that turns a prompt into tokens.
 
 Law: closing the iterator that `TokenBackend.generate` gave is the one way to abort, and it happens for every end that
 the client or the router brings about. A refusal before the first token is an HTTP status, one after it an event. A P
@@ -8,6 +8,7 @@ that leased KV for a request that is refused is told (`disown`), so that it keep
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -15,8 +16,9 @@ import msgspec
 from aiohttp import web
 
 from kvbaton import __version__
-from kvbaton.api import answers, responses, sse
+from kvbaton.api import answers, anthropic_shape, responses, sse
 from kvbaton.api.answers import AnswerShape, Token
+from kvbaton.api.anthropic_shape import MessageShape
 from kvbaton.api.api_errors import RETRY_AFTER_S, ApiError
 from kvbaton.api.bodies import Body, BodyKind, parse
 from kvbaton.api.foreign import ForeignLookup, tickets_in, together
@@ -26,8 +28,8 @@ from kvbaton.api.merge import Joiner, join
 from kvbaton.api.params import FIELD, TransferParams
 from kvbaton.api.responses import ResponseShape
 from kvbaton.api.stops import StopFilter
-from kvbaton.engines.embedded.server_plan import GenerateRequest, ModelCard, PlannedJob, plan
-from kvbaton.engines.embedded.tokenizing import detokenized, tokenized
+from kvbaton.engines.embedded.server_plan import EventShape, GenerateRequest, ModelCard, PlannedJob, plan
+from kvbaton.engines.embedded.tokenizing import counted, detokenized, tokenized
 from kvbaton.observe.metrics import exposition
 from kvbaton.observe.metrics.exposition import Family
 from kvbaton.observe.metrics.handoff_metrics import HandoffMetrics
@@ -48,6 +50,7 @@ __all__ = [
 BODY_BYTES_MAX = 4 << 20
 _TURNED_AWAY = {429: Reason.BUSY, 503: Reason.DRAINING}
 """By status, what P is told; all else is the request's own fault."""
+_USAGE = {AnswerShape: answers.usage, ResponseShape: responses.usage, MessageShape: anthropic_shape.usage}
 _decode_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _CALLERS_FAULT = frozenset(str(reason) for reason, (blame, _) in MEANING.items() if blame is Blame.CALLER)
 
@@ -119,6 +122,8 @@ def worker_app(
             web.post(BodyKind.COMPLETION.value, server.completions),
             web.post(BodyKind.CHAT.value, server.chat),
             web.post(BodyKind.RESPONSES.value, server.responses),
+            web.post(BodyKind.MESSAGES.value, server.messages),
+            web.post("/v1/messages/count_tokens", server.count_tokens),
             web.post("/tokenize", server.tokenize),
             web.post("/detokenize", server.detokenize),
             web.get("/v1/models", server.models),
@@ -147,6 +152,7 @@ class _Server:
         self._handoffs = handoffs
         self._disown = disown
         self._times = times
+        self._created_unix_s = int(time.time())
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, BodyKind.COMPLETION)
@@ -156,6 +162,13 @@ class _Server:
 
     async def responses(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, BodyKind.RESPONSES)
+
+    async def messages(self, request: web.Request) -> web.StreamResponse:
+        """Anthropic's."""
+        return await self._answer(request, BodyKind.MESSAGES)
+
+    async def count_tokens(self, request: web.Request) -> web.Response:
+        return json_response(counted(await read_body(request), self._backend.models()))
 
     async def tokenize(self, request: web.Request) -> web.Response:
         return json_response(tokenized(await read_body(request), self._backend.models()))
@@ -168,8 +181,14 @@ class _Server:
 
     async def models(self, _: web.Request) -> web.Response:
         cards = [
-            {"id": card.id, "object": "model", "owned_by": "kvbaton", "max_model_len": card.context_tokens_max}
-            for card in self._backend.models()
+            {
+                "id": each.id,
+                "object": "model",
+                "created": self._created_unix_s,
+                "owned_by": "kvbaton",
+                "max_model_len": each.context_tokens_max,
+            }
+            for each in self._backend.models()
         ]
         return json_response({"object": "list", "data": cards})
 
@@ -201,8 +220,8 @@ class _Server:
         body = parse(kind, data)
         name = request_id(request)
         jobs = plan(body, name, self._backend.models(), self._lookup)
-        if body.stream and isinstance(shape := jobs[0].shape, ResponseShape):
-            return await send_events(request, self._response_events(jobs[0], shape), tell=shape.failed)
+        if body.stream and isinstance(shape := jobs[0].shape, EventShape):
+            return await send_events(request, self._typed_events(jobs[0], shape), tell=shape.failed)
         if body.stream:
             return await send_events(request, self._events(body, jobs))
         whole = await all_of([self._whole(job) for job in jobs])
@@ -224,7 +243,7 @@ class _Server:
 
     async def _chunks(self, job: PlannedJob) -> AsyncGenerator[dict[str, Any], None]:
         shape = job.shape
-        assert isinstance(shape, AnswerShape), "a response is not told in chunks"
+        assert isinstance(shape, AnswerShape), "the others are not told in chunks"
         opening = shape.opening()
         count = 0
         async with contextlib.aclosing(self._told(job)) as told:
@@ -240,7 +259,7 @@ class _Server:
                     yield shape.ending(rest, finished.reason)
                     yield shape.usage_chunk(_usage(job, count, finished))
 
-    async def _response_events(self, job: PlannedJob, shape: ResponseShape) -> AsyncGenerator[bytes, None]:
+    async def _typed_events(self, job: PlannedJob, shape: EventShape) -> AsyncGenerator[bytes, None]:
         events = shape.opening()  # told with the first token, so that a refusal before it is still a status
         count = 0
         async with contextlib.aclosing(self._told(job)) as told:
@@ -282,6 +301,8 @@ class _Server:
                     text, met = stops.feed(event.text)
                     yield Token(text, event.logprobs)
                     if met:
+                        if isinstance(job.shape, MessageShape):
+                            job.shape.met = stops.met
                         yield "", Finished("stop")
                         return
         except RefusedError as error:
@@ -305,5 +326,5 @@ def _api_error(error: RefusedError) -> ApiError:
 
 
 def _usage(job: PlannedJob, count: int, finished: Finished) -> dict[str, Any]:
-    tell = responses.usage if isinstance(job.shape, ResponseShape) else answers.usage
+    tell = _USAGE[type(job.shape)]
     return tell(len(job.request.prompt), count, finished.cached_tokens)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.answers import AnswerShape
+from kvbaton.api.anthropic_shape import MessageShape
 from kvbaton.api.api_errors import bad_field, unknown_model
 from kvbaton.api.bodies import Body, BodyKind
 from kvbaton.api.foreign import ForeignLookup
@@ -24,10 +25,11 @@ from kvbaton.engines.embedded.handoff_params import handoffs_of
 from kvbaton.node.prompt_account import word_of
 from kvbaton.observe.codes.alone_reasons import UNASKED
 
+EventShape = ResponseShape | MessageShape
 LOGPROBS_MAX = 20
-MAX_TOKENS_DEFAULT = {BodyKind.COMPLETION: 16, BodyKind.CHAT: 128, BodyKind.RESPONSES: 128}
-_PROMPT_FIELD = {BodyKind.COMPLETION: "prompt", BodyKind.CHAT: "messages", BodyKind.RESPONSES: "input"}
-_LIMIT_FIELD = {BodyKind.COMPLETION: "max_tokens", BodyKind.CHAT: "max_tokens", BodyKind.RESPONSES: "max_output_tokens"}
+MAX_TOKENS_DEFAULT = {BodyKind.COMPLETION: 16, BodyKind.CHAT: 128, BodyKind.RESPONSES: 128}  # messages must say it
+_PROMPT_FIELD = {BodyKind.COMPLETION: "prompt", BodyKind.RESPONSES: "input"}  # else "messages"
+_LIMIT_FIELD = {BodyKind.RESPONSES: "max_output_tokens"}  # else "max_tokens"
 
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",), "top_p": (1,), "top_k": (-1, 0), "min_p": (0,),
@@ -36,6 +38,13 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],), "functions": ([],), "response_format": ({"type": "text"},), "use_beam_search": (False,),
 }  # fmt: skip
 """What the embedded engine cannot do, with the values that ask for nothing: refused otherwise, never ignored."""
+_NEUTRAL_OF: Mapping[BodyKind, Mapping[str, tuple[Any, ...]]] = {
+    BodyKind.RESPONSES: responses_plan.NEUTRAL,
+    BodyKind.MESSAGES: {
+        "tool_choice": ({"type": "auto"}, {"type": "none"}), "thinking": ({"type": "disabled"},), "mcp_servers": ([],),
+        "stop": (), "n": (1,), "max_completion_tokens": (),
+    },
+}  # fmt: skip
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -66,7 +75,7 @@ class PlannedJob(msgspec.Struct, frozen=True):
 
     part: AnswerPart
     request: GenerateRequest
-    shape: AnswerShape | ResponseShape
+    shape: AnswerShape | EventShape
     stops: tuple[str, ...]
 
 
@@ -82,8 +91,7 @@ def card_of(body: Body, cards: Sequence[ModelCard]) -> ModelCard:
 def plan(body: Body, name: str, cards: Sequence[ModelCard], lookup: ForeignLookup | None = None) -> list[PlannedJob]:
     """The jobs that `body` stands for; `ApiError` names what cannot be done. `lookup` is for requests of others."""
     card = card_of(body, cards)
-    cannot = {**_NEUTRAL, **responses_plan.NEUTRAL} if body.kind is BodyKind.RESPONSES else _NEUTRAL
-    for field, neutral in cannot.items():
+    for field, neutral in {**_NEUTRAL, **_NEUTRAL_OF.get(body.kind, {})}.items():
         value = body.fields.get(field)
         if value is not None and value not in neutral and not (field == "best_of" and value == body.n):
             raise bad_field(field, "the embedded engine does not support this; remove the field")
@@ -95,16 +103,21 @@ def plan(body: Body, name: str, cards: Sequence[ModelCard], lookup: ForeignLooku
     for part, handoff in zip(split(body), handoffs, strict=True):
         request = _request(part.fields, body.kind, name, card, handoff)
         request = msgspec.structs.replace(request, said=word_of(body.fields.get(FIELD)))
-        shape = _shape(body, card.id, name, created_unix_s, request.logprobs)
+        shape = _shape(body, card.id, name, created_unix_s, request)
         is_source = handoff is not None and handoff.do_remote_decode  # its one token is nobody's answer
         if is_source and request.max_tokens > 1:
-            limit = _LIMIT_FIELD[body.kind]
+            limit = _LIMIT_FIELD.get(body.kind, "max_tokens")
             raise bad_field(limit, "a prompt computed for another worker is computed for one token; give 1")
-        jobs.append(PlannedJob(part, request, shape, () if is_source else _stops(part.fields)))
+        jobs.append(PlannedJob(part, request, shape, () if is_source else _stops(part.fields, body.kind)))
     return jobs
 
 
-def _shape(body: Body, model: str, name: str, created_unix_s: int, top: int | None) -> AnswerShape | ResponseShape:
+def _shape(
+    body: Body, model: str, name: str, created_unix_s: int, request: GenerateRequest
+) -> AnswerShape | EventShape:
+    top = request.logprobs
+    if body.kind is BodyKind.MESSAGES:
+        return MessageShape(model=model, request_id=name, prompt_tokens=len(request.prompt))
     if body.kind is not BodyKind.RESPONSES:
         return AnswerShape(
             body.kind, model=model, request_id=name, created_unix_s=created_unix_s, token_text=token_text, top=top
@@ -119,15 +132,16 @@ def _request(
     fields: Mapping[str, Any], kind: BodyKind, name: str, card: ModelCard, handoff: TransferParams | None
 ) -> GenerateRequest:
     prompt = tokens_of(fields, kind)
-    max_tokens = fields.get("max_completion_tokens") or fields.get(_LIMIT_FIELD[kind])
+    limit = _LIMIT_FIELD.get(kind, "max_tokens")
+    max_tokens = fields.get("max_completion_tokens") or fields.get(limit)
     room = card.context_tokens_max - len(prompt)
     if room < (max_tokens or 1):
         asked = f"{len(prompt)} tokens and {max_tokens or 1} to answer"
-        raise bad_field(_PROMPT_FIELD[kind], f"{asked}, at most {card.context_tokens_max} together")
+        raise bad_field(_PROMPT_FIELD.get(kind, "messages"), f"{asked}, at most {card.context_tokens_max} together")
     min_tokens = fields.get("min_tokens") or 0
     max_tokens = max_tokens or min(MAX_TOKENS_DEFAULT[kind], room)
     if min_tokens > max_tokens:
-        raise bad_field("min_tokens", f"got {min_tokens}, more than {_LIMIT_FIELD[kind]} {max_tokens}")
+        raise bad_field("min_tokens", f"got {min_tokens}, more than {limit} {max_tokens}")
     seed = fields.get("seed")
     temperature = fields.get("temperature")
     return GenerateRequest(
@@ -157,7 +171,9 @@ def _logprobs(fields: Mapping[str, Any], kind: BodyKind) -> int | None:
     return (fields.get("top_logprobs") or 0) if wanted else None
 
 
-def _stops(fields: Mapping[str, Any]) -> tuple[str, ...]:
+def _stops(fields: Mapping[str, Any], kind: BodyKind) -> tuple[str, ...]:
+    if kind is BodyKind.MESSAGES:
+        return tuple(text for text in fields.get("stop_sequences") or () if text)
     stop = fields.get("stop")
     return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
 
@@ -166,7 +182,9 @@ def tokens_of(fields: Mapping[str, Any], kind: BodyKind) -> tuple[int, ...]:
     """What the engine computes for a body's prompt."""
     if kind is BodyKind.COMPLETION:
         return _prompt_tokens(fields["prompt"])
-    return _chat_tokens(responses_plan.messages(fields) if kind is BodyKind.RESPONSES else fields["messages"])
+    if kind is BodyKind.RESPONSES:
+        return _chat_tokens(responses_plan.messages(fields))
+    return _chat_tokens(fields["messages"], fields.get("system") if kind is BodyKind.MESSAGES else None)
 
 
 def _prompt_tokens(prompt: Any) -> tuple[int, ...]:
@@ -180,22 +198,22 @@ def _prompt_tokens(prompt: Any) -> tuple[int, ...]:
     return tuple(prompt)
 
 
-def _chat_tokens(messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
+def _chat_tokens(messages: Sequence[Mapping[str, Any]], system: Any = None) -> tuple[int, ...]:
     """The template: each turn behind the mark of its role, the answer's mark last."""
     roles = {"developer": "system", "tool": "user", "function": "user"}
-    turns = [
-        (roles.get(message["role"], message["role"]), _content_text(message.get("content"), index))
-        for index, message in enumerate(messages)
-    ]
+    turns = [("system", _content_text(system, "system"))] if system else []
+    for index, message in enumerate(messages):
+        role = message["role"]
+        turns.append((roles.get(role, role), _content_text(message.get("content"), f"messages[{index}].content")))
     return tuple(tokenizer.encode_chat(turns))
 
 
-def _content_text(content: Any, index: int) -> str:
+def _content_text(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
         if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            raise bad_field(f"messages[{index}].content", "the embedded engine supports only parts of type text")
+            raise bad_field(where, "the embedded engine supports only parts of type text")
     return "".join(part["text"] for part in content)
 
 

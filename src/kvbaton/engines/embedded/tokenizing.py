@@ -1,4 +1,4 @@
-"""`/tokenize` and `/detokenize` of the embedded engine, in vLLM's forms.
+"""`/tokenize`, `/detokenize` and `/v1/messages/count_tokens` of the embedded engine, in vLLM's forms.
 
 Law: a text or a chat has here the tokens that the engine computes for it.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+import msgspec
 
 from kvbaton.api.api_errors import bad_field
 from kvbaton.api.bodies import BodyKind, json_object, parse
@@ -26,6 +28,13 @@ def tokenized(data: bytes, cards: Sequence[ModelCard]) -> dict[str, Any]:
         tokens = tokens[1:]
     strs = [server_plan.token_text(token) for token in tokens] if body.fields.get("return_token_strs") else None
     return {"count": len(tokens), "max_model_len": card.context_tokens_max, "tokens": tokens, "token_strs": strs}
+
+
+def counted(data: bytes, cards: Sequence[ModelCard]) -> dict[str, Any]:
+    """Of a body of `/v1/messages`, which needs no limit here."""
+    body = parse(BodyKind.MESSAGES, msgspec.json.encode({**json_object(data), "max_tokens": 1}))
+    server_plan.card_of(body, cards)
+    return {"input_tokens": len(server_plan.tokens_of(body.fields, body.kind))}
 
 
 def detokenized(data: bytes) -> dict[str, Any]:

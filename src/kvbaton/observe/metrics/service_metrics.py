@@ -11,7 +11,7 @@ from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics.exposition import Family, family
 from kvbaton.observe.metrics.metric_names import Metric, Where
 from kvbaton.observe.metrics.node_metrics import connections
-from kvbaton.observe.metrics.worker_metrics import process_families
+from kvbaton.observe.metrics.process_metrics import process_families
 
 Counts = Mapping[str, int]
 

@@ -6,18 +6,15 @@ checks this on a real worker.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import kvbaton
 from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics.exposition import Family, Labels, Value, family, render
 from kvbaton.observe.metrics.handoff_metrics import HandoffMetrics
 from kvbaton.observe.metrics.metric_names import BY_NAME, Metric, Where
-
-_STARTED = time.time()
+from kvbaton.observe.metrics.process_metrics import process_families
 
 RENAMED: Mapping[str, Metric] = {
     "pins": metric_names.PINNED,
@@ -61,9 +58,3 @@ def samples(metric: Metric, value: Any) -> dict[Labels, Value]:
         count = len(metric.labels)
         return {tuple(str(key).split(":", max(count - 1, 0))): each for key, each in value.items()}
     return {(): value} if isinstance(value, int | float) else {}
-
-
-def process_families(where: Where, worker: str = "") -> Iterable[Family]:
-    """Metrics of every process."""
-    build = metric_names.BUILD.labelled((kvbaton.__version__, str(where), worker))
-    return (Family(metric_names.BUILD, {build: 1}), Family(metric_names.STARTED, {(): round(_STARTED, 3)}))

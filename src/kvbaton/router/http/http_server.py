@@ -145,7 +145,6 @@ class _Connection(asyncio.Protocol):
 
     async def _serve(self, request: Request, keeps: bool, is_new: bool) -> None:
         request_of_task.set(request.id)  # a task serves one request
-        begun = self._loop.time()
         try:
             keeps = await self._answer(request, keeps, is_new)
             if self._is_full:  # one who sends on without reading fills no memory
@@ -166,8 +165,8 @@ class _Connection(asyncio.Protocol):
             request.tab.close()
             self._door.crowd.idle(self)
             access_log.answered(
-                request.method, request.path, request.status, self._loop.time() - begun,
-                request=request.id, client=request.peer, error=request.error,
+                request.method, request.path, request.status, request.served.took_s,
+                request=request.id, client=request.peer, error=request.error, served=request.served,
             )  # fmt: skip
         if keeps and not self._closing and not self._transport.is_closing():
             self._next()
@@ -185,6 +184,7 @@ class _Connection(asyncio.Protocol):
             found = await self._site.handler(request.method, request.path)(request)
             if isinstance(found, Events):
                 first = await anext(found.source, b"")
+                request.served.ttft_s = request.served.took_s
         except ApiError as error:
             found = error_answer(error.told_to(request.path, request.id))
             bare(error)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from kvbaton.api import sse
+from kvbaton.api.access_log import ServedFacts
 from kvbaton.api.api_errors import ApiError
 from kvbaton.api.request_ids import clients_request_id
 from kvbaton.router.client_quotas import ClientQuotas, Tab
@@ -35,10 +36,12 @@ class Request:
     `query` is what followed the question mark, as it came; `peer` the address of whoever is connected, `near` the one
     that it is connected to, "" if unknown.
     `tab` counts what is held for it, the answer included, until that has gone. `id` names it to clients and workers.
-    `status` is that of its answer, 0 until there is one; `error` the code that ended a stream.
+    `status` is that of its answer, 0 until there is one; `error` the code that ended a stream; `served` is for the log.
     """
 
-    __slots__ = ("body", "error", "headers", "id", "method", "names", "near", "path", "peer", "query", "status", "tab")
+    __slots__ = (
+        "body", "error", "headers", "id", "method", "names", "near", "path", "peer", "query", "served", "status", "tab",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -63,6 +66,7 @@ class Request:
         self.id = clients_request_id(self.header(REQUEST_ID) or "")
         self.status = 0
         self.error = ""
+        self.served = ServedFacts()
 
     def header(self, name: bytes) -> str | None:
         if name not in self.names:

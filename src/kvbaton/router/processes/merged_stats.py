@@ -10,7 +10,9 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.observe.metrics import process_metrics
 from kvbaton.observe.metrics.histogram import Histogram
+from kvbaton.observe.metrics.process_metrics import ProcessFigures
 from kvbaton.router.processes.process_link import CountedFigures, CountedTimes
 from kvbaton.router.processes.shared_counts import summed
 from kvbaton.router.router_stats import RouterStats, Waits
@@ -28,6 +30,11 @@ class MergedStats(RouterStats):
         super().__init__()
         self.processes = 0  # that serve
         self.restarts = 0
+        self.used = ProcessFigures()
+
+    @property
+    def of_processes(self) -> ProcessFigures:
+        return self.used
 
     def as_numbers(self) -> dict[str, Any]:
         return {**super().as_numbers(), "processes": self.processes, "process_restarts_total": self.restarts}
@@ -51,12 +58,14 @@ def counted(stats: RouterStats) -> CountedFigures:
             for each in waits.histograms
             for labels, found in each.counted().items()
         ),
+        process=process_metrics.own(),
     )
 
 
 def at_rest(figures: CountedFigures) -> CountedFigures:
     """What stays of a process that has ended."""
-    return msgspec.structs.replace(figures, in_flight=0, held_bytes=0)
+    rest = process_metrics.at_rest(figures.process)
+    return msgspec.structs.replace(figures, in_flight=0, held_bytes=0, process=rest)
 
 
 def merge(stats: RouterStats, figures: Iterable[CountedFigures]) -> None:
@@ -84,6 +93,7 @@ def merge(stats: RouterStats, figures: Iterable[CountedFigures]) -> None:
 
 def together(figures: Iterable[CountedFigures]) -> CountedFigures:
     """Figures of several processes, or lives of one, as one's."""
-    stats = RouterStats()
-    merge(stats, figures)
-    return counted(stats)
+    found, stats = list(figures), RouterStats()
+    merge(stats, found)
+    used = process_metrics.together(each.process for each in found)
+    return msgspec.structs.replace(counted(stats), process=used)

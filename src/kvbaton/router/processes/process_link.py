@@ -16,6 +16,7 @@ import msgspec
 
 from kvbaton.observe.flight.flight_records import Flight
 from kvbaton.observe.metrics.histogram import Exemplar
+from kvbaton.observe.metrics.process_metrics import ProcessFigures
 from kvbaton.processes.process_logs import LogSettings
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.front_secrets import FrontSecrets
@@ -135,6 +136,7 @@ class CountedFigures(msgspec.Struct, frozen=True):
     counters: Mapping[str, Mapping[str, int]] = {}
     waits: tuple[float, int] = (0.0, 0)
     times: tuple[CountedTimes, ...] = ()
+    process: ProcessFigures = ProcessFigures()
 
 
 class FiguresTold(LinkMessage, frozen=True):

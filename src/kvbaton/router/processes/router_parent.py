@@ -23,6 +23,7 @@ import msgspec
 from kvbaton.api.api_errors import ApiError, internal
 from kvbaton.api.gather import cancel
 from kvbaton.observe.flight.collector import Gathering
+from kvbaton.observe.metrics import process_metrics
 from kvbaton.processes import process_logs
 from kvbaton.processes.child_process import ChildError
 from kvbaton.router.app import OPERATORS_PATHS, Board, Pages, RouterParts, WorkerCare
@@ -298,8 +299,9 @@ class RouterParent:
     async def _look(self) -> None:
         """Have all tell their figures, and sum them up."""
         await asyncio.gather(*(each.ask(ASK_S) for each in self.processes))
-        figures = [part for each in self.processes for part in each.figures]
-        merged_stats.merge(self.stats, [merged_stats.counted(self._parts.stats), *figures])
+        figures = [merged_stats.counted(self._parts.stats), *(part for each in self.processes for part in each.figures)]
+        merged_stats.merge(self.stats, figures)
+        self.stats.used = process_metrics.together(each.process for each in figures)
         self.stats.processes = sum(each.ready.is_set() for each in self.processes)
 
 
