@@ -77,7 +77,7 @@ def test_the_dashboard_says_what_cannot_be_served_and_why(fallback: Fallback) ->
             assert trouble["text"].startswith(f"{begin}no prefill worker is registered"), trouble
             c.directory.lose("d0")
             trouble = (await c.get("/dashboard/state"))[1]["trouble"]
-            assert trouble["is_down"] and trouble["text"].startswith("Requests are answered 503"), trouble
+            assert trouble["is_down"] and trouble["text"].startswith("Requests are answered 503: no "), trouble
             c.app.draining.set()
             assert "drains" in (await c.get("/dashboard/state"))[1]["trouble"]["text"]
             told = (await c.stats())["responses_total"]

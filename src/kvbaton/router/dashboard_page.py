@@ -70,6 +70,13 @@ class _Health(msgspec.Struct):
 
     status: str
     reason: str = ""
+    workers: Mapping[str, Mapping[str, int]] = {}  # how many, by role and state
+
+    @property
+    def has_decoder(self) -> bool:
+        """Whether somebody is there who could answer alone, if it may."""
+        may = (WorkerListState.SERVING, WorkerListState.SUSPECT)
+        return any(self.workers.get(role, {}).get(state) for role in ("decode", "both") for state in may)
 
 
 def trouble_of(health: bytes, fallback: Fallback) -> Trouble | None:
@@ -83,7 +90,7 @@ def trouble_of(health: bytes, fallback: Fallback) -> Trouble | None:
             return Trouble(f"Degraded{why}", is_down=False)
         case "draining":
             return Trouble("This router drains: new requests are answered 503", is_down=True)
-    strict = " (--fallback strict)" if fallback is Fallback.STRICT else ""
+    strict = " (--fallback strict)" if fallback is Fallback.STRICT and found.has_decoder else ""
     return Trouble(f"Requests are answered 503{strict}{why}", is_down=True)
 
 

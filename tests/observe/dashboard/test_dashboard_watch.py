@@ -219,6 +219,24 @@ def test_the_headline_counts_the_handoffs_that_the_list_shows() -> None:
     assert len(cluster.watch._failures._counted) == 3 < COUNTED_KEPT
 
 
+def test_an_even_flow_of_handoffs_is_an_even_line_whenever_workers_report_and_somebody_looks() -> None:
+    """Reports, looks and buckets do not keep step."""
+    cluster = Cluster()
+    total, reported_at = 0.0, BEGIN
+    cluster.told(0, 0)
+    for _ in range(40):
+        cluster.state()
+        cluster.clock.now += 0.85
+        while reported_at + 0.7 <= cluster.clock.now:
+            reported_at, total = reported_at + 0.7, total + 7
+            report = FlightReport(
+                reported_at, {"handoffs_total": total, "delivered_total": total, "bytes_total": total}
+            )
+            cluster.gathering.heard("d0", 2, report, reported_at)
+    line = [value for value in cluster.state()["history"]["handoffs"] if value is not None]
+    assert len(line) >= 15 and line[:-1] == [10.0] * (len(line) - 1)  # of the last one reports are missing yet
+
+
 def test_trouble_is_told_at_once_however_fresh_the_page_is() -> None:
     cluster = Cluster()
     down = Trouble("nobody is there", is_down=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvbaton.observe.flight.flight_records import STAGES
@@ -50,14 +50,14 @@ class Sample:
 
 @dataclass(slots=True)
 class Bucket:
-    """The events of two seconds."""
+    """The events of two seconds; of what was counted between two looks, its share."""
 
     number: int  # of the bucket, from the epoch on
-    ended: int = 0
-    failed: int = 0
+    ended: float = 0.0
+    failed: float = 0.0
     lost: int = 0  # handoffs of which any side told that they failed; a worker that died counts nothing any more
     bytes: float = 0.0
-    counts: dict[str, float] = field(default_factory=dict)  # the router's own, shared out by `Pulse.counted`
+    counts: dict[str, float] = field(default_factory=dict)  # the router's own
     in_flight: int | None = None  # the maximum seen; None: not sampled
     ttft: Sample = field(default_factory=Sample)
     itl: Sample = field(default_factory=Sample)
@@ -71,7 +71,7 @@ class Pulse:
         self._buckets: deque[Bucket] = deque(maxlen=BUCKETS)
         self._since: float | None = None
 
-    def ended(self, now: float, count: int, failed: int) -> None:
+    def ended(self, now: float, count: float, failed: float) -> None:
         bucket = self._bucket(now)
         bucket.ended += max(count, 0)
         bucket.failed += max(failed, 0)
@@ -84,16 +84,9 @@ class Pulse:
         self._bucket(now).bytes += max(count, 0.0)
 
     def counted(self, since: float, until: float, counts: Mapping[str, float]) -> None:
-        """What the router counted between two looks; each bucket has its share of that time.
-
-        Looks and buckets do not keep step: without shares one bucket has two looks, and the next one.
-        """
-        since = min(since, until)
-        last = int(until // BUCKET_S)
-        for number in range(max(int(since // BUCKET_S), last - BUCKETS), last + 1):
-            begin = max(since, number * BUCKET_S)
-            share = (min(until, (number + 1) * BUCKET_S) - begin) / (until - since) if since < until else 1.0
-            kept = self._bucket(begin).counts
+        """What the router counted between two looks."""
+        for at, share in shares(since, until):
+            kept = self._bucket(at).counts
             for name, count in counts.items():
                 kept[name] = kept.get(name, 0.0) + max(count, 0.0) * share
 
@@ -174,7 +167,18 @@ def counts_of(buckets: Iterable[Bucket]) -> dict[str, float]:
     return found
 
 
-def outcome(buckets: Iterable[Bucket]) -> tuple[int, int]:
+def shares(since: float, until: float) -> Iterator[tuple[float, float]]:
+    """The buckets between two looks: a time in each, and its share of what was counted.
+
+    Looks and buckets do not keep step: without shares one bucket has two looks and the next one, and the line is a saw.
+    """
+    since, last = min(since, until), int(until // BUCKET_S)
+    for number in range(max(int(since // BUCKET_S), last - BUCKETS), last + 1):
+        begin = max(since, number * BUCKET_S)
+        yield begin, (min(until, (number + 1) * BUCKET_S) - begin) / (until - since) if since < until else 1.0
+
+
+def outcome(buckets: Iterable[Bucket]) -> tuple[float, float]:
     """Handoffs that ended, and those of them that failed."""
     past = list(buckets)
     told, lost = sum(each.failed for each in past), sum(each.lost for each in past)

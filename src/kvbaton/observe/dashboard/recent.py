@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvbaton.observe.dashboard import state
-from kvbaton.observe.dashboard.pulse import BUCKET_S, MINUTE, RATE_S, Pulse, window
+from kvbaton.observe.dashboard.pulse import BUCKET_S, MINUTE, RATE_S, Pulse, shares, window
 from kvbaton.observe.dashboard.scene import Failure, MovingHandoff
 from kvbaton.observe.dashboard.sights import failure_of, key_of
 from kvbaton.observe.flight.flight_records import WHOLE, Flight, FlightSeat, stages
@@ -108,6 +108,7 @@ class _Counts:
     incarnation: str
     totals: tuple[float, ...]
     recent: deque[tuple[int, list[float]]]  # of the last minute, by bucket
+    told_at: float
 
 
 class WorkerCounts:
@@ -120,21 +121,23 @@ class WorkerCounts:
     def __contains__(self, worker: str) -> bool:
         return worker in self._known
 
-    def note(self, workers: Iterable[WorkerGauges], now: float) -> None:
-        """The workers' counts since."""
+    def note(self, workers: Iterable[WorkerGauges], now: float, late: tuple[float, float] | None = None) -> None:
+        """The workers' counts since, of the time between two reports; of `late`, where nobody looked for long."""
         found: dict[str, _Counts] = {}
         for told in workers:
             if state.HANDOFFS not in told.gauges:
                 continue
-            totals, before = _totals(told.gauges), self._known.get(told.name)
+            totals, before, told_at = _totals(told.gauges), self._known.get(told.name), now - (told.age_s or 0.0)
             if before is None or before.incarnation != told.incarnation:  # what it counted before is not recent
-                found[told.name] = _Counts(told.incarnation, totals, deque(maxlen=MINUTE + 1))
+                found[told.name] = _Counts(told.incarnation, totals, deque(maxlen=MINUTE + 1), told_at)
                 continue
             fresh = [max(new - old, 0.0) for new, old in zip(totals, before.totals, strict=True)]
-            found[told.name] = _Counts(told.incarnation, totals, before.recent)
-            _add(before.recent, int(now // BUCKET_S), fresh)
-            self._pulse.ended(now, int(fresh[0]), int(fresh[1]))
-            self._pulse.moved(now, fresh[2])
+            found[told.name] = _Counts(told.incarnation, totals, before.recent, told_at)
+            for at, share in shares(*(late or (before.told_at, told_at))) if any(fresh) else ():
+                part = [share * value for value in fresh]
+                _add(before.recent, int(at // BUCKET_S), part)
+                self._pulse.ended(at, part[0], part[1])
+                self._pulse.moved(at, part[2])
         self._known = found
 
     def rates(self, now: float) -> dict[str, Mapping[str, float]]:
@@ -162,7 +165,7 @@ def _add(recent: deque[tuple[int, list[float]]], number: int, fresh: list[float]
     if recent and recent[-1][0] == number:
         for place, value in enumerate(fresh):
             recent[-1][1][place] += value
-    elif any(fresh):
+    else:
         recent.append((number, fresh))
 
 

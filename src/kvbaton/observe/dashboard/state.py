@@ -203,7 +203,7 @@ def _links(scene: Scene, index: Mapping[str, int], known_s: float) -> list[dict[
 
 def _now(scene: Scene, pulse: Pulse) -> dict[str, Any]:
     minute = pulse.minute(scene.at)
-    ended, failed = outcome(minute)
+    ended, failed = map(round, outcome(minute))
     firsts = [value for each in minute for value in each.ttft.kept]
     gaps = [value for each in minute for value in each.itl.kept]
     handoffs_s, bytes_s, tokens_s = pulse.rates(scene.at)

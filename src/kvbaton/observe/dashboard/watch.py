@@ -111,14 +111,14 @@ class ClusterWatch:
     def _tick(self, now: float) -> list[WorkerGauges]:
         # what was counted since then is of then, where nobody looked for long: reports come within a second
         since = self._ticked_at if 0.0 <= now - self._ticked_at < math.inf else now
-        at = since + TICK_S if now - since > LATE_S else now
+        late = (since, since + TICK_S) if now - since > LATE_S else None
         self._ticked_at = now
         workers = self._gathered.workers(now)
-        self._counted.note(workers, at)
+        self._counted.note(workers, now, late)
         self._told.count()
         before, self._own = self._own.counts, self._figures()
         fresh = {name: count - before.get(name, 0) for name, count in self._own.counts.items()}
-        self._pulse.counted(since, at, fresh)
+        self._pulse.counted(*(late or (since, now)), fresh)
         self._pulse.in_flight(now, self._own.in_flight)
         return workers
 

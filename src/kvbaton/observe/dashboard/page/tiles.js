@@ -13,7 +13,7 @@ const answers = (per_s) => Object.entries(per_s).filter(([name, value]) => name 
 /** `most` fixes the axis; otherwise it ends at the highest value. */
 const TILES = [
   { key: "requests", label: "Requests per second", line: "requests", axis: rate, value: (now) => rate(Object.values(now.answers_s).reduce((sum, each) => sum + each, 0)), sub: (now) => answers(now.answers_s), title: "Requests that ended, by the status of their answer. Gone: the client left first." },
-  { key: "errors", label: "Answers of 5xx, last minute", line: "errors", axis: rate, value: (now) => count(now.errors), sub: (now) => (now.errors ? `${rate(now.answers_s["5xx"])} per second` : "none"), bad: (now) => now.errors > 0 },
+  { key: "errors", label: "5xx, last minute", line: "errors", axis: rate, value: (now) => count(now.errors), sub: (now) => (now.errors ? `${rate(now.answers_s["5xx"])} per second` : "none"), bad: (now) => now.errors > 0, title: "Requests that were answered with a status of 500 or more." },
   { key: "handoffs", label: "Handoffs per second", line: "handoffs", axis: rate, value: (now) => rate(now.handoffs_s), sub: (now) => `${count(now.ended)} in the last minute` },
   { key: "delivered", label: "Delivered, last minute", line: "delivered", axis: percent, most: 1, value: (now) => percent(now.delivered), sub: (now) => (now.failed ? `${count(now.failed)} not delivered` : now.ended ? "every one" : "no handoffs"), bad: (now) => now.failed > 0 },
   { key: "ttft", label: "Time to first byte", line: "ttft_ms", axis: ms, value: (now) => ms(now.ttft_p50_ms), sub: (now) => `median; p99 ${ms(now.ttft_p99_ms)}` },
