@@ -10,9 +10,10 @@ from guided import Target
 from mutators import Shape
 
 from kvbaton.api.api_errors import ApiError
+from kvbaton.observe.dashboard.scene import Figures
 from kvbaton.observe.dashboard.sights import ListedWorker
 from kvbaton.observe.dashboard.state import STATE_BYTES_MAX
-from kvbaton.observe.dashboard.watch import ClusterWatch, Figures
+from kvbaton.observe.dashboard.watch import ClusterWatch
 from kvbaton.observe.flight import report as r
 from kvbaton.observe.flight.collector import LAST_MAX, Gathering
 from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment

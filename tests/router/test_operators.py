@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fake_workers import QUICK, cluster, die, run
+from fake_workers import QUICK, cluster, die, lease, run, speak
 
 from kvbaton.api.api_errors import ApiError
 from kvbaton.observe.flight.collector import Gathering
@@ -16,9 +16,10 @@ from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 from kvbaton.observe.flight.journey import Journey
 from kvbaton.observe.flight.report import FlightReport
 from kvbaton.router.app import Board, router_app
+from kvbaton.router.dashboard_page import live_page
 from kvbaton.router.http.http_types import Answer, Events, Request
 from kvbaton.router.operator_access import ASK_S, FlightsPage, FlightsQuery, guarded, why_not
-from kvbaton.router.router_settings import OperatorPages, RouterSettings
+from kvbaton.router.router_settings import Fallback, OperatorPages, RouterSettings
 from kvbaton.router.workers.directory import StaticDirectory
 
 BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
@@ -71,6 +72,31 @@ def test_whoever_comes_through_a_proxy_is_not_this_machine(name: str) -> None:
 def test_open_shows_everybody_and_off_nobody() -> None:
     assert why_not(request("10.0.0.1", "evil.example", via="x"), OPEN) == ""
     assert "off" in why_not(request(), OFF)
+
+
+@pytest.mark.parametrize("fallback", Fallback)
+def test_the_dashboard_says_what_cannot_be_served_and_why(fallback: Fallback) -> None:
+    async def story() -> None:
+        settings = msgspec.structs.replace(QUICK, fallback=fallback)
+        async with cluster([lease], [speak], settings=settings, access={"pages": live_page}) as c:
+            assert (await c.get("/dashboard/state"))[1]["trouble"] is None
+            c.directory.lose("p0")
+            strict = fallback is Fallback.STRICT
+            assert (await c.post(BODY))[0] == (503 if strict else 200)
+            trouble = (await c.get("/dashboard/state"))[1]["trouble"]
+            assert trouble["is_down"] is strict
+            begin = "Requests are answered 503 (--fallback strict): " if strict else "Degraded: "
+            assert trouble["text"].startswith(f"{begin}no prefill worker is registered"), trouble
+            c.directory.lose("d0")
+            trouble = (await c.get("/dashboard/state"))[1]["trouble"]
+            assert trouble["is_down"] and trouble["text"].startswith("Requests are answered 503: no "), trouble
+            c.app.draining.set()
+            assert "drains" in (await c.get("/dashboard/state"))[1]["trouble"]["text"]
+            told = (await c.stats())["responses_total"]
+            errors = (await c.get("/dashboard/state"))[1]["now"]["errors"]
+            assert errors == told.get("5xx", 0) == (1 if strict else 0)
+
+    run(story())
 
 
 def test_a_refusal_is_one_line_with_status_403() -> None:

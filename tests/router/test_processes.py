@@ -137,6 +137,31 @@ def test_clients_and_operators_see_one_router() -> None:
     run(story())
 
 
+def test_figures_are_of_now_though_nobody_asks_for_a_page() -> None:
+    """Who counts takes them once a second: they stood still until a page was asked for, and then they jumped."""
+
+    async def story() -> None:
+        gate = asyncio.Event()
+        gate.set()
+        async with two([lease], [after(gate, speak)]) as (c, parent):
+            for _ in range(6):
+                await c.post(BODY)
+            await until(lambda: parent.stats.as_numbers()["responses_total"] == {"2xx": 6})
+            gate.clear()
+            asking = [asyncio.create_task(c.events(BODY, x_kvbaton_mode="stream")) for _ in range(4)]
+            await under_way(parent, 4)
+            assert parent.stats.as_numbers()["in_flight"] == 4
+            await until(lambda: parent.stats.as_numbers()["waiting"] == 4)
+            now = (await c.get("/dashboard/state"))[1]["now"]
+            assert (now["in_flight"], now["waiting"]) == (4, 4)
+            gate.set()
+            await asyncio.gather(*asking)
+            assert parent.stats.as_numbers()["in_flight"] == 0
+            await until(lambda: not parent.stats.as_numbers()["waiting"])
+
+    run(story())
+
+
 def test_a_process_that_is_killed_takes_its_own_requests_with_it_and_comes_back() -> None:
     """What it knew of conversations is known to the others, who may be asked for the next turn."""
 

@@ -148,7 +148,7 @@ def test_figures_of_several_processes_are_those_of_one() -> None:
             each.waits.note("pull", 0.01 * number, (0.0, 0.005 * number), f"handoff-{number}")
             each.tickets += number
             each.room.refused["request"] += 1
-    merged = merged_stats.MergedStats()
+    merged = merged_stats.MergedStats(lambda: None)
     merged.processes = 1
     merged_stats.merge(merged, [merged_stats.counted(each) for each in parts])
     assert merged.as_numbers() == both.as_numbers()

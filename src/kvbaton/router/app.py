@@ -60,6 +60,7 @@ class Board(msgspec.Struct, frozen=True):
     workers: Callable[[], list[dict[str, Any]]]  # as `/workers` shows them; on the event loop
     stats: Callable[[], Mapping[str, Any]]  # as `/stats` shows them; on the event loop
     settings: RouterSettings
+    health: Handler  # as `/health` answers
 
 
 Pages = Callable[[Board], Mapping[str, Handler]]
@@ -269,7 +270,7 @@ async def router_app(
         front = OpenAiApi(flow, settings, stats, draining, hidden)
         passing = Passing(legs, roster, flow, settings, stats, draining, hidden)
         desk = OperatorApi(roster, legs, parts.loads, settings, stats, draining, hides_keys)
-        board = Board(gathering, desk.shown, desk.numbers, settings)
+        board = Board(gathering, desk.shown, desk.numbers, settings, desk.health)
         more = {"/flights": FlightsPage(gathering, show).answer, **({} if pages is None else pages(board))}
         caring = asyncio.create_task(WorkerCare(roster, legs, settings, stats, probes=parts.probes).run())
         try:

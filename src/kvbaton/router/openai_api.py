@@ -193,6 +193,15 @@ class OpenAiApi:
             raise bad_field(MODE_HEADER, f"got {wanted[:40]!r}, expected one of {', '.join(allowed)}")
         return (Mode(wanted),)
 
+    async def _served(self, call: RoutedCall) -> Reply:
+        """Its answer, from the first byte on; counted as waiting until then."""
+        waits = self._stats.waits
+        waits.waiting += 1
+        try:
+            return await self._flow.serve(call)
+        finally:
+            waits.waiting -= 1
+
     async def _joined_whole(
         self, parts: Sequence[AnswerPart], calls: Sequence[RoutedCall], headers: dict[str, str], served: ServedFacts
     ) -> bytes:
@@ -207,7 +216,7 @@ class OpenAiApi:
             raise _odd_answer(error) from None
 
     async def _body(self, call: RoutedCall, headers: dict[str, str], served: ServedFacts) -> bytes:
-        reply = await self._flow.serve(call)
+        reply = await self._served(call)
         try:
             self._note(headers, served, reply)
             served.output_tokens += (size := answer_size(reply.body))
@@ -222,7 +231,7 @@ class OpenAiApi:
         """One call's stream, untouched."""
         with UnderWay(self._stats, self._settings.in_flight_max, counted):
             begun = call.deadline - self._settings.deadline_s
-            reply = await self._flow.serve(call)
+            reply = await self._served(call)
             try:
                 self._note(headers, served, reply)
                 waited_s = asyncio.get_running_loop().time() - begun

@@ -53,6 +53,7 @@ class Waits:
         self.tokens: Counter[str] = Counter()  # by what (prompt, output; chunks of streams that bear one) and mode
         self.turns: Counter[str] = Counter()  # of conversations, by what became of them
         self.legs: Counter[str] = Counter()  # by what (asked, failed; passed over as full), side and worker
+        self.waiting = 0  # requests that wait for the first byte of their answer
         self.sum_s = 0.0
         self.count = 0
 
@@ -143,6 +144,7 @@ class RouterStats:
     def as_numbers(self) -> dict[str, Any]:
         return {
             "in_flight": self.in_flight,
+            "waiting": self.waits.waiting,
             "processes": 1,
             "process_restarts_total": 0,
             "tries_total": dict(self.tries),

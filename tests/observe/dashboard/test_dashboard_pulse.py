@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
-from kvbaton.observe.dashboard.pulse import BUCKET_S, BUCKETS, SAMPLES_MAX, Pulse, Sample, outcome, percentile
+import pytest
+
+from kvbaton.observe.dashboard.pulse import BUCKET_S, BUCKETS, CHUNKS, SAMPLES_MAX, Pulse, Sample, outcome, percentile
 
 
 def test_percentiles_are_numbers_that_were_there() -> None:
@@ -38,8 +41,9 @@ def test_rates_are_of_whole_buckets_that_are_past() -> None:
     for second in range(100, 120):
         pulse.ended(float(second), 5, 0)
         pulse.moved(float(second), 1000.0)
-        pulse.counted(float(second), 3, 1, 2)
+        pulse.counted(float(second), second + 1.0, {CHUNKS: 3, "2xx": 5, "429": 2})
     assert pulse.rates(120.0) == (5.0, 1000.0, 3.0)
+    assert pulse.answers(120.0) == {"2xx": 5.0, "4xx": 2.0, "5xx": 0.0, "gone": 0.0}
     pulse.ended(120.5, 1000, 0)
     assert pulse.rates(121.0)[0] == 5.0
 
@@ -75,6 +79,19 @@ def test_history_has_failures_that_either_side_saw() -> None:
     pulse.lost(1004.0)
     assert [outcome([bucket]) for bucket in pulse._buckets] == [(5, 2), (4, 2), (1, 1)]
     assert pulse.history(1006.0)["delivered"][-3:] == [0.6, 0.5, 0.0]
+
+
+@pytest.mark.parametrize("step_s", [0.7, 1.3, 4.9])
+def test_an_even_flow_is_an_even_line_however_often_somebody_looks(step_s: float) -> None:
+    """Looks and buckets do not keep step: a look's count in one bucket made a saw of it, with false peaks."""
+    pulse = Pulse()
+    looks = [1000.0 + n * step_s for n in range(int(60 / step_s))]
+    for since, until in itertools.pairwise(looks):
+        pulse.counted(since, until, {CHUNKS: 100 * step_s, "5xx": 10 * step_s})
+    history = pulse.history(looks[-1])
+    for name, per_s in (("tokens", 100.0), ("errors", 10.0), ("requests", 10.0)):
+        known = [value for value in history[name] if value is not None]
+        assert len(known) >= 24 and known == [pytest.approx(per_s)] * len(known), name
 
 
 def test_how_many_are_in_flight_is_what_was_seen_then_and_nothing_where_nobody_looked() -> None:

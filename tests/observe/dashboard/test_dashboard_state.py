@@ -9,7 +9,7 @@ import pytest
 
 from kvbaton.observe.dashboard import state
 from kvbaton.observe.dashboard.pulse import Pulse
-from kvbaton.observe.dashboard.scene import Failure, MovingHandoff, Scene, SeenHandoff
+from kvbaton.observe.dashboard.scene import Failure, Figures, MovingHandoff, Scene, SeenHandoff
 from kvbaton.observe.dashboard.state import (
     DOTS_MAX,
     FAILURES_MAX,
@@ -103,7 +103,7 @@ def test_figures_of_the_last_minute() -> None:
         pulse.ended(NOW - 50 + n / 4, 1, int(n < 5))
         pulse.first_byte(NOW - 50 + n / 4, 0.010 + n / 10_000)
         pulse.staged(NOW - 50 + n / 4, {"copy": 0.004})
-    found = built(Scene(at=NOW, in_flight=7), pulse)
+    found = built(Scene(at=NOW, own=Figures(7)), pulse)
     assert found["now"]["delivered"] == 0.95
     assert found["now"]["ended"] == 100
     assert found["now"]["in_flight"] == 7

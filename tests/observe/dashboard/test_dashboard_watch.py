@@ -7,11 +7,12 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.observe.dashboard.pulse import SAMPLES_MAX
-from kvbaton.observe.dashboard.recent import WAITING_KEPT
+from kvbaton.observe.dashboard.pulse import CHUNKS, RETRIES, SAMPLES_MAX
+from kvbaton.observe.dashboard.recent import COUNTED_KEPT, WAITING_KEPT
+from kvbaton.observe.dashboard.scene import Figures, Trouble
 from kvbaton.observe.dashboard.sights import ListedWorker, failure_of
 from kvbaton.observe.dashboard.state import DOTS_MAX, FAILURES_MAX
-from kvbaton.observe.dashboard.watch import FRESH_S, FRESH_S_MAX, ClusterWatch, Figures
+from kvbaton.observe.dashboard.watch import FRESH_S, FRESH_S_MAX, ClusterWatch
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.flight.flight_records import WHOLE, Flight, FlightSeat, Moment
 from kvbaton.observe.flight.journey import join
@@ -194,6 +195,66 @@ def test_a_failure_that_both_sides_tell_of_counts_once() -> None:
     assert (now["ended"], now["failed"], now["delivered"]) == (10, 3, 0.7)
 
 
+def test_the_headline_counts_the_handoffs_that_the_list_shows() -> None:
+    """One that D alone told of, as it computed the prompt itself; one of a D that died; one that both told of."""
+    cluster = Cluster()
+    cluster.told(1000, 1000)
+    cluster.state()
+    cluster.handed(1)
+    cluster.told(1001, 1000, flights=[decode(1, BEGIN, "claim_timeout")])
+    cluster.handed(2, "worker_died")
+    cluster.clock.now += 1
+    cluster.handed(3, "transfer_timeout")
+    cluster.told(1002, 1000, flights=[decode(3, BEGIN, "transfer_timeout")])
+    for number in range(3000):  # and what was refused for want of workers is no handoff
+        moments = (Moment("received", cluster.clock.now + number * 1e-4),)
+        cluster.gathering.note(
+            Flight(FlightSeat.ROUTER, "router", request=f"r{10 + number}", moments=moments, end="no_pair")
+        )
+    cluster.figures = Figures(counts={"5xx": 3000})
+    cluster.clock.now += 1
+    found = cluster.state()
+    assert {each["handoff"] for each in found["failures"]} == {handoff_of(number) for number in (1, 2, 3)}
+    assert (found["now"]["failed"], found["now"]["ended"], found["now"]["errors"]) == (3, 3, 3000)
+    assert len(cluster.watch._failures._counted) == 3 < COUNTED_KEPT
+
+
+def test_an_even_flow_of_handoffs_is_an_even_line_whenever_workers_report_and_somebody_looks() -> None:
+    """Reports, looks and buckets do not keep step."""
+    cluster = Cluster()
+    total, reported_at = 0.0, BEGIN
+    cluster.told(0, 0)
+    for _ in range(40):
+        cluster.state()
+        cluster.clock.now += 0.85
+        while reported_at + 0.7 <= cluster.clock.now:
+            reported_at, total = reported_at + 0.7, total + 7
+            report = FlightReport(
+                reported_at, {"handoffs_total": total, "delivered_total": total, "bytes_total": total}
+            )
+            cluster.gathering.heard("d0", 2, report, reported_at)
+    line = [value for value in cluster.state()["history"]["handoffs"] if value is not None]
+    assert len(line) >= 15 and line[:-1] == [10.0] * (len(line) - 1)  # of the last one reports are missing yet
+
+
+def test_trouble_is_told_at_once_however_fresh_the_page_is() -> None:
+    cluster = Cluster()
+    down = Trouble("nobody is there", is_down=True)
+    assert cluster.state()["trouble"] is None
+    assert msgspec.json.decode(cluster.watch.state(down))["trouble"] == {"text": "nobody is there", "is_down": True}
+    assert cluster.watch.state(down) is cluster.watch.state(down)
+    assert cluster.state()["trouble"] is None
+
+
+def test_one_request_that_waits_at_p_and_at_d_waits_once() -> None:
+    cluster = Cluster()
+    cluster.heard({"waiting": 1.0})
+    cluster.gathering.heard("p0", 1, FlightReport(cluster.clock.now, {"waiting": 1.0}), cluster.clock.now)
+    cluster.figures = Figures(1, waiting=1)
+    cluster.clock.now += 1
+    assert (cluster.state()["now"]["in_flight"], cluster.state()["now"]["waiting"]) == (1, 1)
+
+
 def tried(at: float, *steps: tuple[str, float, str], number: int = 0, request: str = "r1", end: str = "ok") -> Flight:
     """One try of a request, which the router took up at `at`."""
     moments = (Moment("received", at), *(Moment(step, at + after, detail) for step, after, detail in steps))
@@ -341,11 +402,11 @@ def test_what_a_client_did_wrong_is_no_handoff_and_no_failure() -> None:
         wrong = msgspec.structs.replace(cluster.handed(number, under_way=True), end="404", mistake=True)
         cluster.gathering.note(msgspec.structs.replace(wrong, handoff=""))
     cluster.handed(100, "worker_died")
-    cluster.figures = Figures(3, mistakes=8, retries=1, chunks=40)
+    cluster.figures = Figures(3, counts={"4xx": 8, RETRIES: 1, CHUNKS: 40})
     cluster.clock.now += 2
     found = cluster.state()
     assert (found["now"]["ended"], found["now"]["failed"]) == (1, 1)
-    assert (found["now"]["mistakes"], found["now"]["retries"], found["now"]["tokens_s"]) == (8, 1, 0.0)
+    assert (found["now"]["mistakes"], found["now"]["retries"], found["now"]["tokens_s"]) == (8, 1, 20.0)
     assert [failure["reason"] for failure in found["failures"]] == ["worker_died"]
     assert [dot["end"] for dot in found["ended"]] == ["worker_died"]
     cluster.clock.now += 2

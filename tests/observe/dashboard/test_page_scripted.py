@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from kvbaton.observe.dashboard import state
 from kvbaton.observe.dashboard.pulse import Pulse
-from kvbaton.observe.dashboard.scene import Failure, MovingHandoff, Scene, SeenHandoff
+from kvbaton.observe.dashboard.scene import Failure, Figures, MovingHandoff, Scene, SeenHandoff, Trouble
 from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 from kvbaton.observe.flight.journey import join
 from tests.e2e.cluster import wait_for
@@ -157,6 +157,28 @@ def test_a_router_that_goes_away_is_told_of_and_found_again(browser: Browser) ->
         assert page.locator("body").get_attribute("data-stale") is None
 
 
+def test_trouble_is_in_a_banner_and_answers_are_told_by_their_status(browser: Browser) -> None:
+    pulse = Pulse()
+    pulse.counted(time.time() - 8, time.time(), {"2xx": 80, "4xx": 8, "429": 8, "5xx": 2586})
+    shown = [Trouble("Degraded: no prefill worker", is_down=False)]
+    script = Script(lambda: state.encode(state.build(small(trouble=shown[0], own=Figures(2, 1)), pulse)))
+    with serving(script), opened(browser, script.url) as visit:
+        page, banner = visit.page, visit.page.locator("#trouble")
+        expect(banner).to_have_text("Degraded: no prefill worker")
+        assert banner.get_attribute("data-down") is None
+        tiles = {name: page.locator(f'[data-tile="{name}"]') for name in ("requests", "errors", "flight")}
+        expect(tiles["errors"].locator(".value")).to_have_text("2,586")
+        expect(tiles["errors"]).to_have_attribute("data-bad", "")
+        expect(tiles["requests"].locator(".sub")).to_contain_text("· 4xx ")
+        expect(tiles["requests"].locator(".sub")).not_to_contain_text("gone")
+        expect(tiles["flight"].locator(".sub")).to_have_text("1 waiting for a first byte")
+        shown[0] = Trouble("Requests are answered 503", is_down=True)
+        expect(banner).to_have_attribute("data-down", "")
+        script.state = lambda: state.encode(state.build(small(), pulse))
+        expect(banner).to_be_hidden()
+        visit.check()
+
+
 def test_a_page_without_workers_says_how_to_start_some(browser: Browser) -> None:
     script = Script(lambda: state.encode(state.build(small(workers=()), Pulse())))
     with serving(script), opened(browser, script.url) as visit:
@@ -276,7 +298,7 @@ def test_who_wants_less_motion_gets_dots_that_stand(browser: Browser) -> None:
         visit.check()
 
 
-@pytest.mark.parametrize("width", [600, 1000, 1280])
+@pytest.mark.parametrize("width", [390, 600, 1000, 1280])
 def test_nothing_needs_scrolling_sideways(browser: Browser, width: int) -> None:
     encode = busy()
     long = [SeenHandoff(f"prefill-worker-with-a-long-name-{n}", "prefill", "draining", heard_s=50.0) for n in range(3)]

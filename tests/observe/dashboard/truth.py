@@ -33,8 +33,12 @@ STEP_S = 0.5
 CELLS = {"running": 'kvbaton_engine_requests{state="running"}', "waiting": 'kvbaton_engine_requests{state="waiting"}',
          "pinned": "kvbaton_pinned_blocks", "leases": "kvbaton_leases_held"}  # fmt: skip
 RATES = {"handoffs": ("decode", "kvbaton_handoffs_total"), "bytes": ("", "kvbaton_bytes_total"),
-         "tokens": ("router", "kvbaton_router_token_chunks_total")}  # fmt: skip
+         "tokens": ("router", "kvbaton_router_token_chunks_total"),
+         "requests": ("router", "kvbaton_router_responses_total")}  # fmt: skip
 """Of each tile that tells of something per second: who counts it ("": every worker), and under which name."""
+ERRORS = {"errors": ("router", 'kvbaton_router_responses_total{status="5xx"}')}
+"""The same of what its tile tells below its figure."""
+COUNTED = {**RATES, **ERRORS}
 
 
 _OF_A_WORKER = re.compile(r'(?<=\{)role="[^"]*",worker="[^"]*",?')
@@ -152,7 +156,7 @@ class Sampler:
 
     def allows_rate(self, name: str, shown: float) -> bool:
         """Whether so much was counted per second, in a window of the page's rates that ended lately."""
-        now, role = time.monotonic(), RATES[name][0]
+        now, role = time.monotonic(), COUNTED[name][0]
         places = [place for place, its in self._roles.items() if role == its or (not role and its != "router")]
         ends = [now - STEP_S * step for step in range(int(LAG_S / STEP_S) + 1)]
         sums = [sum(self._counted(place, name, end) for place in places) for end in ends]
@@ -178,7 +182,7 @@ class Sampler:
             found = metrics(url)
             wanted = {"in_flight": "kvbaton_router_in_flight"} if place == "router" else CELLS
             values = {name: found[metric] for name, metric in wanted.items()}
-            values |= {name: _sum(found, metric) for name, (_, metric) in RATES.items()}
+            values |= {name: found.get(metric, 0.0) for name, (_, metric) in COUNTED.items()}
             if blocks := found.get("kvbaton_engine_blocks"):
                 values["cache"] = round(100 * (1 - found["kvbaton_engine_free_blocks"] / blocks), 1)
             for name, value in values.items():
@@ -193,11 +197,6 @@ class Sampler:
         finally:
             self._stop.set()
             self._thread.join(60)
-
-
-def _sum(found: Mapping[str, float], metric: str) -> float:
-    """Of a metric, whatever its labels say."""
-    return sum(value for name, value in found.items() if name.partition("{")[0] == metric)
 
 
 def differing(page: Page, found: Expected) -> list[str]:

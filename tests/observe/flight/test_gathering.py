@@ -165,6 +165,17 @@ def test_failures_are_not_washed_out_by_successes() -> None:
     assert len(gathering.journeys(last=LAST_MAX)) == 11
 
 
+def test_failed_handoffs_are_not_washed_out_by_requests_for_which_nobody_was_asked() -> None:
+    gathering = made(journeys_max=10, failures_max=5)
+    gathering.note(router(end="worker_died"))
+    for number in range(100):
+        steps = moments((("received", 1.0 + number),))
+        gathering.note(router(handoff="", request=f"r{number}", peers=(), moments=steps, end="no_pair"))
+    assert [each.handoff for each in gathering.journeys(failed=True, handoffs=True)] == [HANDOFF]
+    assert [each.end for each in gathering.journeys(failed=True)] == ["no_pair"] * 5 + ["worker_died"]
+    assert len(gathering.records()) == 6
+
+
 def test_a_success_that_turns_out_to_have_failed_elsewhere_is_kept_as_a_failure() -> None:
     gathering = made()
     gathering.note(router())

@@ -6,9 +6,10 @@ everything older than the oldest bucket is forgotten when the next event is reco
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvbaton.observe.flight.flight_records import STAGES
@@ -23,7 +24,11 @@ SAMPLES_MAX = 256
 """Kept of each time in each bucket."""
 
 
-_SERIES = ("handoffs", "delivered", "ttft_ms", "in_flight", "bytes", "tokens", "retries")
+_SERIES = ("handoffs", "delivered", "ttft_ms", "in_flight", "bytes", "tokens", "retries", "requests", "errors")
+CHUNKS, RETRIES = "chunks", "retries"
+"""Of the router's own counts: chunks of streamed answers that bear a token, and tries after the first."""
+CLASSES: Mapping[str, tuple[str, ...]] = {"2xx": ("2xx",), "4xx": ("4xx", "429"), "5xx": ("5xx",), "gone": ("gone",)}
+"""How requests end, and which counts of the router those are; `gone`: the client left."""
 
 
 @dataclass(slots=True)
@@ -45,16 +50,14 @@ class Sample:
 
 @dataclass(slots=True)
 class Bucket:
-    """The events of two seconds."""
+    """The events of two seconds; of what was counted between two looks, its share."""
 
     number: int  # of the bucket, from the epoch on
-    ended: int = 0
-    failed: int = 0
-    lost: int = 0  # attempts that the router saw fail at workers with their own counters; a dead one reports nothing
+    ended: float = 0.0
+    failed: float = 0.0
+    lost: int = 0  # handoffs of which any side told that they failed; a worker that died counts nothing any more
     bytes: float = 0.0
-    chunks: int = 0  # of streamed answers, those that bear a token
-    retries: int = 0
-    mistakes: int = 0  # requests refused as the client's
+    counts: dict[str, float] = field(default_factory=dict)  # the router's own
     in_flight: int | None = None  # the maximum seen; None: not sampled
     ttft: Sample = field(default_factory=Sample)
     itl: Sample = field(default_factory=Sample)
@@ -68,24 +71,24 @@ class Pulse:
         self._buckets: deque[Bucket] = deque(maxlen=BUCKETS)
         self._since: float | None = None
 
-    def ended(self, now: float, count: int, failed: int) -> None:
+    def ended(self, now: float, count: float, failed: float) -> None:
         bucket = self._bucket(now)
         bucket.ended += max(count, 0)
         bucket.failed += max(failed, 0)
 
     def lost(self, now: float) -> None:
-        """An attempt failed at the router; D may or may not report it as well."""
+        """A handoff failed; D may or may not count it as well. Once for each."""
         self._bucket(now).lost += 1
 
     def moved(self, now: float, count: float) -> None:
         self._bucket(now).bytes += max(count, 0.0)
 
-    def counted(self, now: float, chunks: int, retries: int, mistakes: int) -> None:
-        """Figures of the router's own."""
-        bucket = self._bucket(now)
-        bucket.chunks += max(chunks, 0)
-        bucket.retries += max(retries, 0)
-        bucket.mistakes += max(mistakes, 0)
+    def counted(self, since: float, until: float, counts: Mapping[str, float]) -> None:
+        """What the router counted between two looks."""
+        for at, share in shares(since, until):
+            kept = self._bucket(at).counts
+            for name, count in counts.items():
+                kept[name] = kept.get(name, 0.0) + max(count, 0.0) * share
 
     def between_tokens(self, now: float, seconds: float) -> None:
         self._bucket(now).itl.add(seconds)
@@ -107,8 +110,14 @@ class Pulse:
         """Handoffs, bytes and tokens per second, of the window of all rates."""
         numbers, known_s = window(now), self.known_s(now)
         past = [each for each in self._buckets if each.number in numbers]
-        sums = (sum(each.ended for each in past), sum(each.bytes for each in past), sum(each.chunks for each in past))
+        sums = (outcome(past)[0], sum(each.bytes for each in past), counts_of(past)[CHUNKS])
         return sums[0] / known_s, sums[1] / known_s, sums[2] / known_s
+
+    def answers(self, now: float) -> dict[str, float]:
+        """Requests that ended per second, by how: of the window of all rates."""
+        numbers, known_s = window(now), self.known_s(now)
+        counts = counts_of(each for each in self._buckets if each.number in numbers)
+        return {name: sum(counts[key] for key in keys) / known_s for name, keys in CLASSES.items()}
 
     def known_s(self, now: float) -> float:
         """How much of the window of all rates there is: little, soon after the first event."""
@@ -149,11 +158,31 @@ def window(now: float) -> range:
     return range(last - int(RATE_S // BUCKET_S), last)
 
 
-def outcome(buckets: Iterable[Bucket]) -> tuple[int, int]:
+def counts_of(buckets: Iterable[Bucket]) -> dict[str, float]:
+    """The router's own counts; every one that the page tells is there."""
+    found = dict.fromkeys((CHUNKS, RETRIES, *itertools.chain(*CLASSES.values())), 0.0)
+    for each in buckets:
+        for name, count in each.counts.items():
+            found[name] = found.get(name, 0.0) + count
+    return found
+
+
+def shares(since: float, until: float) -> Iterator[tuple[float, float]]:
+    """The buckets between two looks: a time in each, and its share of what was counted.
+
+    Looks and buckets do not keep step: without shares one bucket has two looks and the next one, and the line is a saw.
+    """
+    since, last = min(since, until), int(until // BUCKET_S)
+    for number in range(max(int(since // BUCKET_S), last - BUCKETS), last + 1):
+        begin = max(since, number * BUCKET_S)
+        yield begin, (min(until, (number + 1) * BUCKET_S) - begin) / (until - since) if since < until else 1.0
+
+
+def outcome(buckets: Iterable[Bucket]) -> tuple[float, float]:
     """Handoffs that ended, and those of them that failed."""
     past = list(buckets)
     told, lost = sum(each.failed for each in past), sum(each.lost for each in past)
-    failed = max(told, lost)  # most are seen from both sides; of a D that died only the router tells
+    failed = max(told, lost)  # a D counts its own, and tells of most; of one that died only the router tells
     return sum(each.ended for each in past) + failed - told, failed
 
 
@@ -161,14 +190,17 @@ def _row(bucket: Bucket) -> Sequence[float | None]:
     """In the order of `_SERIES`."""
     middle = percentile(bucket.ttft.kept, 0.5)
     ended, failed = outcome([bucket])
+    counts = counts_of([bucket])
     return (
-        round(bucket.ended / BUCKET_S, 1),
+        round(ended / BUCKET_S, 1),
         None if not ended else round((ended - failed) / ended, 5),
         None if middle is None else round(middle * 1e3, 2),
         bucket.in_flight,
         round(bucket.bytes / BUCKET_S),
-        round(bucket.chunks / BUCKET_S, 1),
-        bucket.retries,
+        round(counts[CHUNKS] / BUCKET_S, 1),
+        round(counts[RETRIES], 2),
+        round(sum(counts[key] for keys in CLASSES.values() for key in keys) / BUCKET_S, 2),
+        round(counts["5xx"] / BUCKET_S, 2),
     )
 
 

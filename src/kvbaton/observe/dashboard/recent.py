@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvbaton.observe.dashboard import state
-from kvbaton.observe.dashboard.pulse import BUCKET_S, MINUTE, RATE_S, Pulse, window
+from kvbaton.observe.dashboard.pulse import BUCKET_S, MINUTE, RATE_S, Pulse, shares, window
 from kvbaton.observe.dashboard.scene import Failure, MovingHandoff
 from kvbaton.observe.dashboard.sights import failure_of, key_of
 from kvbaton.observe.flight.flight_records import WHOLE, Flight, FlightSeat, stages
+from kvbaton.observe.flight.joining import key_of as story_of
 from kvbaton.observe.flight.journey import Journey
 from kvbaton.observe.flight.worker_reports import WorkerGauges
 
@@ -26,6 +27,8 @@ WAITING_KEPT = 1024
 """Requests of which a try failed, and of which another may answer."""
 JOINED_S = 1.0
 """Joined journeys, for failures, are looked at this often."""
+COUNTED_KEPT = 4096
+"""Handoffs that failed, of which another side may tell too."""
 TOLD_KEPT = 4096
 """Records of workers that wait to be counted: at once where the page is looked at, or handoffs end, else never."""
 
@@ -105,6 +108,7 @@ class _Counts:
     incarnation: str
     totals: tuple[float, ...]
     recent: deque[tuple[int, list[float]]]  # of the last minute, by bucket
+    told_at: float
 
 
 class WorkerCounts:
@@ -117,21 +121,23 @@ class WorkerCounts:
     def __contains__(self, worker: str) -> bool:
         return worker in self._known
 
-    def note(self, workers: Iterable[WorkerGauges], now: float) -> None:
-        """The workers' counts since."""
+    def note(self, workers: Iterable[WorkerGauges], now: float, late: tuple[float, float] | None = None) -> None:
+        """The workers' counts since, of the time between two reports; of `late`, where nobody looked for long."""
         found: dict[str, _Counts] = {}
         for told in workers:
             if state.HANDOFFS not in told.gauges:
                 continue
-            totals, before = _totals(told.gauges), self._known.get(told.name)
+            totals, before, told_at = _totals(told.gauges), self._known.get(told.name), now - (told.age_s or 0.0)
             if before is None or before.incarnation != told.incarnation:  # what it counted before is not recent
-                found[told.name] = _Counts(told.incarnation, totals, deque(maxlen=MINUTE + 1))
+                found[told.name] = _Counts(told.incarnation, totals, deque(maxlen=MINUTE + 1), told_at)
                 continue
             fresh = [max(new - old, 0.0) for new, old in zip(totals, before.totals, strict=True)]
-            found[told.name] = _Counts(told.incarnation, totals, before.recent)
-            _add(before.recent, int(now // BUCKET_S), fresh)
-            self._pulse.ended(now, int(fresh[0]), int(fresh[1]))
-            self._pulse.moved(now, fresh[2])
+            found[told.name] = _Counts(told.incarnation, totals, before.recent, told_at)
+            for at, share in shares(*(late or (before.told_at, told_at))) if any(fresh) else ():
+                part = [share * value for value in fresh]
+                _add(before.recent, int(at // BUCKET_S), part)
+                self._pulse.ended(at, part[0], part[1])
+                self._pulse.moved(at, part[2])
         self._known = found
 
     def rates(self, now: float) -> dict[str, Mapping[str, float]]:
@@ -159,7 +165,7 @@ def _add(recent: deque[tuple[int, list[float]]], number: int, fresh: list[float]
     if recent and recent[-1][0] == number:
         for place, value in enumerate(fresh):
             recent[-1][1][place] += value
-    elif any(fresh):
+    else:
         recent.append((number, fresh))
 
 
@@ -168,32 +174,48 @@ def _sums(recent: Iterable[tuple[int, list[float]]], numbers: range) -> list[flo
     return [sum(column) for column in zip(*rows, strict=True)] if rows else [0.0] * len(COUNTED)
 
 
-class ToldStages:
-    """Stage times of the handoffs that decode workers tell of. `note` may be called on any thread."""
+class ToldFlights:
+    """What workers tell of handoffs: stage times at D, and which ones failed. `note` may be called on any thread."""
 
-    def __init__(self, pulse: Pulse, clock: Callable[[], float]) -> None:
+    def __init__(self, pulse: Pulse, failures: RecentFailures, clock: Callable[[], float]) -> None:
         self._pulse = pulse
+        self._failures = failures
         self._clock = clock
-        self._told: deque[tuple[float, dict[str, float]]] = deque(maxlen=TOLD_KEPT)
+        self._told: deque[tuple[float, Flight]] = deque(maxlen=TOLD_KEPT)
 
     def note(self, flight: Flight) -> None:
-        if flight.seat is FlightSeat.DECODE:
-            self._told.append((self._clock(), stages(flight)))
+        if flight.seat is FlightSeat.DECODE or flight.failed:
+            self._told.append((self._clock(), flight))
 
     def count(self) -> None:
         while self._told:
-            self._pulse.staged(*self._told.popleft())
+            at, flight = self._told.popleft()
+            if flight.seat is FlightSeat.DECODE:
+                self._pulse.staged(at, stages(flight))
+            if flight.failed:
+                self._failures.note(at, flight)
 
 
 class RecentFailures:
-    """The part that needs joining, which costs more than all the rest."""
+    """Handoffs that failed: each counts once, whoever tells of it. Joining the last ones is what costs most."""
 
-    def __init__(self, journeys: Callable[[int, bool], list[Journey]]) -> None:
+    def __init__(self, pulse: Pulse, journeys: Callable[[int], list[Journey]]) -> None:
         self.found: list[Failure] = []
-        self._journeys = journeys  # how many at most, and whether only those that failed
+        self._pulse = pulse
+        self._counted: dict[str, None] = {}
+        self._journeys = journeys  # those that failed, how many at most
         self._at = float("-inf")
+
+    def note(self, now: float, flight: Flight) -> None:
+        """A record of a handoff that failed; others of the same handoff may follow."""
+        key = story_of(flight)
+        if key not in self._counted:
+            self._counted[key] = None
+            self._pulse.lost(now)
+            if len(self._counted) > COUNTED_KEPT:
+                del self._counted[next(iter(self._counted))]
 
     def look(self, now: float) -> None:
         if not 0.0 <= now - self._at < JOINED_S:
             self._at = now
-            self.found = [failure_of(journey) for journey in self._journeys(state.FAILURES_MAX, True)]
+            self.found = [failure_of(journey) for journey in self._journeys(state.FAILURES_MAX)]

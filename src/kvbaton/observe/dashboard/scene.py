@@ -58,6 +58,22 @@ class Failure(msgspec.Struct, frozen=True):
     answered: bool = False  # all the same: by a later try, or since D computed the prompt itself
 
 
+class Figures(msgspec.Struct, frozen=True):
+    """The router's own figures: those of now, and counts since it started, by the names of `pulse`."""
+
+    in_flight: int = 0
+    waiting: int = 0  # of those, for a first byte
+    draining: bool = False
+    counts: Mapping[str, int] = {}
+
+
+class Trouble(msgspec.Struct, frozen=True):
+    """What the router cannot serve, or only otherwise than it should, and why."""
+
+    text: str
+    is_down: bool  # requests are refused
+
+
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of a cluster."""
 
@@ -67,8 +83,8 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     mode: str = ""
     drain: str = ""  # the command that drains a worker, but for its name; "" where there is none
     uptime_s: float = 0.0
-    draining: bool = False
-    in_flight: int = 0
+    own: Figures = Figures()
+    trouble: Trouble | None = None
     workers: Sequence[SeenHandoff] = ()
     under_way: Sequence[MovingHandoff] = ()
     ended: Sequence[MovingHandoff] = ()

@@ -89,13 +89,6 @@ def _joined(
     )
 
 
-def pair_of(flight: Flight) -> tuple[str, str] | None:
-    """P and D of one of the router's attempts; None if there was no handoff."""
-    if len(flight.peers) != 2 or flight.peers[0] in ("", "-"):
-        return None
-    return flight.peers[0], flight.peers[1]
-
-
 def key_of(flight: Flight) -> str:
     return f"{flight.request[:40]}#{flight.retries}@{flight.began:.6f}"
 

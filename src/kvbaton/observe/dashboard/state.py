@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.observe.dashboard.pulse import BUCKET_S, MINUTE, RATE_S, Pulse, outcome, percentile
+from kvbaton.observe.dashboard.pulse import BUCKET_S, MINUTE, RATE_S, RETRIES, Pulse, counts_of, outcome, percentile
 from kvbaton.observe.dashboard.scene import Failure, MovingHandoff, Scene, SeenHandoff
 from kvbaton.observe.flight.flight_records import STAGES
 
@@ -26,6 +26,7 @@ FAILURES_MAX = 30
 NAME_CHARS_MAX = 64
 ID_CHARS_MAX = 128
 DETAIL_CHARS_MAX = 160
+TROUBLE_CHARS_MAX = 400
 SILENT_S = 4.0
 """A worker that told nothing for this long is called silent."""
 
@@ -71,8 +72,9 @@ def build(scene: Scene, pulse: Pulse) -> dict[str, Any]:
             "mode": scene.mode,
             "drain": scene.drain,
             "uptime_s": round(scene.uptime_s, 1),
-            "draining": scene.draining,
+            "draining": scene.own.draining,
         },
+        "trouble": scene.trouble and {"text": scene.trouble.text[:TROUBLE_CHARS_MAX], "is_down": scene.trouble.is_down},
         "now": _now(scene, pulse),
         "history": {"step_s": BUCKET_S, **pulse.history(scene.at)},
         "windows": {"rates_s": RATE_S, "shares_s": MINUTE * BUCKET_S},
@@ -201,11 +203,11 @@ def _links(scene: Scene, index: Mapping[str, int], known_s: float) -> list[dict[
 
 def _now(scene: Scene, pulse: Pulse) -> dict[str, Any]:
     minute = pulse.minute(scene.at)
-    ended, failed = outcome(minute)
+    ended, failed = map(round, outcome(minute))
     firsts = [value for each in minute for value in each.ttft.kept]
     gaps = [value for each in minute for value in each.itl.kept]
     handoffs_s, bytes_s, tokens_s = pulse.rates(scene.at)
-    waiting = [worker.gauges["waiting"] for worker in scene.workers if "waiting" in worker.gauges]
+    counts = counts_of(minute)
     prompts = [worker.alone for worker in scene.workers if worker.alone is not None]
     return {
         "handoffs_s": round(handoffs_s, 2),
@@ -214,14 +216,16 @@ def _now(scene: Scene, pulse: Pulse) -> dict[str, Any]:
         "ended": ended,
         "failed": failed,
         "delivered": _share(max(ended - failed, 0), ended),
-        "retries": sum(each.retries for each in minute),
-        "mistakes": sum(each.mistakes for each in minute),
+        "answers_s": {name: round(per_s, 2) for name, per_s in pulse.answers(scene.at).items()},
+        "errors": round(counts["5xx"]),
+        "retries": round(counts[RETRIES]),
+        "mistakes": round(counts["4xx"]),
         "ttft_p50_ms": _ms(percentile(firsts, 0.5)),
         "ttft_p99_ms": _ms(percentile(firsts, 0.99)),
         "itl_p50_ms": _ms(percentile(gaps, 0.5)),
         "itl_p99_ms": _ms(percentile(gaps, 0.99)),
-        "in_flight": scene.in_flight,
-        "waiting": round(sum(waiting)) if waiting else None,
+        "in_flight": scene.own.in_flight,
+        "waiting": scene.own.waiting,
         "alone_told": any(PROMPTS in worker.gauges for worker in scene.workers),
         "alone": _share(sum(each[1] for each in prompts), sum(each[0] for each in prompts)),
     }

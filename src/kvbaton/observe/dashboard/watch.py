@@ -16,9 +16,9 @@ import msgspec
 
 from kvbaton.observe.dashboard import state
 from kvbaton.observe.dashboard.pulse import Pulse
-from kvbaton.observe.dashboard.recent import FirstByteWaits, RecentFailures, RecentHandoffs, ToldStages, WorkerCounts
-from kvbaton.observe.dashboard.scene import Scene
-from kvbaton.observe.dashboard.sights import ListedWorker, moving_of, pair_of, seen
+from kvbaton.observe.dashboard.recent import FirstByteWaits, RecentFailures, RecentHandoffs, ToldFlights, WorkerCounts
+from kvbaton.observe.dashboard.scene import Figures, Scene, Trouble
+from kvbaton.observe.dashboard.sights import ListedWorker, moving_of, seen
 from kvbaton.observe.flight.flight_records import Flight
 from kvbaton.observe.flight.journey import Journey
 from kvbaton.observe.flight.worker_reports import WorkerGauges
@@ -39,19 +39,11 @@ class Gathered(Protocol):
     on_told: list[Callable[[Flight], None]]
     level: int  # of those that ended well, one in 2**level is told
 
-    def journeys(self, last: int = 20, failed: bool = False, find: str = "") -> list[Journey]: ...
+    def journeys(
+        self, last: int = 20, failed: bool = False, find: str = "", handoffs: bool = False
+    ) -> list[Journey]: ...
     def under_way(self, limit: int = 200) -> list[Flight]: ...
     def workers(self, now: float | None = None) -> list[WorkerGauges]: ...
-
-
-class Figures(msgspec.Struct, frozen=True):
-    """The router's own figures: two of now, and counters."""
-
-    in_flight: int = 0
-    draining: bool = False
-    chunks: int = 0
-    retries: int = 0
-    mistakes: int = 0
 
 
 class ClusterWatch:
@@ -77,20 +69,21 @@ class ClusterWatch:
         self._ended = RecentHandoffs()
         self._first_bytes = FirstByteWaits(self._pulse)
         self._counted = WorkerCounts(self._pulse)
-        self._stages = ToldStages(self._pulse, clock)
-        self._failures = RecentFailures(gathered.journeys)
+        self._failures = RecentFailures(self._pulse, lambda last: gathered.journeys(last, failed=True, handoffs=True))
+        self._told = ToldFlights(self._pulse, self._failures, clock)
         self._own = figures()
         self._ticked_at = float("-inf")
         self._made: tuple[float, bytes] = (float("-inf"), b"")  # when, and what
         self._fresh_s = FRESH_S
         gathered.on_flight.append(self._over)
-        gathered.on_told.append(self._stages.note)
+        gathered.on_told.append(self._told.note)
 
-    def state(self) -> bytes:
-        """The JSON of this moment, or of a little while ago."""
+    def state(self, trouble: Trouble | None = None) -> bytes:
+        """The JSON of this moment, or of a little while ago, though not from before this trouble."""
         now = self._clock()
-        if not 0.0 <= now - self._made[0] < self._fresh_s:
+        if not 0.0 <= now - self._made[0] < self._fresh_s or trouble != self._begun.trouble:
             begun = self._cost()
+            self._begun = msgspec.structs.replace(self._begun, trouble=trouble)
             workers = self._tick(now)
             self._failures.look(now)
             self._made = (now, state.encode(state.build(self._scene(now, workers), self._pulse)))
@@ -105,27 +98,28 @@ class ClusterWatch:
         if not 0.0 <= now - self._ticked_at < TICK_S:
             self._tick(now)
         self._first_bytes.note(now, flight)
-        pair = pair_of(flight)
+        pair = flight.pair
         if pair is None or flight.mistake:
             return
         weight = 1 if flight.failed else 1 << self._gathered.level  # at high rates a share is told
-        if pair[1] not in self._counted:  # else it counts by itself, unless it died
-            self._pulse.ended(now, weight, int(flight.failed))
-        elif flight.failed:
-            self._pulse.lost(now)
+        if flight.failed:
+            self._failures.note(now, flight)
+        elif pair[1] not in self._counted:  # else it counts by itself
+            self._pulse.ended(now, weight, 0)
         self._ended.note(now, flight, pair, weight)
 
     def _tick(self, now: float) -> list[WorkerGauges]:
         # what was counted since then is of then, where nobody looked for long: reports come within a second
-        at = self._ticked_at + TICK_S if LATE_S < now - self._ticked_at < math.inf else now
+        since = self._ticked_at if 0.0 <= now - self._ticked_at < math.inf else now
+        late = (since, since + TICK_S) if now - since > LATE_S else None
         self._ticked_at = now
         workers = self._gathered.workers(now)
-        self._counted.note(workers, at)
-        self._stages.count()
-        own, self._own = self._own, self._figures()
-        fresh = self._own
-        self._pulse.counted(at, fresh.chunks - own.chunks, fresh.retries - own.retries, fresh.mistakes - own.mistakes)
-        self._pulse.in_flight(now, fresh.in_flight)
+        self._counted.note(workers, now, late)
+        self._told.count()
+        before, self._own = self._own.counts, self._figures()
+        fresh = {name: count - before.get(name, 0) for name, count in self._own.counts.items()}
+        self._pulse.counted(*(late or (since, now)), fresh)
+        self._pulse.in_flight(now, self._own.in_flight)
         return workers
 
     # --- what is seen
@@ -135,10 +129,9 @@ class ClusterWatch:
             self._begun,
             at=now,
             uptime_s=now - self._begun.at,
-            draining=self._own.draining,
-            in_flight=self._own.in_flight,
+            own=self._own,
             workers=seen(self._listed(), workers, self._counted.rates(now), self._counted.alone(now)),
-            under_way=[moving_of(each) for each in self._gathered.under_way(2 * state.DOTS_MAX) if pair_of(each)],
+            under_way=[moving_of(each) for each in self._gathered.under_way(2 * state.DOTS_MAX) if each.pair],
             ended=self._ended.moving(now),
             failures=self._failures.found,
             pairs=self._ended.pairs(now),

@@ -88,6 +88,7 @@ class Gathering:
         self._bounds = (journeys_max, failures_max, bytes_max)
         self._fine = JourneyStore()
         self._failed = JourneyStore()
+        self._refused = JourneyStore()  # failures for which no worker was asked: an outage makes thousands
         self._bytes = 0
         self._live: dict[Live, None] = {}  # oldest first
         self._asked_for: dict[str, None] = {}
@@ -187,12 +188,15 @@ class Gathering:
 
     # --- output
 
-    def journeys(self, last: int = 20, failed: bool = False, find: str = "") -> list[Journey]:
-        """Newest first, attempts in flight included; `find` is a request id, a handoff id, or a prefix of one."""
+    def journeys(self, last: int = 20, failed: bool = False, find: str = "", handoffs: bool = False) -> list[Journey]:
+        """Newest first, attempts in flight included; `find` is a request id, a handoff id, or a prefix of one.
+
+        `handoffs`: those alone for which the router had a pair, or of which a worker told.
+        """
         last = max(0, min(last, LAST_MAX))
         with self._lock:
-            count = None if find else 2 * last  # enough: what began last was mostly noted last
-            kept = (self._fine, self._failed)
+            count = None if find or handoffs else 2 * last  # enough: what began last was mostly noted last
+            kept = (self._failed,) if failed and handoffs else (self._fine, self._failed, self._refused)
             stories = [story for each in kept for story in itertools.islice(reversed(each), count)]
             groups = _with_live(stories, [each.flight() for each in list(self._live)])
             retried = dict(self._answered)
@@ -201,6 +205,8 @@ class Gathering:
         tries = tries_of(groups)
         if failed:
             groups = [group for group in groups if any(flight.failed for flight in group)]
+        if handoffs:
+            groups = [group for group in groups if any(flight.is_handoff for flight in group)]
         groups.sort(key=began, reverse=True)
         return [self._joined(group, tries, answered_by(group, retried)) for group in groups[:last]]
 
@@ -211,7 +217,7 @@ class Gathering:
     def records(self) -> list[Flight]:
         """The router's own records, oldest first, and those in flight: what is dumped on request."""
         with self._lock:
-            stories = [*self._fine, *self._failed]
+            stories = [*self._fine, *self._failed, *self._refused]
             own = [flight for story in stories for flight in story.sides.values() if flight.seat is FlightSeat.ROUTER]
             return [*sorted(own, key=lambda flight: flight.began), *(live.flight() for live in list(self._live))]
 
@@ -247,7 +253,7 @@ class Gathering:
     # --- keeping
 
     def _knows(self, key: str) -> bool:
-        return key in self._fine or key in self._failed
+        return key in self._fine or key in self._failed or key in self._refused
 
     def _keeps(self, flight: Flight) -> bool:
         """Whether a worker's record is among those kept here; a share of the successful ones, if there are many."""
@@ -257,7 +263,7 @@ class Gathering:
 
     def _put(self, key: str, flight: Flight) -> bool:
         """Whether its end is news."""
-        shelf = self._failed if key in self._failed else self._fine
+        shelf = next((each for each in (self._failed, self._refused) if key in each), self._fine)
         teller = ROUTER if flight.seat is FlightSeat.ROUTER else flight.worker
         story = shelf.get(key)
         if story is None:
@@ -279,7 +285,8 @@ class Gathering:
             shelf.hand_over(story, ROUTER)
         if flight.failed and not story.failed:
             story.failed = True
-            self._failed.add(self._fine.take(key))
+            was_asked = flight.seat is not FlightSeat.ROUTER or flight.peers
+            (self._failed if was_asked else self._refused).add(self._fine.take(key))
         self._forget()
         return flight.is_over and (before is None or not before.is_over)
 
@@ -287,10 +294,11 @@ class Gathering:
         journeys_max, failures_max, bytes_max = self._bounds
         while len(self._fine) > journeys_max:
             self._forgot(self._fine.drop())
-        while len(self._failed) > failures_max:
-            self._forgot(self._failed.drop())
-        while self._bytes > bytes_max and (self._fine or self._failed):
-            self._forgot((self._fine or self._failed).drop(for_bytes=True))
+        for each in (self._failed, self._refused):
+            while len(each) > failures_max:
+                self._forgot(each.drop())
+        while self._bytes > bytes_max and (left := self._fine or self._refused or self._failed):
+            self._forgot(left.drop(for_bytes=True))
 
     def _forgot(self, story: Story) -> None:
         self._bytes -= story.bytes

@@ -90,6 +90,18 @@ class Flight(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         return not self.mistake and self.end not in ("", DELIVERED, *QUIET)
 
     @property
+    def pair(self) -> tuple[str, str] | None:
+        """At the router: the P and D of an attempt; None if there was no handoff."""
+        if len(self.peers) != 2 or self.peers[0] in ("", "-"):
+            return None
+        return self.peers[0], self.peers[1]
+
+    @property
+    def is_handoff(self) -> bool:
+        """Whether it is a handoff's: a worker's always, the router's where it had a pair for it."""
+        return self.seat is not FlightSeat.ROUTER or self.pair is not None
+
+    @property
     def itl_s(self) -> float | None:
         """At the router: the mean time between tokens (ITL) of a streamed answer."""
         first, last = self.at("first_byte"), self.at("ended")

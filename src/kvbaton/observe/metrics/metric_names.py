@@ -299,6 +299,7 @@ DRAINING = _gauge("draining", "1 while this process drains: it finishes its work
 
 # --- the router
 ROUTER_IN_FLIGHT = _gauge("router_in_flight", "Requests of clients that the router is answering now.", (_R,))
+ROUTER_WAITING = _gauge("router_waiting", "Of those, requests that wait for the first byte of their answer.", (_R,))
 ROUTER_PROCESSES = _gauge("router_processes", "Processes of this router that serve clients.", (_R,))
 ROUTER_PROCESS_RESTARTS = _counter(
     "router_process_restarts", "Processes of this router that ended by themselves and were started again.", (_R,)

@@ -5,7 +5,7 @@ Law: pure. What an ended process counted stays counted; what it had under way do
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -24,19 +24,22 @@ _OF_THE_WAITS = ("tokens", "legs", "turns")
 
 
 class MergedStats(RouterStats):
-    """Of all processes, as of the last look."""
+    """Of all processes, whenever somebody asks: who counts in time needs figures of now, not of the last page's."""
 
-    def __init__(self) -> None:
+    def __init__(self, merge_told: Callable[[], None]) -> None:
         super().__init__()
+        self._merge_told = merge_told
         self.processes = 0  # that serve
         self.restarts = 0
         self.used = ProcessFigures()
 
     @property
     def of_processes(self) -> ProcessFigures:
+        self._merge_told()
         return self.used
 
     def as_numbers(self) -> dict[str, Any]:
+        self._merge_told()
         return {**super().as_numbers(), "processes": self.processes, "process_restarts_total": self.restarts}
 
 
@@ -46,6 +49,7 @@ def counted(stats: RouterStats) -> CountedFigures:
     return CountedFigures(
         in_flight=stats.in_flight,
         held_bytes=stats.room.bytes,
+        waiting=waits.waiting,
         numbers={name: getattr(stats, name) for name in _NUMBERS},
         counters={
             **{name: dict(getattr(stats, name)) for name in _COUNTERS},
@@ -65,7 +69,7 @@ def counted(stats: RouterStats) -> CountedFigures:
 def at_rest(figures: CountedFigures) -> CountedFigures:
     """What stays of a process that has ended."""
     rest = process_metrics.at_rest(figures.process)
-    return msgspec.structs.replace(figures, in_flight=0, held_bytes=0, process=rest)
+    return msgspec.structs.replace(figures, in_flight=0, held_bytes=0, waiting=0, process=rest)
 
 
 def merge(stats: RouterStats, figures: Iterable[CountedFigures]) -> None:
@@ -80,6 +84,7 @@ def merge(stats: RouterStats, figures: Iterable[CountedFigures]) -> None:
     for name in _OF_THE_ROOM:
         setattr(stats.room, name, summed(each.counters.get(name, {}) for each in found))
     stats.waits = waits = Waits()
+    waits.waiting = sum(each.waiting for each in found)
     waits.sum_s = sum(each.waits[0] for each in found)
     waits.count = sum(each.waits[1] for each in found)
     for name in _OF_THE_WAITS:

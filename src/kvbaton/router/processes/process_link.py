@@ -132,6 +132,7 @@ class CountedFigures(msgspec.Struct, frozen=True):
 
     in_flight: int = 0
     held_bytes: int = 0
+    waiting: int = 0
     numbers: Mapping[str, int] = {}
     counters: Mapping[str, Mapping[str, int]] = {}
     waits: tuple[float, int] = (0.0, 0)

@@ -225,10 +225,12 @@ class RouterChild:
         if parts is None:
             return
         ended = self._gathering.taken()
-        if ended is not None:
-            self._link.send(ended, spare=True)
         live = tuple(self._gathering.under_way(LIVE_MAX)) if number else ()
-        self._link.send(FiguresTold(number, merged_stats.counted(parts.stats), live), spare=not number)
+        figures = FiguresTold(number, merged_stats.counted(parts.stats), live)
+        # An answer comes last, when all is told. Else records do: who counts when one comes finds the figures there
+        for message in (ended, figures) if number else (figures, ended):
+            if message is not None:
+                self._link.send(message, spare=message is ended or not number)
 
     def _discarded(self, worker: ListedEngine, ticket: str) -> None:
         """Where it cannot be told, its lease runs out."""

@@ -130,7 +130,7 @@ class RouterParent:
         discard: Discard | None,
     ) -> None:
         self.gathering = gathering
-        self.stats = merged_stats.MergedStats()
+        self.stats = merged_stats.MergedStats(self._merge)
         self.draining = asyncio.Event()
         self.pages: dict[str, Handler] = {}
         self.processes = [RouterProcess(index, gathering, self._heard) for index in range(setup.processes)]
@@ -297,11 +297,15 @@ class RouterParent:
             process.send(PageAnswer(asked.number, found.status, dict(found.headers), found.content_type, found.body))
 
     async def _look(self) -> None:
-        """Have all tell their figures, and sum them up."""
+        """Have all tell their figures."""
         await asyncio.gather(*(each.ask(ASK_S) for each in self.processes))
+
+    def _merge(self) -> None:
+        """Sum up what all told last; what is under way is in memory that they share."""
         figures = [merged_stats.counted(self._parts.stats), *(part for each in self.processes for part in each.figures)]
         merged_stats.merge(self.stats, figures)
         self.stats.used = process_metrics.together(each.process for each in figures)
+        self.stats.in_flight = self._counts.total(IN_FLIGHT)
         self.stats.processes = sum(each.ready.is_set() for each in self.processes)
 
 
@@ -360,7 +364,7 @@ async def router_processes(
             legs.key = (b"Authorization", f"Bearer {setup.secrets.worker_key}".encode())
         parent = RouterParent(setup, listeners, gathering, parts, WorkerNews(directory, parts), counts, discard)
         desk = OperatorApi(roster, legs, parts.loads, settings, parent.stats, parent.draining)
-        board = Board(gathering, desk.shown, desk.numbers, settings)
+        board = Board(gathering, desk.shown, desk.numbers, settings, desk.health)
         parent.show(desk, {"/flights": FlightsPage(gathering, show).answer, **({} if pages is None else pages(board))})
         caring = asyncio.create_task(WorkerCare(roster, legs, settings, parts.stats).run())
         stack.push_async_callback(cancel, [caring])

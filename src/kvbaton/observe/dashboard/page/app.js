@@ -34,6 +34,9 @@ function show(state) {
   setText(byId("facts"), [`router ${router.version}${router.host ? ` on ${router.host}` : ""}`, `mode ${router.mode}`, `up ${seconds(router.uptime_s)}`, router.draining ? "draining" : ""].filter(Boolean).join(" · "));
   const dot = Math.max(Math.round(state.now.handoffs_s / 45), 1);
   const window = `last ${seconds(state.windows.rates_s)}`;
+  byId("trouble").hidden = !state.trouble;
+  setText(byId("trouble"), state.trouble?.text ?? "");
+  setAttr(byId("trouble"), "data-down", state.trouble?.is_down);
   setText(byId("legend"), `○ under way  ● delivered  ✕ failed${dot > 1 ? ` (a dot stands for about ${count(dot)})` : ""} · lines: handoffs per second, ${window}`);
   showEmpty(state);
 }

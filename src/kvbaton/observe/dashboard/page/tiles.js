@@ -8,13 +8,17 @@ const WIDTH = 88;
 
 const several = (number, one, many) => `${count(number)} ${number === 1 ? one : many}`;
 
+const answers = (per_s) => Object.entries(per_s).filter(([name, value]) => name !== "gone" || value).map(([name, value]) => `${name} ${rate(value)}`).join(" · ");
+
 /** `most` fixes the axis; otherwise it ends at the highest value. */
 const TILES = [
+  { key: "requests", label: "Requests per second", line: "requests", axis: rate, value: (now) => rate(Object.values(now.answers_s).reduce((sum, each) => sum + each, 0)), sub: (now) => answers(now.answers_s), title: "Requests that ended, by the status of their answer. Gone: the client left first." },
+  { key: "errors", label: "5xx, last minute", line: "errors", axis: rate, value: (now) => count(now.errors), sub: (now) => (now.errors ? `${rate(now.answers_s["5xx"])} per second` : "none"), bad: (now) => now.errors > 0, title: "Requests that were answered with a status of 500 or more." },
   { key: "handoffs", label: "Handoffs per second", line: "handoffs", axis: rate, value: (now) => rate(now.handoffs_s), sub: (now) => `${count(now.ended)} in the last minute` },
   { key: "delivered", label: "Delivered, last minute", line: "delivered", axis: percent, most: 1, value: (now) => percent(now.delivered), sub: (now) => (now.failed ? `${count(now.failed)} not delivered` : now.ended ? "every one" : "no handoffs"), bad: (now) => now.failed > 0 },
   { key: "ttft", label: "Time to first byte", line: "ttft_ms", axis: ms, value: (now) => ms(now.ttft_p50_ms), sub: (now) => `median; p99 ${ms(now.ttft_p99_ms)}` },
   { key: "tokens", label: "Tokens per second", line: "tokens", axis: rate, value: (now) => rate(now.tokens_s), sub: (now) => `ITL ${ms(now.itl_p50_ms)}; p99 ${ms(now.itl_p99_ms)}`, title: "Chunks of streamed answers that bear a token. ITL: mean time between them in one answer; median and p99 of the answers of the last minute." },
-  { key: "flight", label: "Requests in flight", line: "in_flight", axis: count, value: (now) => count(now.in_flight), sub: (now) => (now.waiting === null ? "at the router" : `${count(now.waiting)} waiting at workers`) },
+  { key: "flight", label: "Requests in flight", line: "in_flight", axis: count, value: (now) => count(now.in_flight), sub: (now) => `${count(now.waiting)} waiting for a first byte` },
   { key: "bytes", label: "KV throughput", line: "bytes", axis: bytesRate, value: (now) => bytesRate(now.bytes_s), sub: () => "copied by all workers" },
   { key: "retries", label: "Retries, last minute", line: "retries", axis: count, value: (now) => count(now.retries), sub: (now) => several(now.mistakes, "client error", "client errors"), title: "Client errors: requests that were refused with a status of 400 to 499. They are no failed handoffs." },
   { key: "alone", label: "Prompts computed by D alone", value: (now) => percent(now.alone), sub: (now) => (now.alone_told ? "of prompt tokens, last minute" : "not told by these workers"), title: "Prompt tokens that decode workers computed although a prefill worker should have, of all." },
