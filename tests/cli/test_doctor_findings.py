@@ -625,7 +625,7 @@ def test_every_code_is_planted_somewhere() -> None:
     elsewhere = {
         "python-version", "mover-missing", "seal-missing", "encrypt-missing", "plane-open", "no-plane", "huge-pages",
         "policy-default", "host-foreign", "port-ephemeral", "files-few", "worker-silent", "clock-off",
-        "role-missing", "worker-left", "worker-unpaired", "cluster-unpaired",
+        "role-missing", "worker-lost", "worker-unpaired", "cluster-unpaired",
         "router-draining",  # test_doctor_router.py
         "router-silent", "alert-critical", "alert-warning",  # test_doctor_cluster.py, test_doctor_alerts.py
         "decode-alone",  # test_doctor_alone.py

@@ -45,8 +45,8 @@ def test_a_role_without_a_worker_is_an_error_whether_or_not_d_helps_out(status: 
 def test_who_left_is_named_with_its_role_and_as_what_to_start_again() -> None:
     told = found(status="degraded", pairs={"pull": 0}, listed=(D0,), left=(LEFT,))
     assert "start p0 again" in told["error role-missing role prefill"]
-    assert "left the list 12 s ago without a drain" in told["warning worker-left worker p0"]
-    assert set(found(left=(LeftWorker("p1", "prefill", 3.0),))) == {"warning worker-left worker p1"}
+    assert "left the list 12 s ago without a drain" in told["warning worker-lost worker p0"]
+    assert set(found(left=(LeftWorker("p1", "prefill", 3.0),))) == {"warning worker-lost worker p1"}
 
 
 def test_workers_that_do_not_fit_are_an_error_if_none_do_and_else_a_warning() -> None:
@@ -79,8 +79,8 @@ def test_what_a_router_of_now_and_of_the_release_before_says(
         told = json.loads(capsys.readouterr().out)
         assert main(["doctor", "--router", url]) == 1
     codes = [each["code"] for each in told["findings"] if each["where"] != "/dev/shm"]
-    assert [code for code in codes if code in ("role-missing", "alert-critical", "worker-left")] == [
-        "role-missing", "alert-critical", *(["worker-left"] if is_newer else []),
+    assert [code for code in codes if code in ("role-missing", "alert-critical", "worker-lost")] == [
+        "role-missing", "alert-critical", *(["worker-lost"] if is_newer else []),
     ]  # fmt: skip
     assert told["router"]["status"] == "unavailable" and told["well"] is False
     out = capsys.readouterr().out

@@ -56,9 +56,9 @@ def test_doctor_finds_it_and_health_says_what_is_left(
         codes = {each["code"]: f"{each['where']} {each['found']} {each['fix']}" for each in found["findings"]}
         assert found["well"] is False and found["router"]["status"] == word
         assert "role prefill" in codes["role-missing"] and "start p0 again" in codes["role-missing"]
-        assert "worker p0" in codes["worker-left"] and "KvbatonNoPair" in codes["alert-critical"]
+        assert "worker p0" in codes["worker-lost"] and "KvbatonNoPair" in codes["alert-critical"]
         cluster.restart("p0")
         wait_for(lambda: health(cluster.url)[1]["status"] == "ok", EVICTED_S, cluster.log)
         main(["doctor", "--json", "--router", cluster.url])
         found = json.loads(capsys.readouterr().out)
-        assert not {"role-missing", "worker-left", "alert-critical"} & {each["code"] for each in found["findings"]}
+        assert not {"role-missing", "worker-lost", "alert-critical"} & {each["code"] for each in found["findings"]}

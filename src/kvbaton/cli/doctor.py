@@ -117,7 +117,8 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
     findings += machine_checks.vllm(args.vllm_python, any(engine.options is None for engine in engines))
     for directory in args.keys:
         findings += key_checks.examine(directory, f"--keys {directory}")
-    router, workers = None, ()
+    router: SeenRouter | None = None
+    workers: tuple[SeenWorkerState, ...] = ()
     if args.router:
         router = cluster_checks.router(args.router.rstrip("/"), args.timeout_s)
         findings += router_checks.findings(router)

@@ -37,7 +37,9 @@ GAUGES = frozenset(name for rule in RULES for name in (rule.gauge, rule.most))
 def errors_and_all(page: str) -> tuple[float, float]:
     """5xx, and all responses that a client was still there for, since the router started."""
     told = [
-        (labels.get("status"), value) for name, labels, value in _samples(page) if name.endswith("router_responses_total")
+        (labels.get("status"), value)
+        for name, labels, value in _samples(page)
+        if name.endswith("router_responses_total")
     ]
     return sum(n for status, n in told if status == "5xx"), sum(n for status, n in told if status != "gone")
 

@@ -70,7 +70,7 @@ def findings(seen: SeenRouter) -> Iterator[Finding]:
     for gone in seen.left:
         found = f"{gone.role} worker left the list {gone.ago_s:.0f} s ago without a drain: killed, hanging, or cut off"
         fix = f"read its log and start it again under the name {gone.name}; if it runs: can it reach the registry?"
-        yield finding("worker-left", f"worker {gone.name}", found, fix)
+        yield finding("worker-lost", f"worker {gone.name}", found, fix)
     yield from seen.alerts
 
 

@@ -64,7 +64,7 @@ CODES: tuple[CodeEntry, ...] = (
     finding("router-silent", ERROR, "The router does not answer in time, or not like a kvbaton router.",
             "check the URL, whether the process runs, and its log; from another host: --host, API keys, TLS",
             causes=("it ended or hangs", "something else listens there", "it wants a key, or speaks https")),
-    finding("worker-left", WARNING, "A worker left the list in the last 15 minutes without a drain, and is not back.",
+    finding("worker-lost", WARNING, "A worker left the list in the last 15 minutes without a drain, and is not back.",
             "read its log, and start it again",
             causes=("it was killed, or its host", "it hung for longer than the registry waits (8 s)",
                     "the network between it and the registry")),
