@@ -13,7 +13,7 @@ from talker import dripping, talker, whole
 from kvbaton.cli.main import main
 from kvbaton.doctor import cluster_checks
 from kvbaton.doctor.cluster_checks import AT_ONCE, ROUNDS, findings, router, workers
-from kvbaton.doctor.router_checks import ListedWorker
+from kvbaton.doctor.router_checks import JudgedWorker
 from kvbaton.processes.http_question import HttpAnswer
 
 EVIL = "\x1b]0;owned\x07\x9b2J\u202e"
@@ -189,7 +189,7 @@ def test_all_of_them_together_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(cluster_checks, "asked", hangs)
     monkeypatch.setattr(cluster_checks, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
-    found = tuple(workers([ListedWorker(f"d{n}", "http://x") for n in range(500)], 5.0))
+    found = tuple(workers([JudgedWorker(f"d{n}", "http://x") for n in range(500)], 5.0))
     assert len(found) == 500 and all(each.problem for each in found)
     assert ROUNDS <= questions <= ROUNDS + AT_ONCE
     assert "shorter --timeout-s" in found[-1].problem

@@ -9,15 +9,15 @@ import pytest
 from talker import talker, whole
 
 from kvbaton.cli.main import main
-from kvbaton.doctor.router_checks import LeftWorker, ListedWorker, SeenRouter, findings, lines
+from kvbaton.doctor.router_checks import JudgedWorker, LeftWorker, SeenRouter, findings, lines
 
-P0, D0 = ListedWorker("p0", "http://p", "prefill", "serving"), ListedWorker("d0", "http://d", "decode", "serving")
+P0, D0 = JudgedWorker("p0", "http://p", "prefill", "serving"), JudgedWorker("d0", "http://d", "decode", "serving")
 WELL: dict[str, Any] = {"url": "http://r", "status": "ok", "pairs": {"pull": 1, "push": 0}, "listed": (P0, D0)}
 LEFT = LeftWorker("p0", "prefill", 12.0)
 
 
-def listed(worker: ListedWorker, state: str, unpaired: str = "") -> ListedWorker:
-    return ListedWorker(worker.name, worker.url, worker.role, state, unpaired=unpaired)
+def listed(worker: JudgedWorker, state: str, unpaired: str = "") -> JudgedWorker:
+    return JudgedWorker(worker.name, worker.url, worker.role, state, unpaired=unpaired)
 
 
 def found(**changes: Any) -> dict[str, str]:
@@ -28,7 +28,7 @@ def found(**changes: Any) -> dict[str, str]:
 
 
 def test_of_a_cluster_that_serves_there_is_nothing_to_say() -> None:
-    assert found() == found(listed=(ListedWorker("a", "", "both", "serving"), listed(D0, "suspect"))) == {}
+    assert found() == found(listed=(JudgedWorker("a", "", "both", "serving"), listed(D0, "suspect"))) == {}
     assert list(lines(SeenRouter(**WELL))) == ["router http://r: ok; pairs: pull 1, push 0"]
 
 
@@ -52,9 +52,9 @@ def test_who_left_is_named_with_its_role_and_as_what_to_start_again() -> None:
 def test_workers_that_do_not_fit_are_an_error_if_none_do_and_else_a_warning() -> None:
     told = found(status="degraded", pairs={"pull": 0}, reason="p0 and d0 differ in their compatibility key")
     assert "differ in their compat" in told["error cluster-unpaired router http://r"]
-    told = found(listed=(P0, D0, ListedWorker("d1", "http://d1", "decode", "serving", unpaired="d1 speaks moriio")))
+    told = found(listed=(P0, D0, JudgedWorker("d1", "http://d1", "decode", "serving", unpaired="d1 speaks moriio")))
     assert list(told) == ["warning worker-unpaired worker d1"] and "d1 speaks moriio" in "".join(told.values())
-    assert found(listed=(P0, D0, ListedWorker("d1", "", "decode", "draining", unpaired="d1 is draining"))) == {}
+    assert found(listed=(P0, D0, JudgedWorker("d1", "", "decode", "draining", unpaired="d1 is draining"))) == {}
 
 
 def test_a_router_that_drains_takes_nothing_new() -> None:

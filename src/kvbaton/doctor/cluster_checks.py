@@ -19,7 +19,7 @@ import msgspec
 from kvbaton.doctor.alert_checks import GAUGES, errors_and_all, gauges_of, router_alerts, worker_alerts
 from kvbaton.doctor.alone_checks import alone_findings, by_label, share_line
 from kvbaton.doctor.finding import Finding, finding
-from kvbaton.doctor.router_checks import LeftWorker, ListedWorker, SeenRouter
+from kvbaton.doctor.router_checks import JudgedWorker, LeftWorker, SeenRouter
 from kvbaton.observe.flight.sanitize import printable, printable_all
 from kvbaton.processes.http_question import asked
 from kvbaton.processes.operator_errors import CommandError
@@ -57,7 +57,7 @@ class ClusterAnswer(msgspec.Struct, frozen=True):
 
 
 class _List(msgspec.Struct, frozen=True):
-    workers: tuple[ListedWorker, ...]
+    workers: tuple[JudgedWorker, ...]
     left: tuple[LeftWorker, ...] = ()
 
 
@@ -78,7 +78,7 @@ class _Stats(msgspec.Struct, frozen=True):
 def router(url: str, timeout_s: float) -> SeenRouter:
     """What the router says; that it does not, or says nonsense, is its `problem`."""
     try:
-        health = _told(f"{url}/health", timeout_s, _Health, unready=True)
+        health = _told(f"{url}/health", timeout_s, _Health)
         listed = _told(f"{url}/workers", timeout_s, _List)
         first = then = _page(f"{url}/metrics", timeout_s)
         if errors_and_all(first)[0]:
@@ -99,7 +99,7 @@ def router(url: str, timeout_s: float) -> SeenRouter:
     return SeenRouter(url=url, problem=printable(problem))
 
 
-def workers(listed: Sequence[ListedWorker], timeout_s: float) -> Iterator[SeenWorkerState]:
+def workers(listed: Sequence[JudgedWorker], timeout_s: float) -> Iterator[SeenWorkerState]:
     """The workers that a router lists."""
     until = time.monotonic() + ROUNDS * timeout_s
     with ThreadPoolExecutor(AT_ONCE, "doctor") as pool:
@@ -133,7 +133,7 @@ def lines(state: SeenWorkerState) -> Iterator[str]:
         yield f"  {said}"
 
 
-def _worker(listed: ListedWorker, timeout_s: float, until: float) -> SeenWorkerState:
+def _worker(listed: JudgedWorker, timeout_s: float, until: float) -> SeenWorkerState:
     name, url, offers = printable(listed.name), printable(listed.url), tuple(map(printable, listed.transports))
     if not url.startswith(SCHEMES):
         return SeenWorkerState(name, url, problem="is listed with an unusable address; expected http://host:port")
@@ -198,12 +198,12 @@ def _left(timeout_s: float, until: float) -> float:
     return min(timeout_s, left)
 
 
-def _told(url: str, timeout_s: float, kind: type[T], *, unready: bool = False) -> T:
-    """The object at a URL; `unready`: also one that comes with status 503."""
+def _told(url: str, timeout_s: float, kind: type[T]) -> T:
+    """The object at a URL, also if it comes with status 503: a router that cannot serve says why."""
     try:
         body = _get(url, timeout_s).body
     except urllib.error.HTTPError as error:
-        if not (unready and error.code == 503):
+        if error.code != 503:
             raise
         body = error.read()
     return msgspec.convert(printable_all(msgspec.json.decode(body)), kind)

@@ -16,7 +16,7 @@ NAMES_MAX = 4
 _NEVER = ("draining", "broken")  # asked for nothing, though listed
 
 
-class ListedWorker(msgspec.Struct, frozen=True):
+class JudgedWorker(msgspec.Struct, frozen=True):
     """A worker by `/workers`."""
 
     name: str
@@ -44,7 +44,7 @@ class SeenRouter(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""  # why no pair can serve
     pairs: dict[str, int] = {}
     left: tuple[LeftWorker, ...] = ()
-    listed: tuple[ListedWorker, ...] = ()
+    listed: tuple[JudgedWorker, ...] = ()
     alerts: tuple[Finding, ...] = ()
 
 

@@ -56,9 +56,7 @@ CODES: tuple[CodeEntry, ...] = (
             "make modes, transports, model and versions of P and D agree: curl ROUTER/workers says what differs"),
     finding("role-missing", ERROR, "No worker of this role can be asked: without P nothing is handed over, and D "
             "computes prompts itself or requests are refused (--fallback); without D nothing is served.",
-            "start a worker of that role; one that runs and is not listed says why: [not-listed], [registry-silent]",
-            causes=("the last one died, hangs, or lost its way to the registry", "all of them drain, or their circuit "
-                    "breakers are open", "none was started")),
+            "start a worker of that role; one that runs and is not listed says why: [not-listed], [registry-silent]"),
     finding("router-draining", ERROR, "The router was told to stop and takes no new requests.",
             "send requests to another router, or start it again"),
     finding("router-silent", ERROR, "The router does not answer in time, or not like a kvbaton router.",
@@ -66,8 +64,7 @@ CODES: tuple[CodeEntry, ...] = (
             causes=("it ended or hangs", "something else listens there", "it wants a key, or speaks https")),
     finding("worker-lost", WARNING, "A worker left the list in the last 15 minutes without a drain, and is not back.",
             "read its log, and start it again",
-            causes=("it was killed, or its host", "it hung for longer than the registry waits (8 s)",
-                    "the network between it and the registry")),
+            causes=("it or its host was killed", "it hung for more than 8 s", "the network to the registry failed")),
     finding("worker-unpaired", WARNING, "A worker serves nobody, while others do.",
             "see the reason in the finding; curl ROUTER/workers shows what each worker offers"),
     finding("worker-silent", ERROR, "A worker of the cluster does not answer.",
