@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from fake_workers import QUICK, Cluster, cluster, lease, run, say, speak
 
 from kvbaton.api.params import Mode
+from kvbaton.cli import up
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.workers.available import LEFT_MAX, LEFT_S, AvailableWorkers
 from kvbaton.router.workers.directory import ListedEngine, WorkerListState
@@ -99,6 +101,18 @@ def test_a_p_that_drains_is_none_that_is_left() -> None:
             assert (await c.stats())["alone_total"] == {"fallback": 1}
 
     run(story())
+
+
+@pytest.mark.parametrize(
+    ("words", "fallback"),
+    [((), "local"), (("--fallback", "strict"), "strict"), (("--check",), "strict")],
+)
+def test_up_has_the_flag_and_its_check_hides_no_failed_handoff(words: tuple[str, ...], fallback: str) -> None:
+    parser = argparse.ArgumentParser()
+    up.add_arguments(parser)
+    args = parser.parse_args(words)
+    args.otlp_endpoint = ""
+    assert up.plan_of(args, "auto", http_port=0, mode=Mode.PULL).settings.fallback == fallback
 
 
 # --- who left

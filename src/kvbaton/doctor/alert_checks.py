@@ -48,8 +48,7 @@ def router_alerts(url: str, first: str, then: str) -> Iterator[Finding]:
     """By two pages of the router's metrics; both the same where one look was enough."""
     pairs = [value for name, _, value in _samples(then) if name == "kvbaton_router_pairs"]
     if pairs and max(pairs) == 0:
-        said = "no pair of P and D can serve; it fires when this lasts a minute"
-        yield _fires(CRITICAL, "KvbatonNoPair", f"router {url}", said)
+        yield _fires(CRITICAL, "KvbatonNoPair", f"router {url}", "no pair of P and D can serve")
     errors, count = (new - old for new, old in zip(errors_and_all(then), errors_and_all(first), strict=True))
     if errors > ERRORS_MAX and errors > ERRORS_SHARE_MAX * count:
         said = f"{errors:.0f} of {count:.0f} requests ended with a 5xx between two looks"

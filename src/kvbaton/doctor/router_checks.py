@@ -88,12 +88,10 @@ def _lacking(seen: SeenRouter, role: str) -> Iterator[Finding]:
     states = ", ".join(f"{worker.name} {worker.state}" for worker in of_it[:NAMES_MAX])
     found = f"no {role} worker can be asked: {states or 'none is listed'}; {_served(seen)}"
     gone = ", ".join(each.name for each in seen.left if each.role in (role, "both"))
-    fix = f"start one: kvbaton worker --role {role}, or vLLM with BatonConnector"
-    fix = f"start {gone} again, or another" if gone else fix
+    fix = f"start {gone} again, or another" if gone else f"start one: kvbaton worker --role {role}, or vLLM"
     yield finding("role-missing", f"role {role}", found, f"{fix}; one that runs says in its log why it is not listed")
 
 
 def _served(seen: SeenRouter) -> str:
-    if seen.status == "degraded":
-        return "decode workers compute prompts themselves (degraded)"
-    return f"requests are refused ({seen.status})"
+    helped = seen.status == "degraded"
+    return "decode workers compute prompts themselves (degraded)" if helped else f"requests are refused ({seen.status})"
