@@ -101,7 +101,8 @@ async def pair(old: Path, p: str, d: str, transport: str, asked: list[CheckPromp
         with process(HERE, logs / "keys.log", "keys", "new", keys, "p", "d") as made:
             made.wait(60)
         front, registry, *ports = (free_port() for _ in range(4))
-        router = ("router", "--keys", keys, "--registry-port", str(registry), "--port", str(front))
+        ports_of = ("--registry-port", str(registry), "--port", str(front))
+        router = ("router", "--fallback", "strict", "--keys", keys, *ports_of)  # D alone would hide a failed handoff
         stack.enter_context(process(HERE, logs / "router.log", *router))
         for name, role, tree, port in (("p", "prefill", p, ports[0]), ("d", "decode", d, ports[1])):
             words = ("worker", "--name", name, "--role", role, "--keys", keys, "--transport", transport)

@@ -18,7 +18,8 @@ from kvbaton.doctor import cluster_checks
 from kvbaton.transports import catalogue
 
 Pages = dict[str, tuple[int, str]]
-WORKERS = "/workers"
+WORKERS, HEALTH = "/workers", "/health"
+WELL = 200, '{"status": "ok", "pairs": {"pull": 1}}'
 
 
 @pytest.fixture
@@ -33,6 +34,9 @@ def serve(dates: list[float]) -> Iterator[Callable[[Pages], str]]:
     running: list[http.server.HTTPServer] = []
 
     def start(pages: Pages) -> str:
+        if WORKERS in pages:
+            pages = {HEALTH: WELL, **pages}
+
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 status, text = pages.get(self.path, (404, ""))
@@ -56,7 +60,8 @@ def serve(dates: list[float]) -> Iterator[Callable[[Pages], str]]:
 
 
 def listed(*names: str) -> tuple[int, str]:
-    entries = [{"name": name, "url": f"http://HERE/{name}", "transports": ["shm", "tcp"]} for name in names]
+    told = {"transports": ["shm", "tcp"], "role": "both", "state": "serving"}
+    entries = [{"name": name, "url": f"http://HERE/{name}", **told} for name in names]
     return 200, json.dumps({"workers": entries})
 
 
@@ -144,8 +149,8 @@ def test_a_clock_that_is_far_off_is_a_warning(
     assert said is None or said in clocks[0]
 
 
-@pytest.mark.parametrize("url", ["ftp://somewhere", "http://127.0.0.1:9"])
-def test_a_router_that_cannot_be_asked(capsys: pytest.CaptureFixture[str], url: str) -> None:
+@pytest.mark.parametrize("url", ["ftp://somewhere", "somewhere:8000"])
+def test_what_is_no_address_of_a_router(capsys: pytest.CaptureFixture[str], url: str) -> None:
     assert main(["doctor", "--router", url]) == 2
     error = capsys.readouterr().err
     assert error.startswith("kvbaton doctor: argument --router: ") and error.count("\n") == 1

@@ -1,4 +1,4 @@
-"""`kvbaton doctor --router` against whoever answers there: one line if it is no router; no worker holds up others."""
+"""`kvbaton doctor --router` against whoever answers there: a finding if it is no router; no worker holds up others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from talker import dripping, talker, whole
 
 from kvbaton.cli.main import main
 from kvbaton.doctor import cluster_checks
-from kvbaton.doctor.cluster_checks import AT_ONCE, ROUNDS, findings, workers
+from kvbaton.doctor.cluster_checks import AT_ONCE, ROUNDS, findings, router, workers
+from kvbaton.doctor.router_checks import JudgedWorker
 from kvbaton.processes.http_question import HttpAnswer
 
 EVIL = "\x1b]0;owned\x07\x9b2J\u202e"
@@ -20,13 +21,16 @@ DEEP = "[" * 100_000
 
 
 def refused(capsys: pytest.CaptureFixture[str], answer: Callable[[str], Iterable[bytes]], *more: str) -> str:
-    """The one line of a command that could not ask."""
+    """The one finding about a router that could not be asked."""
     with talker(answer) as url:
-        assert main(["doctor", "--router", url, *more]) == 2
+        assert main(["doctor", "--json", "--router", url, *more]) == 1
     out, error = capsys.readouterr()
-    assert out == "" and error.count("\n") == 1 and error[:-1].isprintable() and len(error) < 1000
-    assert error.startswith("kvbaton doctor: argument --router: ")
-    return error
+    told = json.loads(out)
+    (silent,) = (each for each in told["findings"] if each["code"] == "router-silent")
+    assert (told["well"], told["workers"], error) == (False, [], "")
+    assert silent["found"].isprintable() and len(silent["found"]) < 1000 and silent["fix"]
+    assert (silent["severity"], silent["where"]) == ("error", f"router {url}")
+    return str(silent["found"])
 
 
 @pytest.mark.parametrize(
@@ -38,16 +42,16 @@ def refused(capsys: pytest.CaptureFixture[str], answer: Callable[[str], Iterable
     ],
     ids=range(16),
 )  # fmt: skip
-def test_what_is_no_router_is_one_line_and_status_2(body: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_router_is_a_finding_and_status_1(body: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "is not a kvbaton router" in refused(capsys, lambda _: whole(body.encode()))
 
 
 @pytest.mark.parametrize("said", [b"SSH-2.0-OpenSSH\r\n", EVIL.encode() + b"\r\n", b"\xff\xfe\r\n", b""])
-def test_what_is_no_http_is_one_line_and_status_2(said: bytes, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_http_is_a_finding_and_status_1(said: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no HTTP response from" in refused(capsys, lambda _: [said])
 
 
-def test_a_refusal_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_is_a_finding_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, lambda _: whole(EVIL.encode(), b"404 " + EVIL.encode()))
     assert "HTTP 404; is it a kvbaton router?" in said
 
@@ -57,6 +61,19 @@ def test_a_router_that_drips_is_not_waited_for(capsys: pytest.CaptureFixture[str
     assert "timed out" in said
 
 
+def test_nor_one_that_answers_half_of_what_it_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    well = whole(b'{"status": "ok"}')
+    assert "is not a kvbaton router" in refused(capsys, lambda path: well if path == "/health" else whole(b"<html>"))
+
+
+def test_where_nobody_listens_that_is_the_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    with talker(lambda _: []) as url:
+        pass
+    assert main(["doctor", "--router", url]) == 1
+    out, _ = capsys.readouterr()
+    assert f"error [router-silent] router {url}: no HTTP response" in out and "errors found" in out
+
+
 # --- its workers
 
 
@@ -64,6 +81,8 @@ def cluster(count: int, worker: Callable[[str], Iterable[bytes]]) -> Callable[[s
     """A router with so many workers; `worker` answers for them by their path."""
 
     def answer(path: str) -> Iterable[bytes]:
+        if path in ("/health", "/metrics"):
+            return whole(b'{"status": "ok"}')
         return whole(json.dumps({"workers": listed}).encode()) if path == "/workers" else worker(path)
 
     listed: list[dict[str, object]] = [{"name": f"d{n}", "url": f"HERE/d{n}"} for n in range(count)]
@@ -78,7 +97,7 @@ def states(
     with talker(answer) as url:
         for each in answer.listed:  # type: ignore[attr-defined]
             each["url"] = each["url"].replace("HERE", url)
-        return tuple(workers(url, timeout_s))
+        return tuple(workers(router(url, timeout_s).listed, timeout_s))
 
 
 @pytest.mark.parametrize(
@@ -163,9 +182,6 @@ def test_all_of_them_together_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -
 
     def hangs(url: str, timeout_s: float, *_: object) -> HttpAnswer:
         nonlocal now, questions
-        if url.endswith("/workers"):
-            listed = [{"name": f"d{n}", "url": "http://x"} for n in range(500)]
-            return HttpAnswer(json.dumps({"workers": listed}).encode(), {})  # type: ignore[arg-type]
         with lock:
             now += timeout_s
             questions += 1
@@ -173,7 +189,7 @@ def test_all_of_them_together_have_a_deadline(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(cluster_checks, "asked", hangs)
     monkeypatch.setattr(cluster_checks, "time", SimpleNamespace(monotonic=lambda: now, time=lambda: now))
-    found = tuple(workers("http://router", 5.0))
+    found = tuple(workers([JudgedWorker(f"d{n}", "http://x") for n in range(500)], 5.0))
     assert len(found) == 500 and all(each.problem for each in found)
     assert ROUNDS <= questions <= ROUNDS + AT_ONCE
     assert "shorter --timeout-s" in found[-1].problem

@@ -625,6 +625,9 @@ def test_every_code_is_planted_somewhere() -> None:
     elsewhere = {
         "python-version", "mover-missing", "seal-missing", "encrypt-missing", "plane-open", "no-plane", "huge-pages",
         "policy-default", "host-foreign", "port-ephemeral", "files-few", "worker-silent", "clock-off",
+        "role-missing", "worker-lost", "worker-unpaired", "cluster-unpaired",
+        "router-draining",  # test_doctor_router.py
+        "router-silent", "alert-critical", "alert-warning",  # test_doctor_cluster.py, test_doctor_alerts.py
         "decode-alone",  # test_doctor_alone.py
         "numpy-missing",  # test_plain_install.py
         "gpu-container", "gpu-ipc", "gpu-missing", "gpu-peer", "memlock-small",  # test_doctor_gpu.py

@@ -42,6 +42,7 @@ QUICK = RouterSettings(
     probe_min_s=0.2,
     probe_max_s=0.5,
     show_pair=True,
+    fallback=Fallback.STRICT,
 )
 HASTY = msgspec.structs.replace(QUICK, first_byte_s=2.0)
 """Where nobody has to answer in time."""

@@ -19,12 +19,14 @@ from kvbaton.router.app import router_app
 from kvbaton.router.dashboard_page import live_page
 from kvbaton.router.http import http_server
 from kvbaton.router.processes.router_parent import router_processes
-from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.workers.directory import ALL_MODES, ListedEngine, StaticDirectory, WorkerListState
 
 KEY = b"k" * 32
-# a busy machine may stand still
-QUICK = RouterSettings(connect_s=20, first_byte_s=20, deadline_s=40, suspect_s=0.01, settle_s=1)
+# a busy machine may stand still; strict, since an answer of D alone hides what became of a handoff
+QUICK = RouterSettings(
+    connect_s=20, first_byte_s=20, deadline_s=40, suspect_s=0.01, settle_s=1, fallback=Fallback.STRICT
+)
 Script = Callable[["FakeWorker", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
 
 
@@ -222,11 +224,12 @@ class ChangingDirectory(StaticDirectory):
         self._workers = tuple(worker for worker in self._workers if worker.name != name)
 
     def drain(self, name: str) -> None:
-        drains = (
-            msgspec.structs.replace(each, state=WorkerListState.DRAINING) if each.name == name else each
-            for each in self._workers
+        self.change(name, state=WorkerListState.DRAINING)
+
+    def change(self, name: str, **fields: Any) -> None:
+        self._workers = tuple(
+            msgspec.structs.replace(each, **fields) if each.name == name else each for each in self._workers
         )
-        self._workers = tuple(drains)
 
 
 class Cluster:

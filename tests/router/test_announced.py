@@ -29,26 +29,26 @@ def said(http: str, role: str = "P") -> Announcement:
 
 
 @pytest.mark.parametrize(
-    ("fleet", "zmq", "mode", "dialect"),
+    ("fleet", "zmq", "mode", "dialect", "alone"),
     [
-        (Fleet.MORIIO_READ, ZMQ, Mode.PULL, "moriio"),
-        (Fleet.MORIIO_WRITE, ZMQ, Mode.PUSH, "moriio"),
-        (Fleet.P2P_NCCL, "10.0.0.1:21001", Mode.PULL, "p2p_nccl"),
+        (Fleet.MORIIO_READ, ZMQ, Mode.PULL, "moriio", (False, True)),  # D, P
+        (Fleet.MORIIO_WRITE, ZMQ, Mode.PUSH, "moriio", (True, True)),
+        (Fleet.P2P_NCCL, "10.0.0.1:21001", Mode.PULL, "p2p_nccl", (False, False)),
     ],
 )
 def test_an_announced_worker_keeps_what_the_router_needs_of_it(
-    fleet: Fleet, zmq: str, mode: Mode, dialect: str
+    fleet: Fleet, zmq: str, mode: Mode, dialect: str, alone: tuple[bool, bool]
 ) -> None:
     prefill = AnnouncedWorker(Announcement(fleet, "P", "10.0.0.1:8100", zmq, tp_size=4), Incarnation(7))
     decode = AnnouncedWorker(Announcement(fleet, "D", "[::1]:8200", zmq), Incarnation(8), suspect=True)
     assert AnnouncedDirectory(Listener(decode, prefill)).snapshot() == (
         ListedEngine(
             WorkerId("D-___1_-8200"), "decode", "http://[::1]:8200", Incarnation(8), (mode,),
-            state=WorkerListState.SUSPECT, dialect=dialect, address=zmq,
+            state=WorkerListState.SUSPECT, dialect=dialect, address=zmq, computes_alone=alone[0],
         ),
         ListedEngine(
             WorkerId("P-10.0.0.1-8100"), "prefill", "http://10.0.0.1:8100", Incarnation(7), (mode,),
-            dialect=dialect, address=zmq, tp_size=4,
+            dialect=dialect, address=zmq, tp_size=4, computes_alone=alone[1],
         ),
     )  # fmt: skip
 

@@ -22,7 +22,7 @@ from kvbaton.control.rank_names import data_parallel_name
 from kvbaton.local_cluster.router_front import Sources, fronted
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
-from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.workers.directory import ListedEngine
 from tests.vllm.engines import (
     Answer,
@@ -213,7 +213,7 @@ def kvbaton_router(
     found: list[Any] = []
 
     async def serve() -> None:
-        settings = RouterSettings(deadline_s=180.0, show_pair=True)
+        settings = RouterSettings(deadline_s=180.0, show_pair=True, fallback=Fallback.STRICT)
         async with fronted(sources, settings, host="127.0.0.1", port=0) as front:
             found.append(front)
             started.set()

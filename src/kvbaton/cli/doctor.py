@@ -28,10 +28,12 @@ from kvbaton.doctor import (
     machine_checks,
     pair_checks,
     port_checks,
+    router_checks,
 )
 from kvbaton.doctor.cluster_checks import SeenWorkerState
 from kvbaton.doctor.config_checks import ConfiguredEngine
 from kvbaton.doctor.finding import Finding, ordered
+from kvbaton.doctor.router_checks import SeenRouter
 from kvbaton.observe.codes.entry import Severity
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.transports import catalogue as planes
@@ -68,6 +70,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     packages: dict[str, str]
     planes: tuple[PlaneState, ...]
     offered: tuple[str, ...]
+    router: SeenRouter | None
     workers: tuple[SeenWorkerState, ...]
     findings: tuple[Finding, ...]  # errors and warnings
     notes: tuple[Finding, ...]  # worth knowing; no action needed
@@ -116,9 +119,13 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
     findings += machine_checks.vllm(args.vllm_python, any(engine.options is None for engine in engines))
     for directory in args.keys:
         findings += key_checks.examine(directory, f"--keys {directory}")
-    router = (args.router or "").rstrip("/")
-    way = router_way.way_to(router, args)
-    workers = tuple(cluster_checks.workers(router, args.timeout_s, way)) if router else ()
+    router: SeenRouter | None = None
+    workers: tuple[SeenWorkerState, ...] = ()
+    if args.router:
+        way = router_way.way_to(args.router.rstrip("/"), args)
+        router = cluster_checks.router(args.router.rstrip("/"), args.timeout_s, way)
+        findings += router_checks.findings(router)
+        workers = tuple(cluster_checks.workers(router.listed, args.timeout_s, way))
     findings += cluster_checks.findings(workers)
     has_transports = machine_checks.has_numpy()
     offered = _offered(args.transport, device) if has_transports else ()
@@ -132,6 +139,7 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
         packages=machine_checks.packages(PACKAGES),
         planes=tuple(_planes(offered)) if has_transports else (),
         offered=offered,
+        router=router,
         workers=workers,
         findings=tuple(each for each in ordered(findings) if each.severity is not Severity.NOTE),
         notes=tuple(each for each in ordered(findings) if each.severity is Severity.NOTE),
@@ -154,6 +162,8 @@ def report(found: Diagnosis, screen: Screen) -> Iterator[str]:
         if plane.problem and plane.name not in gpu_only:
             needs = "" if plane.needs in plane.problem else f"; requires: {plane.needs}"
             yield f"  {'':<10} {'':<15} {plane.problem}{needs}"
+    if found.router is not None:
+        yield from router_checks.lines(found.router)
     for worker in found.workers:
         yield from cluster_checks.lines(worker)
     for each in (*found.findings, *found.notes):

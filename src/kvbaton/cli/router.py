@@ -125,7 +125,7 @@ def _add_choices(group: argparse._ArgumentGroup) -> None:
         "--fallback",
         choices=list(Fallback),
         default=_DEFAULT.fallback.value,
-        help="if no prefill worker is left: refuse, or aggregated serving by D",
+        help="if no prefill worker is left: aggregated serving by D, or refuse",
     )
     group.add_argument(
         "--disagg-min-tokens",

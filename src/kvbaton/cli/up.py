@@ -29,7 +29,7 @@ from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_control import told_to_stop
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.processes.router_parent import PROCESSES_MAX
-from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.security.sealing import ENCRYPT
 from kvbaton.transports.catalogue import CHECKSUMS
 
@@ -64,6 +64,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="processes of the router, as of kvbaton router --processes",
+    )
+    add(
+        "--fallback",
+        choices=list(Fallback),
+        default=Fallback.LOCAL.value,
+        help="if no prefill worker is left: aggregated serving by D, or refuse, as --check always does",
     )
     add("--tp-prefill", type=whole(1, 64), default=1, metavar="N", help="ranks of each prefill worker")
     add("--tp-decode", type=whole(1, 64), default=1, metavar="N", help="ranks of each decode worker")
@@ -139,14 +145,22 @@ def plan_of(args: argparse.Namespace, transport: str, *, http_port: int, mode: M
     store_port = free_ports(1)[0] if args.store == MEMORY else 0
     worker = _worker_of(args, transport, f"tcp://127.0.0.1:{store_port}" if store_port else args.store or "")
     try:
-        tracing = {"trace": bool(args.otlp_endpoint), "trace_sample": args.trace_sample}
-        settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True, turn_s=args.turn_s, **tracing)
+        settings = _router_settings(args, mode)
     except ValueError as error:
         raise CommandError(f"{error}; see: kvbaton up --help") from None
     return ClusterPlan(
         prefills=args.prefill, decodes=args.decode, tp_prefill=args.tp_prefill, tp_decode=args.tp_decode,
         worker=worker, settings=settings, host=args.host, port=http_port, store_port=store_port,
         router_processes=args.router_processes,
+    )  # fmt: skip
+
+
+def _router_settings(args: argparse.Namespace, mode: Mode) -> RouterSettings:
+    return RouterSettings(
+        mode=mode, deadline_s=args.deadline_s, show_pair=True, turn_s=args.turn_s, trace=bool(args.otlp_endpoint),
+        trace_sample=args.trace_sample,
+        # An answer that D made alone would hide from the check why there was no handoff.
+        fallback=Fallback.STRICT if args.check else Fallback(args.fallback),
     )  # fmt: skip
 
 
@@ -165,8 +179,7 @@ def _worker_of(args: argparse.Namespace, transport: str, store: str) -> WorkerOp
 def vllm_plan_of(
     args: argparse.Namespace, server: ServerOptions, transport: str, *, http_port: int, mode: Mode
 ) -> VllmPlan:
-    tracing = {"trace": bool(args.otlp_endpoint), "trace_sample": args.trace_sample}
-    settings = RouterSettings(mode=mode, deadline_s=args.deadline_s, show_pair=True, turn_s=args.turn_s, **tracing)
+    settings = _router_settings(args, mode)
     times = {name: getattr(args, name) for name in (*_TIMES, "otlp_endpoint", "turn_s")}
     return on_vllm.plan_of(args, server, settings, port=http_port, transport=transport, **times)
 

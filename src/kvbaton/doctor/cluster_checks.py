@@ -1,4 +1,4 @@
-"""A running cluster, queried over HTTP: which workers respond, the transports of their pairs, and their clocks.
+"""A running cluster, queried over HTTP: what its router says, which workers respond, their transports and clocks.
 
 Law: every request has a timeout and a limit on the bytes read. Workers are queried several at a time, all of them
 together for no longer than `ROUNDS` timeouts, and are reported in the order in which the router lists them.
@@ -10,23 +10,29 @@ import email.utils
 import http.client
 import time
 import urllib.error
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import msgspec
 
+from kvbaton.doctor.alert_checks import GAUGES, errors_and_all, gauges_of, router_alerts, worker_alerts
 from kvbaton.doctor.alone_checks import alone_findings, by_label, share_line
 from kvbaton.doctor.finding import Finding, finding
+from kvbaton.doctor.router_checks import JudgedWorker, LeftWorker, SeenRouter
 from kvbaton.observe.flight.sanitize import printable, printable_all
 from kvbaton.processes.http_question import PLAIN, Way, asked, why
 from kvbaton.processes.operator_errors import CommandError
 
+T = TypeVar("T")
 ANSWER_BYTES_MAX = 4 << 20
 CLOCK_S_MAX = 5.0
 SCHEMES = ("http://", "https://")
 AT_ONCE = 16
 ROUNDS = 6
 """Timeouts after which no further worker is queried: enough for 96 workers that hang, or 48 with two requests each."""
+LOOKS_S = 1.0
+"""Between two looks at a router that has refused requests: does it still?"""
 
 
 class SeenWorkerState(msgspec.Struct, frozen=True):
@@ -40,6 +46,7 @@ class SeenWorkerState(msgspec.Struct, frozen=True):
     given_up_total: dict[str, int] = {}
     prompt_tokens: dict[str, int] = {}  # by where their KV came from
     alone_tokens: dict[str, int] = {}  # computed by D although a P should have, by reason
+    gauges: dict[str, float] = {}  # that alerts judge
     problem: str = ""
     clock_off_s: float = 0.0  # its clock minus ours, by the Date header of its response
 
@@ -49,14 +56,15 @@ class ClusterAnswer(msgspec.Struct, frozen=True):
     clock_off_s: float
 
 
-class _ListedWorkers(msgspec.Struct, frozen=True):
-    name: str
-    url: str
-    transports: tuple[str, ...] = ()
-
-
 class _List(msgspec.Struct, frozen=True):
-    workers: tuple[_ListedWorkers, ...]
+    workers: tuple[JudgedWorker, ...]
+    left: tuple[LeftWorker, ...] = ()
+
+
+class _Health(msgspec.Struct, frozen=True):
+    status: str
+    reason: str = ""
+    pairs: dict[str, int] = {}
 
 
 class _Stats(msgspec.Struct, frozen=True):
@@ -67,18 +75,33 @@ class _Stats(msgspec.Struct, frozen=True):
     alone_tokens_total: dict[str, int] = {}
 
 
-def workers(router: str, timeout_s: float, way: Way = PLAIN) -> Iterator[SeenWorkerState]:
-    """The workers that the router lists. CommandError when it does not respond."""
+def router(url: str, timeout_s: float, way: Way = PLAIN) -> SeenRouter:
+    """What the router says; that it does not, or says nonsense, is its `problem`."""
     try:
-        listed = msgspec.json.decode(_get(f"{router}/workers", timeout_s, way).body, type=_List).workers
+        health = _told(f"{url}/health", timeout_s, way, _Health)
+        listed = _told(f"{url}/workers", timeout_s, way, _List)
+        first = then = _page(f"{url}/metrics", timeout_s, way)
+        if errors_and_all(first)[0]:
+            time.sleep(LOOKS_S)
+            then = _page(f"{url}/metrics", timeout_s, way)
     except urllib.error.HTTPError as error:
         step = "it wants a key: --operator-key-file FILE" if error.code == 401 else "is it a kvbaton router?"
-        raise CommandError(f"argument --router: {router}/workers: HTTP {error.code}; {step}") from None
+        problem = f"{error.filename}: HTTP {error.code}; {step}"
     except (OSError, http.client.HTTPException) as error:
-        said = f"argument --router: no HTTP response from {router} ({why(error)}); is the router up?"
-        raise CommandError(said) from None
+        problem = f"no HTTP response from {url} ({why(error)}); is the router up?"
     except (ValueError, RecursionError) as error:  # of msgspec too
-        raise CommandError(f"argument --router: {router} is not a kvbaton router: {error}") from None
+        problem = f"{url} is not a kvbaton router: {error}"
+    else:
+        alerts = tuple(router_alerts(url, first, then))
+        return SeenRouter(
+            url=url, status=health.status, reason=health.reason, pairs=health.pairs, left=listed.left,
+            listed=listed.workers, alerts=alerts,
+        )  # fmt: skip
+    return SeenRouter(url=url, problem=printable(problem))
+
+
+def workers(listed: Sequence[JudgedWorker], timeout_s: float, way: Way = PLAIN) -> Iterator[SeenWorkerState]:
+    """The workers that a router lists."""
     until = time.monotonic() + ROUNDS * timeout_s
     with ThreadPoolExecutor(AT_ONCE, "doctor") as pool:
         yield from pool.map(lambda each: _worker(each, timeout_s, until, way), listed)
@@ -95,6 +118,7 @@ def findings(states: tuple[SeenWorkerState, ...]) -> Iterator[Finding]:
             found = f"its clock is {abs(state.clock_off_s):.0f} s {way} this machine's; tickets expire by the clock"
             yield finding("clock-off", where, found, "timedatectl set-ntp true on both hosts")
         yield from alone_findings(where, state.prompt_tokens, state.alone_tokens)
+        yield from worker_alerts(where, state.gauges)
 
 
 def lines(state: SeenWorkerState) -> Iterator[str]:
@@ -110,13 +134,14 @@ def lines(state: SeenWorkerState) -> Iterator[str]:
         yield f"  {said}"
 
 
-def _worker(listed: _ListedWorkers, timeout_s: float, until: float, way: Way) -> SeenWorkerState:
+def _worker(listed: JudgedWorker, timeout_s: float, until: float, way: Way) -> SeenWorkerState:
     name, url, offers = printable(listed.name), printable(listed.url), tuple(map(printable, listed.transports))
     if not url.startswith(SCHEMES):
         return SeenWorkerState(name, url, problem="is listed with an unusable address; expected http://host:port")
     try:
         answer = _get(f"{url}/stats", _left(timeout_s, until), way)
-        stats = msgspec.convert(printable_all(msgspec.json.decode(answer.body)), _Stats)
+        told = printable_all(msgspec.json.decode(answer.body))
+        stats = msgspec.convert(told, _Stats)
     except urllib.error.HTTPError:
         return _vllm_worker(name, url, offers, timeout_s, until, way)
     except (OSError, http.client.HTTPException) as error:
@@ -132,6 +157,7 @@ def _worker(listed: _ListedWorkers, timeout_s: float, until: float, way: Way) ->
         given_up_total=stats.planes_given_up_total,
         prompt_tokens=stats.prompt_tokens_total,
         alone_tokens=stats.alone_tokens_total,
+        gauges={name: value for name, value in told.items() if name in GAUGES and isinstance(value, int | float)},
         clock_off_s=answer.clock_off_s,
     )
 
@@ -151,7 +177,7 @@ def _vllm_worker(
         return SeenWorkerState(name, url, problem=printable(f"does not respond like a worker: {error}"))
     return SeenWorkerState(
         name, url, planes=offers, links_total=links, given_up_total=given_up, clock_off_s=answer.clock_off_s,
-        prompt_tokens=prompts, alone_tokens=alone,
+        prompt_tokens=prompts, alone_tokens=alone, gauges=gauges_of(text),
     )  # fmt: skip
 
 
@@ -173,6 +199,25 @@ def _left(timeout_s: float, until: float) -> float:
     if left <= 0:
         raise TimeoutError("no time left after the other workers; try again with a shorter --timeout-s")
     return min(timeout_s, left)
+
+
+def _told(url: str, timeout_s: float, way: Way, kind: type[T]) -> T:
+    """The object at a URL, also if it comes with status 503: a router that cannot serve says why."""
+    try:
+        body = _get(url, timeout_s, way).body
+    except urllib.error.HTTPError as error:
+        if error.code != 503:
+            raise
+        body = error.read()
+    return msgspec.convert(printable_all(msgspec.json.decode(body)), kind)
+
+
+def _page(url: str, timeout_s: float, way: Way) -> str:
+    """Figures that may be missing, or somebody else's: alerts are judged by those that are there."""
+    try:
+        return _get(url, timeout_s, way).body.decode()
+    except (urllib.error.HTTPError, UnicodeDecodeError):
+        return ""
 
 
 def _get(url: str, timeout_s: float, way: Way) -> ClusterAnswer:

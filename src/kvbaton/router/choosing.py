@@ -50,6 +50,8 @@ class Chooser:
         weights = self._weights(tries)
         if not tries.alone and self._settings.disagg_min_tokens:
             self._spare_prefill(view, tries, weights)
+        elif tries.alone == "short" and policy.alone(view.able_alone, 0) is None:
+            tries.alone = ""
         if not tries.alone:
             for mode in call.modes:
                 able = self._able(view, mode, call.kind)
@@ -64,7 +66,7 @@ class Chooser:
             if self._settings.fallback is not Fallback.LOCAL:
                 raise self._nobody(call, tries, view)
             tries.alone = "fallback"
-        worker = policy.alone(view.workers, next(self._turns[None]), weights, tries.doubts)
+        worker = policy.alone(view.able_alone, next(self._turns[None]), weights, tries.doubts)
         if worker is None:
             raise self._nobody(call, tries, view)
         self._note_passed(view, {worker.peer})
@@ -100,9 +102,9 @@ class Chooser:
 
     def _spare_prefill(self, view: View, tries: Tries, weights: Weights) -> None:
         """A prompt that some D knows almost whole is not worth a handoff."""
-        worker = policy.alone(view.workers, 0, weights, tries.doubts)  # who would get it, not who knows most
+        worker = policy.alone(view.able_alone, 0, weights, tries.doubts)  # who would get it, not who knows most
         known = 0.0 if worker is None else weights.seen.get(worker.peer, 0.0)
-        if tries.tokens - known < self._settings.disagg_min_tokens:
+        if worker is not None and tries.tokens - known < self._settings.disagg_min_tokens:
             tries.alone = "cached"
 
     def _nobody(self, call: RoutedCall, tries: Tries, view: View) -> ApiError:
@@ -110,4 +112,7 @@ class Chooser:
         if tries.last is not None:
             return tries.last.fault
         mode = call.modes[0]
-        return unavailable(f"no pair can serve mode {mode}: {policy.explain(view.workers, mode)}")
+        said = f"no pair can serve mode {mode}: {policy.explain(view.workers, mode)}"
+        if call.alone and policy.alone(view.workers, 0) is not None:
+            said = "this request needs one engine for prompt and answer, and no decode worker here computes prompts"
+        return unavailable(said)

@@ -103,6 +103,7 @@ class Dialect(msgspec.Struct, frozen=True):
 
     ask: Callable[[Pair, Mode, TicketMinter | None], HandoffAsk]
     fleets: Mapping[Fleet, Mode] = {}  # how its workers announce themselves, and the mode that each kind serves
+    never_alone: Mapping[Fleet, str] = {}  # roles of such workers that take every prompt for handed over
     is_signed: bool = False  # where both legs begin at once, their ticket needs this router's key
 
 
@@ -141,8 +142,10 @@ def _named(pair: Pair) -> tuple[str, str]:
 
 DIALECTS: Mapping[str, Dialect] = {
     OWN: Dialect(_kvbaton, is_signed=True),
-    "moriio": Dialect(_moriio, {Fleet.MORIIO_READ: Mode.PULL, Fleet.MORIIO_WRITE: Mode.PUSH}),
-    "p2p_nccl": Dialect(_p2p_nccl, {Fleet.P2P_NCCL: Mode.PULL}),
+    # A D of these tells vLLM that all of a prompt but its last token comes from P, also where no P was asked: it
+    # decodes on blocks that nobody wrote. P2pNccl's need P's address in the request id besides, and raise without it.
+    "moriio": Dialect(_moriio, {Fleet.MORIIO_READ: Mode.PULL, Fleet.MORIIO_WRITE: Mode.PUSH}, {Fleet.MORIIO_READ: "D"}),
+    "p2p_nccl": Dialect(_p2p_nccl, {Fleet.P2P_NCCL: Mode.PULL}, {Fleet.P2P_NCCL: "PD"}),
 }
 """By the name that a `ListedEngine` has."""
 
@@ -154,6 +157,11 @@ def ask(pair: Pair, mode: Mode, minter: TicketMinter | None) -> HandoffAsk:
 def can_ask(pair: Pair, mode: Mode, can_sign: bool) -> bool:
     """Whether this router can begin a handoff of the pair in `mode`."""
     return mode is Mode.PULL or can_sign or not DIALECTS[pair.prefill.dialect].is_signed
+
+
+def computes_alone(fleet: Fleet, role: str) -> bool:
+    """Whether a worker that announced itself so may be asked for a prompt that no other computes."""
+    return role not in DIALECTS[spoken_by(fleet)[0]].never_alone.get(fleet, "")
 
 
 def spoken_by(fleet: Fleet) -> tuple[str, Mode]:

@@ -106,16 +106,20 @@ class OperatorApi:
         body: dict[str, Any] = {"status": status, "workers": _states(view), "pairs": pairs}
         if not any(pairs.values()):
             body["reason"] = policy.explain(view.workers, self._settings.mode)
+        if status == "degraded":
+            body["reason"] += "; until then decode workers compute prompts themselves (--fallback local)"
         ready = status in ("ok", "degraded")
         return json_answer(body, 200 if ready else 503, None if ready else {"Retry-After": "1"})
 
     def _without_pairs(self, view: View) -> str:
-        if self._settings.fallback is Fallback.LOCAL and policy.alone(view.workers, 0) is not None:
+        if self._settings.fallback is Fallback.LOCAL and policy.alone(view.able_alone, 0) is not None:
             return "degraded"
         return "unavailable"
 
     async def workers(self, _: Request) -> Answer:
-        return json_answer({"workers": self.shown()})
+        left = self._roster.left(asyncio.get_running_loop().time())
+        told = [{"name": w.name, "role": w.role, "url": w.url, "ago_s": round(ago_s, 1)} for ago_s, w in left]
+        return json_answer({"workers": self.shown(), "left": told})
 
     async def metrics(self, request: Request) -> Answer:
         openmetrics = exposition.wants_openmetrics(request.header(b"accept"))

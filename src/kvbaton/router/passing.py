@@ -181,10 +181,11 @@ class Passing:
     def _worker(self, turn: int, doubts: Doubts, last: LegError | None) -> ListedEngine:
         """A D; where there is none, a P, which has the same model."""
         view = self._roster.view(_now())
+        able = view.able_alone or view.workers
         weights = Weights(self._settings.policy, self._settings.same_host, self._flow.loads)
-        found = policy.alone(view.workers, turn, weights, doubts)
+        found = policy.alone(able, turn, weights, doubts)
         if found is None:
-            others = [msgspec.structs.replace(each, role="both") for each in view.workers if not each.decodes]
+            others = [msgspec.structs.replace(each, role="both") for each in able if not each.decodes]
             found = policy.alone(others, turn, weights, doubts)
         if found is not None:
             return found

@@ -8,13 +8,13 @@ ticket that nobody will use is given back to P. The deadline covers everything.
     the request is at fault (4xx of a worker)       passed on as it is
     the router has no memory or descriptor left     503 with Retry-After; nobody is blamed
     P refuses, dies, hangs, answers nonsense        another P, at most `prefill_retries` times; then 502, 504, 429, 503,
-                                                    or with fallback `local` D alone
+                                                    or, unless the fallback is `strict`, D alone
     D likewise before its first byte                another pair, at most `decode_retries` times; then the same
     D says that the handoff failed                  another pair, of two others if there are; then 502 with the reason
     D dies after its first byte                     an error event ends the stream
     P fails after D's first byte                    counted; D's answer goes on, since D has what it needs
     a worker leaves the list                        its legs are broken off: as if it had died
-    nobody can be paired                            503 with Retry-After; with fallback `local` D alone
+    nobody can be paired                            D alone; with fallback `strict` 503 with Retry-After
     the deadline passes                             504, or an error event
 
 docs/router.md has the same table with what an operator sees; tests/e2e/test_failure_matrix.py has a test for each row.

@@ -73,7 +73,7 @@ ROUTES: tuple[ServerRoute, ...] = (
          "/v1/chat/completions/render", "/v1/responses/render", "/v1/messages/render", "/cohere/v2/chat/render"),
     *_of(Treatment.PASSED, _POST, "an engine's tokens as an answer", "/v1/completions/derender",
          "/v1/chat/completions/derender"),
-    *_of(Treatment.ANSWERED, _GET, "200 while a pair can serve, else 503 and why", "/health"),
+    *_of(Treatment.ANSWERED, _GET, "200 while requests are served (degraded: by D alone), else 503 and why", "/health"),
     *_of(Treatment.ANSWERED, ("GET", "POST"), "the same, where SageMaker looks for it", "/ping"),
     *_of(Treatment.ANSWERED, _GET, "the workers' version, and kvbaton's", "/version"),
     *_of(Treatment.ANSWERED, _GET, "what is served, as a worker says", "/v1/models"),

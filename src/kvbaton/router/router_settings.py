@@ -24,8 +24,8 @@ def is_origin(text: str) -> bool:
 class Fallback(enum.StrEnum):
     """What becomes of a request for which no prefill worker is left."""
 
-    STRICT = "strict"  # an explicit error
     LOCAL = "local"  # the decode worker computes the prompt itself
+    STRICT = "strict"  # an explicit error
 
 
 class OperatorPages(enum.StrEnum):
@@ -43,7 +43,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     modes_allowed: tuple[Mode, ...] = tuple(Mode)  # what the header x-kvbaton-mode may ask for
     policy: str = "least-loaded"  # its name in `policy.POLICIES`
     same_host: bool = True  # a pair on one host goes before others
-    fallback: Fallback = Fallback.STRICT
+    fallback: Fallback = Fallback.LOCAL
     disagg_min_tokens: int = 0  # a prompt with fewer tokens to compute goes to D alone
     chars_per_token: float = 4.0  # how the length of a text is estimated
     prefix_pieces_max: int = 65_536  # beginnings of prompts that are remembered, of 256 bytes each

@@ -209,7 +209,7 @@ def made(site: Site, spec: Spec) -> Group:
         keyring.mint(home / "keys", [ROUTER, f"{P}:{roles[0]}", f"{D}:{roles[1]}"])
         if spec.has_router:
             words = [*KVBATON_ARGV, "router", "--keys", str(home / "keys"), "--port"]
-            words += [str(ports[4]), "--registry-port", str(ports[5])]
+            words += [str(ports[4]), "--registry-port", str(ports[5]), "--fallback", "strict"]
             words += ["--turn-s", str(spec.turn_s)] if spec.turn_s else []
             group.engines[ROUTER] = Engine(ROUTER, ports[4], words, {}, site.logs / f"{spec.name}-router.log")
     for name, port, side, blocks, own in (

@@ -6,6 +6,7 @@ Law: a list is made anew only when the directory, a standing or a suspicion's en
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -18,6 +19,9 @@ from kvbaton.router.policy import Pair
 from kvbaton.router.workers.directory import ListedEngine, WorkerDirectory, WorkerListState
 from kvbaton.router.workers.health import Health, WorkerStanding
 
+LEFT_S = 900.0
+"""For which a worker that left is told of."""
+LEFT_MAX = 64
 VIEW_S = 0.25
 """A view with a suspect in it is looked at again after this long."""
 
@@ -27,6 +31,7 @@ class View:
 
     def __init__(self, workers: tuple[ListedEngine, ...]) -> None:
         self.workers = workers
+        self.able_alone = tuple(worker for worker in workers if worker.computes_alone)
         self.peers = frozenset(worker.peer for worker in workers)
         self.staying = frozenset(worker.peer for worker in workers if worker.state is not WorkerListState.DRAINING)
         self.full = frozenset(worker.peer for worker in workers if worker.full)
@@ -50,6 +55,7 @@ class AvailableWorkers:
         self._until = 0.0
         self._view = View(())
         self._gone: list[PeerId] = []
+        self._left: deque[tuple[float, ListedEngine]] = deque(maxlen=LEFT_MAX)
 
     def view(self, now: float) -> View:
         # By identity: directories give the same tuple until something changes, so a request costs no comparison. Health
@@ -60,8 +66,10 @@ class AvailableWorkers:
         if listed is not self._listed:
             here = {worker.peer for worker in listed}
             # One that drained has said all it had to say, though a slow client may still be reading it
-            before = {worker.peer for worker in self._view.workers if worker.state is not WorkerListState.DRAINING}
-            self._gone += sorted(before - here)
+            before = [worker for worker in self._view.workers if worker.state is not WorkerListState.DRAINING]
+            gone = sorted((worker for worker in before if worker.peer not in here), key=lambda worker: worker.peer)
+            self._gone += [worker.peer for worker in gone]
+            self._left += [(now, worker) for worker in gone]
             self.health.keep(here, _stands_for(listed))
             self._listed = listed
         self._revision = self.health.revision
@@ -76,6 +84,12 @@ class AvailableWorkers:
         """Who left the list since the last time this was asked."""
         gone, self._gone = self._gone, []
         return gone
+
+    def left(self, now: float) -> list[tuple[float, ListedEngine]]:
+        """Who left lately without a drain and is not back: seconds ago, the latest last."""
+        here = {worker.name for worker in self.view(now).workers}
+        latest = {worker.name: (now - at, worker) for at, worker in self._left if worker.name not in here}
+        return [each for each in latest.values() if each[0] <= LEFT_S]
 
     def _judged(self, worker: ListedEngine, now: float) -> ListedEngine:
         standing = self.health.standing(worker.peer, now)

@@ -48,6 +48,7 @@ class ListedEngine(msgspec.Struct, frozen=True, dict=True):
     dp_rank: int = 0  # which of the engines behind its URL it is
     dp_size: int = 1  # how many those are, at least: with several a request names the one that it is for
     full: bool = False  # it says that it has no room: asked after those that have
+    computes_alone: bool = True  # a prompt that comes without a handoff; else what it answers to one is wrong
 
     @functools.cached_property
     def peer(self) -> PeerId:

@@ -173,7 +173,7 @@ async def standing(name: str, plan: Startable, say: Say, stop: asyncio.Event, *,
 def _router(name: str, port: int, registry_port: int, directory: Path) -> Program:
     words = ["router", "--host", HOST, "--port", str(port), "--keys", str(directory / "keys")]
     words += ["--registry-port", str(registry_port), "--deadline-s", str(_ROUTER_S), "--first-byte-s", str(_ROUTER_S)]
-    words += [] if name == DISAGGREGATED else ["--fallback", "local"]
+    words += ["--fallback", "strict" if name == DISAGGREGATED else "local"]
     argv = [*KVBATON_ARGV, *words]
     return Program("router", "router", [*GUARD, *argv], server_words.shown(argv, {}))
 

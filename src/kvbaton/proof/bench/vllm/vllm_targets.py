@@ -129,7 +129,7 @@ def _baton(place: ClusterPlace, setup: Setup, port: int, directory: Path, regist
 
 def _router(port: int, known: Sequence[str]) -> Program:
     times = ["--deadline-s", str(REQUEST_S), "--first-byte-s", str(REQUEST_S)]
-    argv = [*KVBATON_ARGV, "router", "--host", HOST, "--port", str(port), *times, *known]
+    argv = [*KVBATON_ARGV, "router", "--host", HOST, "--port", str(port), "--fallback", "strict", *times, *known]
     return Program("router", "router", [*GUARD, *argv], server_words.shown(argv, {}))
 
 
