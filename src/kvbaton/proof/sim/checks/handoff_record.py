@@ -29,11 +29,11 @@ class Record:
         """The recorder's own, and this."""
 
         def watched(
-            marks: Sequence[Mark], taken: Sequence[tuple[Any, float]], now: float, wall_offset_s: float
+            marks: Sequence[Mark], taken: Sequence[tuple[Any, float]], now: float, wall_offset_s: float, before: Any
         ) -> None:
             for mark in marks:
                 self._note(mark)
-            take(marks, taken, now, wall_offset_s)
+            take(marks, taken, now, wall_offset_s, before)
 
         return watched
 
