@@ -34,7 +34,7 @@ class RequestStates:
         found = {"running": 0.0, "waiting": 0.0, "loading": 0.0}
         for request in list(self._requests.values()):
             state = str(getattr(getattr(request, "status", None), "name", ""))
-            if state == _LOADING and getattr(request, "num_computed_tokens", 0):
+            if state == _LOADING and getattr(request, "num_computed_tokens", None):
                 found["loading"] += 1  # the others were put aside while P computes, and have no blocks (`waiting.py`)
             elif state in _QUEUED or state == _LOADING:
                 found["waiting"] += 1

@@ -15,7 +15,7 @@ from kvbaton.protocol.marks import Mark, Side, Step
 _MORE_THAN_ONCE = {Step.CLAIMED, Step.PARKED, Step.SEATED, Step.WRITTEN, Step.COMMITTED, Step.STALE, Step.LEFT}
 _OF_READERS = {Step.OFFERED, *_MORE_THAN_ONCE}
 
-Take = Callable[[Sequence[Mark], Sequence[tuple[Any, float]], float, float], None]
+Take = Callable[[Sequence[Mark], Sequence[tuple[Any, float]], float, float, Any], None]
 
 
 class Record:
