@@ -12,6 +12,7 @@ from typing import Any
 from kvbaton.cli.main import main
 
 AT_ROUTER = {"prefill", "first_token"}
+AT_P = {"prefill_queue", "compute", "hold"}
 AT_D = {"claim", "queue", "copy", "commit", "deliver"}
 WHOLE_S = 30.0
 LOOK_S = 0.1
@@ -34,12 +35,14 @@ def check_whole(journey: Mapping[str, Any], *, pushed: bool = False) -> None:
     assert len({lane["request"] for lane in lanes.values()}) == 3, "each side has its own name for it"
     assert journey["end"] == "ok" and lanes["prefill"]["end"] == lanes["decode"]["end"] == "delivered"
     stages = {stage["name"]: stage for stage in journey["stages"]}
-    assert set(stages) >= AT_ROUTER | AT_D | (set() if pushed else {"first_byte"}), sorted(stages)
+    assert set(stages) >= AT_ROUTER | AT_P | AT_D | (set() if pushed else {"first_byte"}), sorted(stages)
     for stage in stages.values():
         assert -0.001 <= stage["begin_s"] <= stage["end_s"] <= journey["seconds"] + 5, stage
+    assert stages["compute"]["end_s"] > stages["compute"]["begin_s"], "also where all is leased at its end (pull)"
     assert journey["bytes"] > 0 and journey["transport"] and 0 < journey["transfer_share"] <= 1
     at = {seat: {step: when for step, when, _ in lane["moments"]} for seat, lane in lanes.items()}
     _in_order(at["router"], "received", "chosen", "prefill_sent", "first_byte", "ended")
+    _in_order(at["prefill"], "accepted", "scheduled", "complete")
     _in_order(at["prefill"], "begun", "complete", "committed", "closed", "rested")
     _in_order(at["decode"], "asked", "claimed", "granted", "allocated", "copied", "ended", "taken")
 

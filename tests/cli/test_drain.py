@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,15 +27,15 @@ class Town:
 
     def __init__(self, directory: Path) -> None:
         self.keys = str(directory / "keys")
-        keyring.mint(self.keys, ["router", "operator", "p0", "p0.dp0", "p0.dp1", "p00.dp0"])
+        keyring.mint(self.keys, ["router", "operator", "p0", "p1", "p0.dp0", "p0.dp1", "p00.dp0"])
         self.server = RegistryServer(keyring.load(self.keys, "router"), settings=CALM)
         self.server.start()
         self.on_drain: Callable[[], None] = lambda: None
         self.clients: list[RegistryClient] = []
 
-    def join(self, stays: bool = False, name: str = P0) -> RegistryClient:
+    def join(self, stays: bool = False, name: str = P0, life: int = 0xAB) -> RegistryClient:
         registration = Registration(
-            WorkerId(name), Incarnation(0xAB), "prefill", "127.0.0.1:80", "tcp://127.0.0.1:5000", stays=stays
+            WorkerId(name), Incarnation(life), "prefill", "127.0.0.1:80", "tcp://127.0.0.1:5000", stays=stays, born=life
         )
         client = RegistryClient(
             keyring.load(self.keys, name),
@@ -46,7 +48,7 @@ class Town:
         )
         client.start()
         self.clients.append(client)
-        self.wait(lambda: len(self.server.workers()) == len(self.clients))
+        self.wait(lambda: registration.peer in [entry.registration.peer for entry in self.server.workers()])
         return client
 
     def _drain(self) -> None:
@@ -60,6 +62,9 @@ class Town:
         raise AssertionError("not in time")
 
     def drain(self, worker: str, *words: str) -> int:
+        return self.drain_unforced(worker, "--force", *words)
+
+    def drain_unforced(self, worker: str, *words: str) -> int:
         where = ["--keys", self.keys, "--registry", self.server.endpoint]
         return cli.main(["drain", worker, *where, *words])
 
@@ -148,6 +153,72 @@ def test_what_the_operator_got_wrong_is_one_line_and_status_2(
     assert town.drain(*words) == 2
     _, err = capsys.readouterr()
     assert said in err and err.count("\n") == 1
+
+
+def test_the_last_ready_worker_of_its_role_is_drained_only_by_force(
+    town: Town, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = town.join(stays=True)
+    first.tell_held("nothing")
+    town.on_drain = first.drain
+    assert town.drain_unforced("p0", "--json") == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["outcome"] == "last"
+    assert "p0 is the last ready prefill worker: nobody computes prompts" in err and "or add --force" in err
+    assert not any(entry.draining for entry in town.server.workers())
+    town.join(name="p00.dp0")  # another that can
+    assert town.drain_unforced("p0", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["outcome"] == "idle"
+    assert town.drain_unforced("p0") == 0, "it drains already: nothing is asked"
+    assert town.drain_unforced("p00.dp0") == 1, "a worker that drains is not there for others"
+
+
+def test_all_ranks_of_an_engine_do_not_stand_in_for_each_other(town: Town, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("p0.dp0", "p0.dp1"):
+        town.join(stays=True, name=name)
+    assert town.drain_unforced("p0", "--json") == 1
+    assert json.loads(capsys.readouterr().out)["outcome"] == "last"
+
+
+@pytest.mark.parametrize(("answer", "status"), [("y\n", 0), ("n\n", 1), ("", 1)])
+def test_at_a_terminal_the_operator_is_asked(
+    answer: str, status: int, town: Town, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    client = town.join(stays=True)
+    client.tell_held("nothing")
+    town.on_drain = client.drain
+    monkeypatch.setattr("sys.stdin", Terminal(answer))
+    monkeypatch.setattr("sys.stderr", shown := Terminal())
+    assert town.drain_unforced("p0") == status
+    assert "Drain it? [y/N]" in shown.getvalue()
+    assert any(entry.draining for entry in town.server.workers()) == (status == 0)
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", ["p0", "p1"])
+def test_a_successor_is_the_next_life_or_a_new_worker_and_nobody_who_served_beside_it(
+    name: str, town: Town, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    town.join(name="p00.dp0")
+    old = town.join(stays=True)
+    old.tell_held("nothing")
+    town.on_drain = old.drain
+    assert town.drain_unforced("p0", "--wait-for-successor", "--timeout-s", "1.5", "--json") == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["outcome"] == "no_successor" and "start it again" in err
+    genuine = command.await_successor
+
+    def one_joins(*given: Any) -> str:
+        town.join(name=name, life=0xCD)
+        return genuine(*given)
+
+    monkeypatch.setattr(command, "await_successor", one_joins)
+    assert town.drain_unforced("p0", "--wait-for-successor", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["successor"] == name
 
 
 class Line:

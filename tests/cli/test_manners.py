@@ -74,6 +74,8 @@ WRONG = [
     "drain", "drain p0 --keys empty --registry tcp://127.0.0.1:1", "drain p0 --keys keys --registry here",
     "drain p0 --keys keys --registry tcp://0.0.0.0:1", "drain p0 --keys keys --registry tcp://[::1]:1 --name p0",
     "drain p0 --keys keys --registry tcp://127.0.0.1:1 --timeout-s soon",
+    "restart", "restart p0 --keys empty --registry tcp://127.0.0.1:1", "restart p0 --keys keys --registry here",
+    "restart p0 --keys keys --registry tcp://127.0.0.1:1",
     "doctor --router notaurl", "doctor --transport pigeon",
     "explain no-such-reason", "inspect --last x", "inspect --router notaurl", "inspect --router http://127.0.0.1:1",
     "inspect a b", "bench serve --url x", "bench serve --trace nowhere", "bench serve --rate x",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -95,7 +97,8 @@ def test_it_serves_until_it_is_told_to_stop_and_leaves_nothing(tmp_path: Path) -
     told = lines(said)
     (request,) = {line["request"] for line in told if line.get("path") == "/v1/completions"}
     assert request in {line["request"] for line in at_p0 if line.get("path") == "/v1/completions" and line["ms"] > 0}
-    assert [line["message"] for line in told if line.get("code") == "stopping"] == ["[stopping] SIGINT: stopping"]
+    stopping = [line["message"] for line in told if line.get("code") == "stopping"]
+    assert stopping == ["[stopping] SIGINT: stopping", "[stopping] drained: every request was answered"]
     assert {line["level"] for line in (*told, *at_p0)} == {"INFO"}
 
 
@@ -180,3 +183,76 @@ def test_a_worker_that_cannot_start_ends_the_command_with_its_reason(capsys: pyt
     _, err = capsys.readouterr()
     assert "exited with status" in err
     assert "block_tokens" in err.splitlines()[-1]
+
+
+def stream_of(url: str, max_tokens: int) -> Any:
+    """An answer that comes token by token; its head and first event are here."""
+    body = {"prompt": "count", "max_tokens": max_tokens, "temperature": 0, "stream": True, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    response = urllib.request.urlopen(request, timeout=60)
+    assert response.readline().startswith(b"data: ")
+    return response
+
+
+def test_requests_in_flight_are_finished_at_ctrl_c(tmp_path: Path) -> None:
+    with up(tmp_path) as (process, facts, said):
+        with stream_of(facts["url"], 1500) as response:
+            process.send_signal(signal.SIGINT)
+            until(lambda: "requests in flight have 30 s" in said.read_text())
+            rest = response.read()
+        assert rest.rstrip().endswith(b"data: [DONE]") and b'"error"' not in rest
+        assert process.wait(60) == 0
+    assert "drained: every request was answered" in said.read_text()
+
+
+def test_a_second_ctrl_c_ends_them_at_once(tmp_path: Path) -> None:
+    with up(tmp_path, "--drain-s", "600") as (process, facts, said):
+        os.kill(facts["workers"][1]["pid"], signal.SIGSTOP)  # so that its request does not end by itself
+        waiting = threading.Thread(target=lambda: ended(facts["url"]))
+        waiting.start()
+        until(lambda: get(f"{facts['url']}/stats")["in_flight"] == 1)
+        process.send_signal(signal.SIGINT)
+        until(lambda: "requests in flight have 600 s" in said.read_text())
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        waiting.join(60)
+    assert "requests are broken off" in said.read_text()
+
+
+def ended(url: str) -> None:
+    with contextlib.suppress(OSError, http.client.HTTPException):
+        ask(url)
+
+
+def test_a_worker_is_restarted_by_its_name_and_a_worker_of_nobody_is_not(tmp_path: Path) -> None:
+    kvbaton = [sys.executable, "-m", "kvbaton.cli.main"]
+    with up(tmp_path, "--prefill", "2") as (_, facts, said):
+        where = ["--keys", f"{facts['dir']}/keys", "--registry", facts["registry"]]
+
+        def restart(*words: str) -> subprocess.CompletedProcess[str]:
+            words = ("restart", *words, *where, "--json")
+            return subprocess.run([*kvbaton, *words], capture_output=True, text=True, timeout=300, check=False)
+
+        first, before = ask(facts["url"]), lives(facts["url"])
+        done = restart("p1")
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["successor"] == "p1"
+        after = lives(facts["url"])
+        assert {name for name in after if after[name] != before[name]} == {"p1"}
+        assert "starting p1 again, as ordered" in said.read_text()
+        assert not is_alive(facts["workers"][1]["pid"])
+
+        last = restart("d0")
+        assert (last.returncode, json.loads(last.stdout)["outcome"]) == (1, "last")
+        assert "d0 is the last ready decode worker" in last.stderr and lives(facts["url"]) == after
+        assert restart("d0", "--force").returncode == 0
+        assert lives(facts["url"])["d0"] != after["d0"] and ask(facts["url"]) == first
+
+        foreign = restart("p7")
+        assert foreign.returncode == 2 and "kvbaton drain p7 --keys" in foreign.stderr
+
+
+def lives(url: str) -> dict[str, str]:
+    return {each["name"]: each["incarnation"] for each in get(f"{url}/workers")["workers"]}

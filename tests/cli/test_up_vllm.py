@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kvbaton.local_cluster import vllm_engine
 
 pytestmark = pytest.mark.slow
 
+SEGMENTS = Path("/dev/shm")
 STAND_IN = f"""#!{sys.executable}
 import json, os, pathlib, subprocess, sys
 here = pathlib.Path(__file__).parent
@@ -37,8 +39,11 @@ if (here / "broken").exists():
     sys.exit("RuntimeError: no such dtype")
 told = json.loads(words[words.index("--kv-transfer-config") + 1])
 own = told["kv_connector_extra_config"]
-part = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
-said = {{"part": part.pid, "words": words, "told": told, "calm": os.environ["KVBATON_CALM"]}}
+segment = "import time; from multiprocessing.shared_memory import SharedMemory as Segment; "
+segment += "kept = Segment(create=True, size=4096); print(kept.name, flush=True); time.sleep(300)"
+part = subprocess.Popen([sys.executable, "-c", segment], stdout=subprocess.PIPE, text=True)
+shm = part.stdout.readline().strip()
+said = {{"part": part.pid, "segment": shm, "words": words, "told": told, "calm": os.environ["KVBATON_CALM"]}}
 (here / (own["name"] + ".json")).write_text(json.dumps(said))
 role = {{"kv_producer": "prefill", "kv_consumer": "decode"}}[told["kv_role"]]
 options = {{"name": own["name"], "role": role, "keys": own["keys"], "registry": own["registry"],
@@ -105,6 +110,10 @@ def told(stand_in: Path, name: str) -> dict[str, Any]:
     return found
 
 
+def segment(of: dict[str, Any]) -> Path:
+    return SEGMENTS / str(of["segment"])
+
+
 def test_it_serves_with_engines_that_were_told_their_place_and_leaves_nothing(stand_in: Path) -> None:
     with up(stand_in, "--lease-s", "9", "--policy", "fail") as (process, facts, said):
         assert len(ask(facts["url"])) > 0
@@ -116,10 +125,18 @@ def test_it_serves_with_engines_that_were_told_their_place_and_leaves_nothing(st
         assert (own["name"], own["lease_s"], own["mode"], p0["calm"]) == ("d0", 9.0, "pull", "1")
         assert "serving a tiny llama with random weights" in said.read_text()
         pids = [worker["pid"] for worker in facts["workers"]] + [p0["part"], d0["part"]]
-        process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0
-        until(lambda: not any(map(is_alive, pids)))
-        assert not Path(facts["dir"]).exists()
+        foreign = SharedMemory(create=True, size=4096)  # made meanwhile, by no engine
+        try:
+            assert segment(p0).exists() and segment(d0).exists()
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0
+            until(lambda: not any(map(is_alive, pids)))
+            assert not Path(facts["dir"]).exists()
+            assert not segment(p0).exists() and not segment(d0).exists()
+            assert (SEGMENTS / foreign.name).exists()
+        finally:
+            foreign.close()
+            foreign.unlink()
 
 
 def test_a_killed_engine_takes_its_parts_with_it_and_its_command_starts_it_again(stand_in: Path) -> None:
@@ -129,6 +146,7 @@ def test_a_killed_engine_takes_its_parts_with_it_and_its_command_starts_it_again
         os.kill(victim["pid"], signal.SIGKILL)
         until(lambda: f"worker d0 (pid {victim['pid']}) was killed by SIGKILL" in said.read_text())
         until(lambda: not is_alive(part))
+        assert not segment(told(stand_in, "d0")).exists()
         assert victim["command"].startswith("env VLLM_CPU_KVCACHE_SPACE=1 ")
         again = subprocess.Popen(shlex.split(victim["command"]), stdout=subprocess.DEVNULL, start_new_session=True)
         try:
@@ -137,6 +155,7 @@ def test_a_killed_engine_takes_its_parts_with_it_and_its_command_starts_it_again
         finally:
             os.killpg(again.pid, signal.SIGKILL)
             again.wait(60)
+            segment(told(stand_in, "d0")).unlink()  # nobody watched this one
 
 
 def test_engines_end_with_a_parent_that_was_killed(stand_in: Path) -> None:
@@ -145,6 +164,7 @@ def test_engines_end_with_a_parent_that_was_killed(stand_in: Path) -> None:
         process.kill()
         process.wait(60)
         until(lambda: not any(map(is_alive, pids)))
+        assert not any(segment(told(stand_in, name)).exists() for name in ("p0", "d0"))
 
 
 def test_an_engine_that_cannot_start_costs_one_line_with_its_last_words(stand_in: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -181,7 +182,7 @@ class StubNode:
     """Stands in for a node where the loop alone is under test."""
 
     def __init__(self, step: Callable[[float], None] = lambda now: None) -> None:
-        self.doorway = Doorway(cast(DoorwayConfig, None), EpochTable(1))
+        self.doorway = Doorway(cast(DoorwayConfig, SimpleNamespace(wall=time.time)), EpochTable(1))
         self.ranks: list[dict[str, InstantTransport]] = []
         self.store = None
         self.deadline: float | None = None

@@ -180,7 +180,9 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[dict[
             for what in ("cmdline", "environ", "comm"):
                 said[f"{what} of {name}"] = Path(f"/proc/{child.pid}/{what}").read_bytes()
         said["doctor --json"] = town.command("doctor", "--router", town.url, "--json")
-        said["drain"] = town.command("drain", "d0", "--keys", str(town.keys), "--registry", town.registry, "--json")
+        said["drain"] = town.command(
+            "drain", "d0", "--keys", str(town.keys), "--registry", town.registry, "--json", "--force"
+        )
         said["drain nobody"] = town.command("drain", "no-one", "--keys", str(town.keys), "--registry", town.registry)
         said["keys list"] = town.command("keys", "list", str(town.keys), "--json")
         said["token list"] = town.command("keys", "token", "list", str(town.keys))

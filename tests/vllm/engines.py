@@ -27,6 +27,7 @@ import msgspec
 
 from kvbaton.control import keyring
 from kvbaton.local_cluster import vllm_engine
+from kvbaton.processes.shared_segments import mapped
 from tests.vllm.forking import Forked, forked
 
 READY_S = 480.0
@@ -64,6 +65,7 @@ class Engine:
     command: Sequence[str]
     surroundings: Mapping[str, str]
     stopped: bool = field(default=False)
+    segments: set[str] = field(default_factory=set)  # of /dev/shm
 
     @property
     def url(self) -> str:
@@ -110,6 +112,7 @@ class Engine:
         if self.stopped:
             return
         self.sigcont()
+        self.segments |= set(mapped(self.process.pid))  # vLLM kills what would remove them
         if self.is_alive:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -118,9 +121,12 @@ class Engine:
 
     def kill9(self) -> None:
         """End everything at once."""
+        self.segments |= set(mapped(self.process.pid))
         self._signal(signal.SIGKILL)
         self.process.wait(STOP_S)
         until(lambda: not self.pids(), STOP_S, "killed processes are gone")
+        for name in self.segments:
+            Path("/dev/shm", name).unlink(missing_ok=True)
         self.stopped = True
 
     def start_again(self) -> Engine:

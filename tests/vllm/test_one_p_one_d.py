@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import subprocess
-import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -393,15 +392,20 @@ def test_vllms_own_load_generator_finds_every_request_answered(
 
 
 def test_streams_that_are_cut_mid_answer_free_both_sides(duo: Duo) -> None:
-    stop = threading.Event()
-    timer = threading.Timer(2.0, stop.set)
-    timer.start()
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "count " * 100}], "max_tokens": 500}
+    """And while one runs the dashboard shows it at D, with blocks in use; at P nothing runs any more."""
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "count " * 100}], "max_tokens": 1200}
     body |= {"stream": True, "temperature": 0, "ignore_eos": True}
     for _text in streamed(f"{duo.url}/v1/chat/completions", body, "stream"):
-        if stop.is_set():
-            break
-    timer.cancel()
+        until(lambda: columns(duo)["d0"][0] == 1 and columns(duo)["d0"][2] > 0, 30, "D's columns to show the request")
+        break
+    until(lambda: columns(duo) == {"p0": (0, 0, 0), "d0": (0, 0, 0)}, 30, "nothing runs, waits or holds blocks")
+
+
+def columns(duo: Duo) -> dict[str, tuple[int, int, int]]:
+    """Running, waiting, and KV cache blocks in use, of each worker, as the dashboard has them."""
+    with urllib.request.urlopen(f"{duo.url}/dashboard/state", timeout=10) as answer:
+        workers = json.loads(answer.read())["workers"]
+    return {each["name"]: (each["running"], each["waiting"], each["blocks"] - each["free_blocks"]) for each in workers}
 
 
 def test_zz_a_damaged_block_changes_the_answer(duo: Duo, oracle: Oracle) -> None:

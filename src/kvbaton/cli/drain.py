@@ -1,8 +1,8 @@
 """`kvbaton drain`: have a worker, or all ranks of an engine, finish what it has and go, and wait until it is gone.
 
 Law: the exit status is the verdict: 0 when that life of the worker is gone from every registry that answers, or idle
-where it does not end by itself (vLLM); 1 when it is not, with what is still held. A worker that is started again
-meanwhile is another life, and left alone.
+where it does not end by itself (vLLM), and its successor is ready where that was asked for; 1 when it is not, with what
+is still held. A worker that is started again meanwhile is another life, and left alone.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ import msgspec
 
 from kvbaton.cli.arguments import registries, seconds
 from kvbaton.cli.screen import note
+from kvbaton.cli.succession import ANSWER_S, NEWS_S, EngineStanding, agrees, await_successor, last_words, look_at
 from kvbaton.control import keyring as keys
 from kvbaton.control.rank_names import engine_of
 from kvbaton.control.registry import DrainState, OperatorLine, registry_places
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.ids import WorkerId, is_worker_id
 
-ANSWER_S = 5.0  # a healthy registry answers in milliseconds
 POLL_S = 0.25
-NEWS_S = 3.0
 
 _note = functools.partial(note, "drain")
 
@@ -34,11 +33,12 @@ class DrainOutcome(msgspec.Struct, frozen=True):
     """The outcome for the worker."""
 
     worker: str
-    outcome: Literal["gone", "idle", "held", "unknown", "no_answer"]
+    outcome: Literal["gone", "idle", "held", "unknown", "no_answer", "last", "no_successor"]
     seconds: float
     incarnation: str = ""
     held: str = ""  # what the worker was still waiting for
     workers: tuple[str, ...] = ()  # those registered, if the name is unknown
+    successor: str = ""  # where it was waited for
 
     @property
     def status(self) -> int:
@@ -52,6 +52,15 @@ class RanksDrained(DrainOutcome, frozen=True):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_worker(parser, "how long to wait for it to stop; for a successor as long again")
+    parser.add_argument(
+        "--wait-for-successor", action="store_true",
+        help="then wait until its next life is ready, or a new worker of its role",
+    )  # fmt: skip
+
+
+def add_worker(parser: argparse.ArgumentParser, timeout: str) -> None:
+    """What says which worker, and where."""
     parser.add_argument("worker", metavar="WORKER", help="its name, as in /workers; NAME for all NAME.dpI")
     parser.add_argument("--keys", metavar="DIR", required=True, default=argparse.SUPPRESS, help="the key directory")
     parser.add_argument(
@@ -62,21 +71,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--registry-name", default="router", help="name in the key directory of registries given without one"
     )
     parser.add_argument("--name", default="operator", help="your name in the key directory: operator or operator-…")
-    parser.add_argument(
-        "--timeout-s", type=seconds, default=60.0, metavar="SECONDS", help="how long to wait for it to stop"
-    )
+    parser.add_argument("--timeout-s", type=seconds, default=60.0, metavar="SECONDS", help=timeout)
+    parser.add_argument("--force", action="store_true", help="also the last ready worker of its role")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout, all else on stderr")
 
 
 def run(args: argparse.Namespace) -> int:
+    with line_of(args) as line:
+        before = look_at(line, WorkerId(args.worker), args.timeout_s, _note)
+        found = drain_if_agreed(line, before, args, "drain", _note)
+        if args.wait_for_successor and found.status == 0:
+            _note(verdict(found, args, before))
+            found = followed(found, await_successor(line, before, args.timeout_s, _note))
+    return told(found, verdict(found, args, before), args, _note)
+
+
+def line_of(args: argparse.Namespace) -> OperatorLine:
     if not is_worker_id(args.worker):
         raise CommandError(f"argument WORKER: got {args.worker[:80]!r}, expected letters, digits, '.', '_' and '-'")
     keyring = keys.load(args.keys, args.name)
-    with OperatorLine(keyring, registry_places(args.registry, args.registry_name)) as line:
-        found = drain_engine(line, WorkerId(args.worker), args.timeout_s, _note)
+    return OperatorLine(keyring, registry_places(args.registry, args.registry_name))
+
+
+def drain_if_agreed(
+    line: OperatorLine, before: EngineStanding, args: argparse.Namespace, verb: str, say: Callable[[str], None]
+) -> DrainOutcome:
+    if not agrees(before, verb, force=args.force):
+        return DrainOutcome(before.worker, "last", 0.0)
+    return drain_engine(line, WorkerId(args.worker), args.timeout_s, say)
+
+
+def followed(found: DrainOutcome, successor: str) -> DrainOutcome:
+    if successor:
+        return msgspec.structs.replace(found, successor=successor)
+    return msgspec.structs.replace(found, outcome="no_successor")
+
+
+def told(found: DrainOutcome, text: str, args: argparse.Namespace, say: Callable[[str], None]) -> int:
     if args.json:
         print(msgspec.json.encode(found).decode(), flush=True)
-    _note(_verdict(found, args))
+    say(text)
     return found.status
 
 
@@ -144,7 +178,13 @@ def _waits(worker: WorkerId, said: DrainState | None, held: str) -> str:
     return f"{worker} waits for {held}" if held else f"{worker} has not reported what it waits for"
 
 
-def _verdict(found: DrainOutcome, args: argparse.Namespace) -> str:
+def verdict(found: DrainOutcome, args: argparse.Namespace, before: EngineStanding) -> str:
+    if found.outcome == "last":
+        return f"{last_words(before)}; start another first, or add --force"
+    if found.outcome == "no_successor":
+        return f"{found.worker} has drained, and nobody has come after it in time: start it again; read its log"
+    if found.successor:
+        return f"{found.worker} is succeeded: {found.successor} is ready"
     if found.outcome == "gone":
         return f"{found.worker} is gone after {found.seconds:.1f} s"
     if found.outcome == "idle":

@@ -30,6 +30,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "store": "cache KV blocks for all engines of a cluster",
         "keys": "create, list, rotate and remove members' keys",
         "drain": "finish a worker's requests and stop it",
+        "restart": "the same, and start it again: workers of kvbaton up",
         "config": "check a file of settings; list every setting",
     },
     "observe it": {
@@ -37,12 +38,10 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "explain": "what a failure reason or a log code means, and what to do",
         "doctor": "check this machine and a configuration, with each fix",
     },
-    "prove it": {
+    "prove and measure it": {
         "sim": "run thousands of simulated clusters under seeded faults",
         "chaos": "inject faults into real processes and check every answer",
         "conformance": "check the vLLM connector against vLLM's own scheduler",
-    },
-    "measure it": {
         "bench": "benchmark serving, transfers, the store, the router, vLLM",
     },
     "the shell": {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import logging
 import os
@@ -20,7 +19,7 @@ from kvbaton.control import keyring
 from kvbaton.control.joining.join_door import door_bind
 from kvbaton.control.plain import Fleet, PlainSettings
 from kvbaton.control.registry import Networks, registry_places
-from kvbaton.local_cluster.router_front import RouterFront, Sources, dumping, fronted
+from kvbaton.local_cluster.router_front import RouterFront, Sources, drained, dumping, fronted
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_control import told_to_stop
 from kvbaton.processes.operator_errors import CommandError
@@ -302,14 +301,7 @@ async def _serve(args: argparse.Namespace, settings: RouterSettings, sources: So
             told = msgspec.json.encode(_facts(args, front)).decode() if args.json else "\n".join(_told(args, front))
             print(told, flush=True)
             await stop.wait()
-            stop.clear()
-            ending = asyncio.ensure_future(front.app.drained(args.drain_s))
-            again = asyncio.ensure_future(stop.wait())
-            await asyncio.wait((ending, again), return_when=asyncio.FIRST_COMPLETED)
-            drained = ending.done() and ending.result()
-            log.info("[stopping] %s", "drained: every request was answered" if drained else "requests are broken off")
-            ending.cancel()
-            again.cancel()
+            await drained(front, args.drain_s, stop)
     log.info("[stopping] stopped")
     return 0
 

@@ -21,7 +21,9 @@ from kvbaton.cli import installed, log_arguments, progress, traces
 from kvbaton.cli.arguments import planes_choice, port, seconds, seconds_or_off, whole
 from kvbaton.cli.screen import note, stdout
 from kvbaton.engines.embedded.worker_options import POLICIES, WorkerOptions, flag_of
+from kvbaton.local_cluster import restart_orders
 from kvbaton.local_cluster.embedded_cluster import Cluster, ClusterPlan, Startable, running, shown_command
+from kvbaton.local_cluster.router_front import drained
 from kvbaton.local_cluster.vllm_cluster import VllmPlan
 from kvbaton.local_cluster.vllm_engine import ServerOptions
 from kvbaton.processes.free_ports import free_ports
@@ -38,6 +40,8 @@ _TIMES = ("lease_s", "transfer_timeout", "defer_timeout", "claim_timeout")
 _SIZES = ("blocks", "block_tokens", "max_num_seqs", "seed")
 _VLLM_DEFAULTS = {"blocks": "", "block_tokens": "; vllm: its own", "max_num_seqs": "; vllm: its own", "seed": ""}
 MEMORY = "memory"
+ORDERS_S = 0.25
+"""How often orders to restart a worker are looked for."""
 
 _note = functools.partial(note, "up")
 
@@ -74,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tp-prefill", type=whole(1, 64), default=1, metavar="N", help="ranks of each prefill worker")
     add("--tp-decode", type=whole(1, 64), default=1, metavar="N", help="ranks of each decode worker")
     add("--deadline-s", type=seconds, default=300.0, metavar="SECONDS", help="deadline of a whole request")
+    add("--drain-s", type=seconds, default=30.0, metavar="SECONDS", help="time for requests in flight at Ctrl-C")
     add(
         "--store",
         default=None,
@@ -243,7 +248,8 @@ async def _serve(args: argparse.Namespace, server: ServerOptions | None = None) 
             else:
                 print("\n".join(_welcome(cluster, plan, transport)), flush=True)
             await _watch(cluster, stop)
-            _note("stopping")
+            _note(f"stopping: requests in flight have {args.drain_s:g} s; Ctrl-C again ends them at once")
+            await drained(cluster.front, args.drain_s, stop)
     _note("all workers have exited")
     return 0
 
@@ -278,6 +284,7 @@ def _welcome(cluster: Cluster, plan: Startable, transport: str) -> Sequence[str]
         f"  logs  {cluster.directory}/*.log",
         f"  drain {shlex.join([*shown_command(), 'drain'])} NAME --keys {cluster.directory}/keys "
         f"--registry {cluster.front.registry_endpoint}",
+        "  again the same with restart in place of drain",
         "  stop  Ctrl-C",
         "",
         "Nothing is restarted silently. To start a worker that died:",
@@ -286,12 +293,16 @@ def _welcome(cluster: Cluster, plan: Startable, transport: str) -> Sequence[str]
 
 
 async def _watch(cluster: Cluster, stop: asyncio.Event) -> None:
-    """Report workers that died, until stopped; the router's log has the rest."""
+    """Report workers that died and restart those that `kvbaton restart` names, until stopped; the router's log has the
+    rest."""
     stopped = asyncio.create_task(stop.wait())
     try:
         while not stopped.done():
             death = asyncio.create_task(cluster.deaths.get())
-            await asyncio.wait((stopped, death), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((stopped, death), timeout=ORDERS_S, return_when=asyncio.FIRST_COMPLETED)
+            for name in restart_orders.take(cluster.directory):
+                _note(f"starting {name} again, as ordered")
+                await cluster.restart(name)
             if death.done():
                 child = death.result()
                 _note(f"worker {child.name} {child.how_it_ended()}; to start it again: {child.command}")

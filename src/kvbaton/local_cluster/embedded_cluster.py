@@ -23,6 +23,7 @@ from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
 from kvbaton.control.rank_names import data_parallel_name, engine_and_rank
 from kvbaton.engines.embedded.worker_options import WorkerOptions, argv_of
+from kvbaton.local_cluster.restart_orders import offer
 from kvbaton.local_cluster.router_front import RouterFront, Sources, dumping, fronted
 from kvbaton.processes import process_logs
 from kvbaton.processes.child_process import KVBATON_ARGV, Child, Program, Say, end, ready, start
@@ -132,6 +133,13 @@ class Cluster:
     def registered(self) -> Sequence[ListedEngine]:
         return self.front.directory.snapshot()
 
+    async def restart(self, name: str) -> None:
+        """Another life of a worker that has drained, by the same command."""
+        for number, child in enumerate(self.children):
+            if child.name == name:
+                await end([child])
+                self.children[number] = await start(child.program, self.directory / f"{name}.log", deaths=self.deaths)
+
 
 @contextlib.asynccontextmanager
 async def running(plan: Startable, say: Say, stop: asyncio.Event) -> AsyncIterator[Cluster]:
@@ -149,6 +157,7 @@ async def running(plan: Startable, say: Say, stop: asyncio.Event) -> AsyncIterat
                     log = directory / f"{member.name}.log"
                     cluster.children.append(await start(member, log, deaths=cluster.deaths))
                 await _all_registered(cluster, plan, say, stop)
+                offer(directory, [child.name for child in cluster.children if child.program.role != STORE_ROLE])
                 yield cluster
             finally:
                 await end(cluster.children)

@@ -167,6 +167,18 @@ async def fronted(
         )
 
 
+async def drained(front: RouterFront, drain_s: float, stop: asyncio.Event) -> bool:
+    """Take nothing new, and wait until all is answered: for `drain_s` at most, or until `stop` is set again."""
+    stop.clear()
+    ending, again = asyncio.ensure_future(front.app.drained(drain_s)), asyncio.ensure_future(stop.wait())
+    await asyncio.wait((ending, again), return_when=asyncio.FIRST_COMPLETED)
+    all_answered = ending.done() and ending.result()
+    log.info("[stopping] %s", "drained: every request was answered" if all_answered else "requests are broken off")
+    ending.cancel()
+    again.cancel()
+    return all_answered
+
+
 def _drain_command(sources: Sources, registry: RegistryServer | None) -> str:
     """As an operator types it on this machine, but for the worker's name at its end."""
     here = "" if registry is None else dialled(registry.endpoint)

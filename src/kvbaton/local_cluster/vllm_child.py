@@ -3,7 +3,8 @@
     python -m kvbaton.local_cluster.vllm_child COMMAND …      with a pipe as stdin, as a process group leader
 
 Laws: the engine keeps this process's pid. When stdin ends (the parent is gone, for whatever reason) the engine gets
-SIGTERM, and SIGKILL `GRACE_S` later. When its first process exits, the rest of its group is killed.
+SIGTERM, and SIGKILL `GRACE_S` later. When its first process exits, the rest of its group is killed, and what they had
+in /dev/shm is removed.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import select
 import signal
 import sys
 import time
+
+from kvbaton.processes.shared_segments import SegmentWatch
 
 GRACE_S = 10.0
 _LOOK_S = 0.2
@@ -34,7 +37,9 @@ def watch(engine: int) -> None:
     """The watcher's main loop. It is in the group that it kills, so killing it is its last act."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    segments = SegmentWatch(os.getpgrp())
     while os.getppid() == engine:
+        segments.look()
         ready, _, _ = select.select([0], [], [], _LOOK_S)
         if ready and not os.read(0, 4096):
             break
@@ -43,6 +48,8 @@ def watch(engine: int) -> None:
         os.kill(engine, signal.SIGTERM)
     while os.getppid() == engine and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
+    segments.look()
+    segments.remove()
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 

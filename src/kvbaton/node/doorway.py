@@ -20,6 +20,7 @@ import msgspec
 
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.pin_budget import STRANGER, Holder, PinBudget
+from kvbaton.node.prompt_times import PromptTimes
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import ProtocolError, Reason
@@ -109,6 +110,7 @@ class Doorway:
         self._wants: dict[RequestId, Match] = {}
         self._holds: dict[RequestId, tuple[int, ...]] = {}
         self.taken: deque[tuple[RequestId, float]] = deque(maxlen=TAKEN_MAX)  # reports and when the engine took them
+        self.times = PromptTimes(config.wall)  # of what is computed here for others
         self._last = 0
 
     # --- P (engine)
@@ -133,6 +135,7 @@ class Doorway:
             self._turns.add(lease)
         else:
             self.budget.begun(lease, request)
+        self.times.leased(request, lease)
         self._pins[lease] = []  # last: what fails above has begun nothing that anybody would wait for
         groups = self.config.groups
         begun = ev.LeaseBegun(

@@ -184,7 +184,8 @@ class Node:
         taken = self.doorway.taken
         found = [taken.popleft() for _ in range(len(taken))] if taken else []
         try:
-            self.recorder.take(self.ledger.take_marks(), found, now, self.ledger.desk.identity.wall_offset_s)
+            offset_s = self.ledger.desk.identity.wall_offset_s
+            self.recorder.take(self.ledger.take_marks(), found, now, offset_s, self.doorway.times.take)
         except Exception as error:  # noqa: BLE001 - as in `_guarded`, which costs each step more than it looks
             self._fault("record", error)
 

@@ -29,6 +29,8 @@ GUARD = (sys.executable, "-m", "kvbaton.local_cluster.vllm_child")
 STOP_S = 5.0
 KILLED_S = 10.0
 """A killed process is gone at once, but on a starved machine its parent hears of it seconds later."""
+TIDY_S, TIDY_LOOK_S = 2.0, 0.02
+"""How long a child's group has to end by itself when its first process is gone."""
 NEWS_S = 15.0
 LOG_LINES = 5
 LINE_CHARS_MAX = 120
@@ -121,7 +123,7 @@ async def start(
 
 async def _watch(child: Child, deaths: asyncio.Queue[Child] | None) -> None:
     await child.process.wait()
-    end_group(child.pid)
+    await _end_rest(child.pid)
     if deaths is not None:
         deaths.put_nowait(child)
 
@@ -190,7 +192,18 @@ async def end(children: Sequence[Child], within_s: float = STOP_S) -> None:
             child.signal(signal.SIGKILL)
         await _alive(late, max(within_s, KILLED_S))
     for child in children:
-        end_group(child.pid)
+        await _end_rest(child.pid)
+
+
+async def _end_rest(pid: int) -> None:
+    """End what a child's first process left. A watcher among it (`GUARD`) does so by itself, and tidies up before."""
+    for _ in range(round(TIDY_S / TIDY_LOOK_S)):
+        try:
+            os.killpg(pid, 0)
+        except OSError:
+            return
+        await asyncio.sleep(TIDY_LOOK_S)
+    end_group(pid)
 
 
 async def _alive(children: Sequence[Child], within_s: float) -> list[Child]:

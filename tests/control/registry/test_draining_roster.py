@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvbaton.control.registry import HeldReport, Registration, RegistrySettings
 from kvbaton.control.registry import registry_messages as m
@@ -56,6 +57,31 @@ class TestRoster:
         roster.ping(P0, LIFE, 101.0, "2 leases")
         assert roster.drain(P0, LIFE) == m.DrainState(P0, "draining", LIFE, "2 leases")
         assert roster.revision == revision
+
+    def test_a_look_changes_nothing_and_tells_who_is_ready_in_that_role(self, roster: RegistryRoster) -> None:
+        def here(name: str, role: str, **more: bool) -> None:
+            roster.register(replace(ME, worker=WorkerId(name), role=role, **more), f"key of {name}", 100.0)
+
+        revision = roster.revision
+        assert roster.look(P0) == m.DrainState(P0, "ready", LIFE, role="prefill")
+        assert roster.revision == revision and roster.order(P0) is None
+        here("p1", "prefill", draining=True)
+        here("d0", "decode")
+        assert roster.look(P0).workers == (), "neither can take its place"
+        here("b0", "both")
+        assert roster.look(P0).workers == ("b0",) and roster.look(WorkerId("d0")).workers == ("b0",)
+        assert roster.look(WorkerId("b0")).workers == ("d0", "p0"), "together they can"
+        roster.drain(P0, LIFE)
+        assert (roster.look(P0).state, roster.look(P0).role) == ("draining", "prefill")
+        assert roster.look(WorkerId("b0")).workers == (), "only one half of what it does is left"
+        assert roster.look(WorkerId("p9")).state == "unknown"
+
+    def test_a_young_registry_says_that_it_may_not_know_the_others(self) -> None:
+        young = RegistryRoster(RegistrySettings(settle_s=5.0), 1, 100.0)
+        young.register(ME, "key", 100.0)
+        assert young.look(P0).held == "the registry has restarted and waits for its workers"
+        young.on_time(105.0)
+        assert young.look(P0) == m.DrainState(P0, "ready", LIFE, role="prefill")
 
     def test_one_that_stays_is_idle_once_it_has_said_that_it_drains_and_holds_nothing(
         self, roster: RegistryRoster

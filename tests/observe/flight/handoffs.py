@@ -13,8 +13,8 @@ ROUTER = (
     ("first_byte", 0.100), ("ended", 0.150),
 )  # fmt: skip
 PREFILL = (
-    ("begun", 0.010), ("complete", 0.045), ("seated", 0.056), ("committed", 0.085), ("closed", 0.086),
-    ("rested", 0.087),
+    ("accepted", 0.004), ("scheduled", 0.009), ("begun", 0.010), ("complete", 0.045), ("seated", 0.056),
+    ("committed", 0.085), ("closed", 0.086), ("rested", 0.087),
 )  # fmt: skip
 DECODE = (
     ("asked", 0.053), ("claimed", 0.054), ("granted", 0.058), ("allocated", 0.060), ("first_byte", 0.065),

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvbaton.observe.flight import recorder as under_test
-from kvbaton.observe.flight.flight_records import STAGES, Flight, FlightSeat, stages
+from kvbaton.observe.flight.flight_records import STAGES, Flight, FlightSeat, Moment, stages
 from kvbaton.observe.flight.recorder import FAILED_KEPT_MAX, KEPT_MAX, TAKEN_S, TOLD_PER_REPORT, Recorder, is_shared
 from kvbaton.observe.flight.report import FLIGHTS_MAX, REPORT_BYTES_MAX, decode
 from kvbaton.protocol.effects import End
@@ -196,3 +196,12 @@ def test_a_report_fits_whatever_things_are_named() -> None:
     data = recorder.report(1.0, {}, {})
     report = decode(data)
     assert len(data) <= REPORT_BYTES_MAX and len(report.flights) > 0 and report.missed > 0
+
+
+def test_a_leases_record_has_what_came_before_it_and_ds_has_not() -> None:
+    recorder = Recorder(ME)
+    before = {1: (Moment("accepted", WALL - 0.5), Moment("scheduled", WALL - 0.3))}
+    recorder.take([begun(1, Side.PREFILL), begun(1)], [], 1.0, WALL, lambda lease: before.pop(lease, ()))
+    p, d = recorder.under_way()
+    assert [moment.step for moment in p.moments] == ["accepted", "scheduled", "begun"] and not before
+    assert [moment.step for moment in d.moments] == ["asked"]

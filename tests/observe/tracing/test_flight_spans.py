@@ -181,6 +181,14 @@ def test_p_has_a_lease_with_the_prompt_and_the_reader_under_its_leg():
     assert found["read"].attributes == {"kvbaton.peer": "d0", "kvbaton.end": "committed"}
 
 
+def test_what_p_did_before_the_lease_has_spans_of_its_own():
+    """In pull all is leased at the end of computing."""
+    steps = moments(("accepted", 1), ("scheduled", 4), ("begun", 25), ("complete", 25), ("closed", 50), ("rested", 51))
+    found = made(prefill(moments=steps))
+    assert times(found["prefill_queue"]) == (at_ns(1), at_ns(4))
+    assert times(found["compute"]) == (at_ns(4), at_ns(25))
+
+
 def test_a_push_shows_what_p_wrote():
     steps = moments(
         ("parked", 0, "d0"), ("begun", 1), ("seated", 2, "d0"), ("offered", 3, "d0"), ("first_byte", 6),

@@ -15,7 +15,15 @@ PROSE = " ".join(PAGE.split())
 
 
 def every_span():
-    pushed = moments(("begun", 0), ("offered", 3, "d0"), ("complete", 9), ("written", 12, "d0"), ("closed", 14))
+    pushed = moments(
+        ("accepted", 0),
+        ("scheduled", 0),
+        ("begun", 0),
+        ("offered", 3, "d0"),
+        ("complete", 9),
+        ("written", 12, "d0"),
+        ("closed", 14),
+    )
     flights = [router(retries=1), prefill(), prefill(moments=pushed), decode(), decode(end="peer_gone", detail="gone")]
     return [span for flight in flights for span in spans_of(flight)]
 

@@ -25,8 +25,9 @@ REPEAT_S = 1.0  # a question may be lost, and asking twice is asking once
 SILENT_S = 0.3  # for which one that did not answer the last question is waited for
 SLICE_S = 0.02
 LIMITS = ControlLimits(frames_queued_max=16)
-_STATES = ("draining", "idle", "gone", "unknown")
-"""Of several answers the first of these counts: a worker is there as long as one registry says so."""
+_STATES = ("ready", "draining", "idle", "gone", "unknown")
+"""Of several answers the first of these counts: a worker is there as long as one registry says so. Of looks that say
+the same, the one that knows most."""
 
 
 class OperatorLine:
@@ -68,10 +69,15 @@ class OperatorLine:
             return said
         return self._ask(worker, said.incarnation, max(until - self._clock(), SILENT_S)) or said
 
-    def _ask(self, worker: WorkerId, incarnation: int, timeout_s: float) -> m.DrainState | None:
+    def look(self, worker: WorkerId, timeout_s: float) -> m.DrainState | None:
+        """How a worker stands, and who is ready in its role beside it; changes nothing. None when no answer came in
+        time; without a role from a registry of the release before, which knows no look."""
+        return self._ask(worker, 0, timeout_s, look=True)
+
+    def _ask(self, worker: WorkerId, incarnation: int, timeout_s: float, *, look: bool = False) -> m.DrainState | None:
         begun = self._clock()
         for line in self._lines:
-            line.begin(worker, incarnation)
+            line.begin(worker, incarnation, look=look)
         while (now := self._clock()) < begun + timeout_s:
             for line in self._lines:
                 line.turn(now)
@@ -84,11 +90,15 @@ class OperatorLine:
         for line in self._lines:
             line.silent = line.said is None
         said = [line.said for line in self._lines if line.said is not None]
-        return min(said, key=lambda each: (_STATES.index(each.state), not each.held)) if said else None
+        return min(said, key=_rank) if said else None
 
     def _close(self) -> None:
         for line in self._lines:
             line.control.close()
+
+
+def _rank(said: m.DrainState) -> tuple[int, int, bool]:
+    return _STATES.index(said.state), -len(said.workers) if said.role else 0, not said.held
 
 
 class _RegistryLine:
@@ -110,9 +120,9 @@ class _RegistryLine:
         self.control = ZmqControl(keyring, None, LIMITS, clock)
         self.control.set_directory({self._registry: (address, "")})  # under whichever key it has
 
-    def begin(self, worker: WorkerId, incarnation: int) -> None:
+    def begin(self, worker: WorkerId, incarnation: int, *, look: bool = False) -> None:
         order = drain_order(self._keyring, worker, Incarnation(incarnation)) if incarnation else None
-        self.said, self._question, self._ask_at = None, m.DrainWorker(worker, incarnation, order), -REPEAT_S
+        self.said, self._question, self._ask_at = None, m.DrainWorker(worker, incarnation, order, look), -REPEAT_S
 
     def turn(self, now: float) -> None:
         """Ask, and hear what has come."""

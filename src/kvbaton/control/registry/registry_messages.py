@@ -223,22 +223,22 @@ class DrainWorker(msgspec.Struct, frozen=True, tag="drain"):
     worker: Worker
     incarnation: Count = 0
     order: Signed | None = None  # a `statements.DrainOrder`
+    look: bool = False  # only say how it stands
 
 
 # --- registry to operator
 
 
 class DrainState(msgspec.Struct, frozen=True, tag="drain_state"):
-    """How far a worker is; `workers` are the names that are listed, where this one is unknown.
-
-    One that is idle has drained, holds nothing and waits for its process to be ended.
-    """
+    """How far a worker is; idle: it has drained, holds nothing and waits for its process to be ended. `workers`: all
+    that are listed, where it is unknown; to a look, those that are ready in its role beside it."""
 
     worker: Worker
-    state: Literal["unknown", "draining", "idle", "gone"]
+    state: Literal["ready", "unknown", "draining", "idle", "gone"]
     incarnation: Count = 0
     held: Text = ""
     workers: Annotated[tuple[Name, ...], Meta(max_length=WORKERS_MAX)] = ()
+    role: Name = ""  # to a look
 
 
 # --- registry to worker

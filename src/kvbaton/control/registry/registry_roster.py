@@ -36,6 +36,7 @@ from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 REPLACED_MAX = 1024
 RENEWALS_S = 10.0
 """How far apart routers are told of what was signed anew."""
+_YOUNG = "the registry has restarted and waits for its workers"
 LEFT_MAX = 256
 """Lives that ended by their own word, of which the others are told: the last ones."""
 
@@ -80,6 +81,10 @@ class _Listed:
     @property
     def draining(self) -> bool:
         return self.ordered or self.registration.draining
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state is WorkerState.READY and not self.draining
 
 
 class RegistryRoster:
@@ -168,11 +173,11 @@ class RegistryRoster:
         Without an order it is only asked which life is listed."""
         current = self._listed.get(worker)
         if current is None and self._may_be_back(worker, incarnation):
-            return DrainState(worker, "draining", incarnation, "the registry has restarted and waits for its workers")
+            return DrainState(worker, "draining", incarnation, _YOUNG)
         if current is None or incarnation not in (0, current.registration.incarnation):
             names = () if incarnation else tuple(sorted(self._listed))
             young = current is None and self._looked_at < self._settles_at
-            said = "the registry has restarted and waits for its workers" if young and not incarnation else ""
+            said = _YOUNG if young and not incarnation else ""
             return DrainState(worker, "gone" if incarnation else "unknown", incarnation, said, names)
         if is_ordered:
             if not current.draining:
@@ -181,6 +186,20 @@ class RegistryRoster:
         told = current.registration
         idle = told.stays and told.draining and current.held == NOTHING
         return DrainState(worker, "idle" if idle else "draining", told.incarnation, current.held)
+
+    def look(self, worker: WorkerId) -> DrainState:
+        """How a worker stands, and who could take its place: of one with both roles, who could in either."""
+        said, current = self.drain(worker, 0, is_ordered=False), self._listed.get(worker)
+        if current is None:
+            return said
+        role = current.registration.role
+        parts = ("prefill", "decode") if role == "both" else (role,)
+        ready = {name: each.registration.role for name, each in self._listed.items() if each.is_ready}
+        beside = [{name for name in ready if name != worker and ready[name] in ("both", part)} for part in parts]
+        names = tuple(sorted(set().union(*beside))) if all(beside) else ()
+        if not current.draining:
+            said = DrainState(worker, "ready", said.incarnation, "" if self.is_complete else _YOUNG)
+        return msgspec.structs.replace(said, workers=names, role=role)
 
     def is_draining(self, worker: WorkerId) -> bool:
         return worker in self._listed and self._listed[worker].draining

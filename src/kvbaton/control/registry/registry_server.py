@@ -218,6 +218,8 @@ class RegistryServer:
             raise m.RegistryFault(f"order: not signed by {operator} for that life; run this release to drain workers")
 
     def _on_drain(self, operator: WorkerId, message: m.DrainWorker) -> list[tuple[WorkerId, Answer]]:
+        if message.look:
+            return [(operator, self._roster.look(message.worker))]
         orders = message.order is not None or not self._keyring.signing_keys(operator)
         said = self._roster.drain(message.worker, message.incarnation, message.order, is_ordered=orders)
         if not message.incarnation:

@@ -175,6 +175,8 @@ class EngineBackend:
             raise RefusedError("stopping", "this worker is stopping")
         self._check_ticket(request)
         asked = _engine_request(request)
+        if self._doorway is not None and request.handoff is not None and request.handoff.do_remote_decode:
+            self._doorway.times.accepted(asked.request_id)
         queue = self._thread.add(asked)
         try:
             while True:
@@ -188,6 +190,8 @@ class EngineBackend:
                     return
         finally:
             self._thread.forget(asked.request_id)
+            if self._doorway is not None:
+                self._doorway.times.left(asked.request_id)
 
     def _check_ticket(self, request: GenerateRequest) -> None:
         """A ticket that this cluster did not sign is the caller's fault, and refused at once. Late ones are policy."""

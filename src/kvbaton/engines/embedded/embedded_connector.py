@@ -236,7 +236,8 @@ class EmbeddedConnector:
     # --- P
 
     def _begin(self, request: EngineRequest) -> None:
-        """P starts to compute a prompt that is read during its computation, or pushed."""
+        """P starts to compute a prompt. One that is read meanwhile, or pushed, has a lease from here on."""
+        self._door.times.scheduled(request.request_id)
         params = params_of(request)
         if (
             params is None

@@ -76,6 +76,7 @@ class Prefill:
         digest = content_digest(request, position)
         if stateful:
             shorten(request, position, self.hash_tokens, drafts=grouping.lookahead > 0)
+        self.door.times.accepted(RequestId(request.request_id), _arrival(request))
         holder = self.door.holder_of(source.ticket)
         self.prompts[request.request_id] = PrefillPrompt(request, source, position, digest, holder=holder)
 
@@ -85,6 +86,7 @@ class Prefill:
 
     def begun(self, request: Any) -> None:
         """A request got its first blocks: whoever reads behind it may claim from now on."""
+        self.door.times.scheduled(RequestId(request.request_id))
         prompt = self.prompts.get(request.request_id)
         if prompt is None or prompt.source.mode is Mode.PULL or prompt.lease is not None or prompt.spoilt:
             return
@@ -172,6 +174,7 @@ class Prefill:
         """A request is over. Returns what D needs to know, where it ended well."""
         prompt = self.prompts.pop(request.request_id, None)
         if prompt is None:
+            self.door.times.left(RequestId(request.request_id))
             declined = request.request_id in self._declined
             self._declined.discard(request.request_id)
             if request.request_id in self.refused:
@@ -191,6 +194,7 @@ class Prefill:
                 return target_params(prompt.source.mode, prompt.source.ticket)
             return target_params(prompt.source.mode, prompt.source.ticket) if whole_prompt and prompt.spoilt else None
         finally:
+            self.door.times.left(RequestId(request.request_id))
             self._spoil(prompt, Reason.SOURCE_ABORTED)
 
     # --- helpers
@@ -261,6 +265,12 @@ class Prefill:
         if prompt.kept:
             kept, prompt.kept = prompt.kept, ()
             self.pool.unpin(real(kept))
+
+
+def _arrival(request: Any) -> float | None:
+    """When vLLM's front end took the request in: steps that ran meanwhile are part of its wait."""
+    at = getattr(request, "arrival_time", None)
+    return float(at) if isinstance(at, int | float) else None
 
 
 def wants_whole_prompt(request: Any) -> bool:

@@ -27,6 +27,7 @@ from kvbaton.control.moriio import registration as moriio_registration
 from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.engines.vllm.connector_settings import ConnectorSettings, Moriio
 from kvbaton.engines.vllm.data_parallel import DataParallelPlace
+from kvbaton.engines.vllm.request_states import RequestStates
 from kvbaton.engines.vllm.server_draining import DrainWatch
 from kvbaton.node.cluster_node import ClusterNode, ClusterSettings, EngineFacts, make_doorway
 from kvbaton.node.fullness import Fullness
@@ -84,16 +85,16 @@ class Presence:
             bind_store(self.shelf, self.node)
         self.node.know({WorkerId(name): (endpoint, "") for name, endpoint in settings.peers.items()})
         self._pool: PinnedPool | None = None
-        self._prompts = PromptAccount()
+        self._prompts, self._states = PromptAccount(), RequestStates()
         self._fullness = Fullness()
         self._announcer: MoriioAnnouncer | None = None
         self._closing = threading.Event()
         self._undrained = threading.Lock()  # taken once, by the first order
         self._herald = threading.Thread(target=self._be_listed, name="kvbaton-herald", daemon=True)
 
-    def observe(self, pool: PinnedPool, prompts: PromptAccount) -> None:
-        """What is told of the engine: its free blocks, and who computed its prompts."""
-        self._pool, self._prompts = pool, prompts
+    def observe(self, pool: PinnedPool, prompts: PromptAccount, states: RequestStates) -> None:
+        """What is told of the engine: its free blocks, who computed its prompts, and how many requests it has."""
+        self._pool, self._prompts, self._states = pool, prompts, states
 
     def is_full(self) -> bool:
         """From any thread: reads of ints."""
@@ -102,8 +103,11 @@ class Presence:
 
     def _gauges(self) -> dict[str, float]:
         facts = self.node.facts
-        prompts = self._prompts.gauges() if facts.role != "prefill" else {}
-        return {"blocks": float(facts.blocks), "full": float(self.is_full()), **prompts}
+        told = self._prompts.gauges() if facts.role != "prefill" else {}
+        if self._pool is not None:
+            told |= {"free_blocks": float(self._pool.free_blocks), **self._states.figures()}
+        # vLLM's null block is never free
+        return {"blocks": float(facts.blocks - 1), "full": float(self.is_full()), **told}
 
     def start(self) -> None:
         node = self.node

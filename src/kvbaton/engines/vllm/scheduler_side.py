@@ -140,7 +140,7 @@ class SchedulerSide:
         door.budget = budget_of(self._cache.num_blocks - 1, self._settings.pin_share, self._settings.pin_wait_s)
         pool = PinnedPool(self._block_pool, door.epochs)
         pool.before_reset(self._before_reset)
-        presence.observe(pool, self.reporting.prompts)
+        presence.observe(pool, self.reporting.prompts, self.reporting.states)
         recomputes = self._config.kv_transfer_config.kv_load_failure_policy == "recompute"
         keeps_prefix = len(self._cache.kv_cache_groups) == 1 and not grouping.stateful
         lookup = ForeignLookup(
@@ -197,7 +197,7 @@ class SchedulerSide:
             return
         live.early.seen(request)
         self._do_duties(live)
-        prompt_counting.came(self.reporting.prompts, request)
+        self.reporting.came(request)
         self._spoilt.came(request)
         if getattr(request, "resumable", False):  # a session whose prompt grows: there is no one prompt to hand over
             live.decode.disowned(request, Reason.ABORTED)
@@ -383,7 +383,7 @@ class SchedulerSide:
             live.decode.disowned(request, Reason.ABORTED)
         live.waiting.left(request.request_id)
         live.resets.finished(request.request_id)
-        self.reporting.prompts.left(request.request_id)
+        self.reporting.left(request.request_id)
         live.stored.finished(request, tables, well=well)
         try:  # each half must see the end, whatever the other did with it: both hold blocks for this request
             live.turns.finished(request, tables, well=well and self._spoilt.weights.is_of(request))

@@ -20,9 +20,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 import kvbaton
 from kvbaton.control.joining.member_names import AUTO
 from kvbaton.control.rank_names import data_parallel_name
-from kvbaton.engines.vllm import guard
+from kvbaton.engines.vllm import guard, prompt_counting
 from kvbaton.engines.vllm.guard import guarded, returns
 from kvbaton.engines.vllm.metrics_outbox import Tray
+from kvbaton.engines.vllm.request_states import RequestStates
 from kvbaton.node.prompt_account import PromptAccount
 from kvbaton.observe.flight.flight_records import DELIVERED
 from kvbaton.observe.metrics import metric_names
@@ -86,10 +87,19 @@ class Reporting:
     turn: Turn = field(default_factory=Turn)
     tray: Tray = field(default_factory=Tray)  # ended handoffs
     prompts: PromptAccount = field(default_factory=PromptAccount)
+    states: RequestStates = field(default_factory=RequestStates)
     refused: Counter[str] = field(default_factory=Counter)  # ends that never reached the ledger, by reason
     told: Counter[str] = field(default_factory=Counter)
     gauges_told: dict[str, float] = field(default_factory=dict)
     turn_figures: Callable[[], dict[str, Any]] = dict
+
+    def came(self, request: Any) -> None:
+        self.states.came(request)
+        prompt_counting.came(self.prompts, request)
+
+    def left(self, request_id: str) -> None:
+        self.states.left(request_id)
+        self.prompts.left(request_id)
 
 
 @dataclass

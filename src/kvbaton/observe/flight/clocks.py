@@ -19,6 +19,7 @@ SLACK_S = 0.002
 _R, _P, _D = FlightSeat.ROUTER, FlightSeat.PREFILL, FlightSeat.DECODE
 
 BEFORE: tuple[tuple[FlightSeat, str, FlightSeat, str], ...] = (
+    (_R, "prefill_sent", _P, "accepted"),
     (_R, "prefill_sent", _P, "begun"),
     (_P, "begun", _R, "prefill_answered"),
     (_P, "complete", _R, "prefill_answered"),

@@ -30,7 +30,11 @@ ROUTER_STAGES = {
     "first_token": ("decode_sent", "first_byte"),
     "answer": ("first_byte", "ended"),
 }
-PREFILL_STAGES = {"compute": ("begun", "complete"), "hold": ("complete", "closed")}
+PREFILL_STAGES = {
+    "prefill_queue": ("accepted", "scheduled"),
+    "compute": ("scheduled", "complete"),
+    "hold": ("complete", "closed"),
+}
 DECODE_STAGES = {
     "connect": ("asked", "claimed"),
     "claim": ("asked", "granted"),
@@ -213,6 +217,8 @@ def _lane(flight: Flight, shift: float, began: float, gone: bool) -> JourneyLane
 
 def _stages(lane: JourneyLane) -> Iterable[Stage]:
     when = _when(lane)
+    if "begun" in when:  # a P of the release before tells no more
+        when.setdefault("scheduled", when["begun"])
     for name, (first, last) in STAGES[lane.seat].items():
         begin, end = when.get(first), when.get(last)
         if name == "handover" and lane.seat is FlightSeat.ROUTER and when.get(last, 0.0) < when.get(first, 0.0):

@@ -43,6 +43,12 @@ PEERS_MAX = 8
 _SEATS = {Side.PREFILL: FlightSeat.PREFILL, Side.DECODE: FlightSeat.DECODE}
 
 OnFlight = Callable[[Flight], None]
+Before = Callable[[int], Sequence[Moment]]
+"""What is known of a lease, by its number, from before it began."""
+
+
+def _nothing(_: int) -> Sequence[Moment]:
+    return ()
 
 
 def is_shared(handoff: str, level: int) -> bool:
@@ -86,14 +92,20 @@ class Recorder:
     # --- the node's thread
 
     def take(
-        self, marks: Sequence[Mark], taken: Sequence[tuple[RequestId, float]], now: float, wall_offset_s: float
+        self,
+        marks: Sequence[Mark],
+        taken: Sequence[tuple[RequestId, float]],
+        now: float,
+        wall_offset_s: float,
+        before: Before = _nothing,
     ) -> None:
-        """The marks since the last call. `taken` is by the wall clock, all else by the node's."""
+        """The marks since the last call. `taken` and `before`, what came before a lease, are by the wall clock, all
+        else by the node's."""
         if not (marks or taken or self._closing):
             return  # as in most turns
         with self._lock:
             for mark in marks:
-                self._note(mark, wall_offset_s)
+                self._note(mark, wall_offset_s, before)
             for request, at in taken:
                 self._note_taken(request, at)
             over = self._over(now + wall_offset_s)
@@ -171,10 +183,12 @@ class Recorder:
 
     # --- within the lock
 
-    def _note(self, mark: Mark, wall_offset_s: float) -> None:
+    def _note(self, mark: Mark, wall_offset_s: float, before: Before) -> None:
         key = (mark.side, mark.key)
         if isinstance(mark.what, Begun):
             opened = self._open[key] = _OpenFlight(mark.side, mark.what, taken=mark.side is Side.PREFILL)
+            if mark.side is Side.PREFILL:
+                opened.moments += before(mark.key)
             if mark.what.peer:
                 opened.peers.append(mark.what.peer)
             if len(self._open) > OPEN_MAX:

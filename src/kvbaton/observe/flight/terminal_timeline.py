@@ -17,7 +17,7 @@ DETAIL_CHARS_MAX = 400
 _NAMES = {FlightSeat.ROUTER: "router", FlightSeat.PREFILL: "P", FlightSeat.DECODE: "D"}
 _BARS = {
     FlightSeat.ROUTER: ("choose", "prefill", "handover", "first_token", "answer"),
-    FlightSeat.PREFILL: ("compute", "hold"),
+    FlightSeat.PREFILL: ("prefill_queue", "compute", "hold"),
     FlightSeat.DECODE: ("connect", "claim", "queue", "copy", "commit", "deliver"),
 }
 """Each on a line of its own, in the order of a journey; `first_byte` lies within `copy` and is a figure only."""
@@ -29,6 +29,7 @@ _SAID = {
     "handover": "hand over",
     "first_token": "wait for D",
     "answer": "stream the answer",
+    "prefill_queue": "wait for its turn",
     "compute": "compute the prompt",
     "hold": "hold for D",
     "connect": "connect",

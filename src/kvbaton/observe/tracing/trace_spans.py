@@ -116,7 +116,10 @@ def _at_decode(flight: Flight, entry: Span, new_id: NewId) -> Iterable[Span]:
 
 
 def _at_prefill(flight: Flight, entry: Span, new_id: NewId) -> Iterable[Span]:
-    begun, complete = flight.at("begun"), flight.at("complete")
+    accepted, scheduled = flight.at("accepted"), flight.at("scheduled")
+    if accepted is not None and scheduled is not None:
+        yield _child(entry, "prefill_queue", new_id, accepted, max(scheduled, accepted))
+    begun, complete = flight.at("begun") if scheduled is None else scheduled, flight.at("complete")
     if begun is not None and complete is not None and complete > begun:
         yield _child(entry, "compute", new_id, begun, complete)
     offered, written = flight.at("offered"), flight.at("written")

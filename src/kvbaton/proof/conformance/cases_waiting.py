@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvbaton.engines.vllm.waiting import ASKED_MAX
 from kvbaton.proof.conformance import taps
@@ -167,6 +167,29 @@ def many_that_wait_for_p_are_put_aside_and_all_arrive(lab: Lab, mode: str, shape
     prefill_all(lab, mode, tickets)
     all_end(lab, d, names)
     demand(all(d.watch.loads[name] == 1 for name in names), f"loads {dict(d.watch.loads)}")
+
+
+@case(mode=BEHIND)
+def a_report_counts_requests_and_blocks_as_vllm_does(lab: Lab, mode: str) -> None:
+    """What routers are told of an engine, at every step; what was put aside waits, and does not load."""
+    _, d = lab.duo()
+    gauges: Callable[[], dict[str, float]] = d.connector._scheduler.presence._gauges
+    names, tickets = waiting_in_line(lab, mode)
+    demand(gauges()["waiting"] == MANY and gauges()["loading"] == 0, f"told {gauges()}")
+    own = [d.add(prompt_of(20, 70 + seed)) for seed in range(3)]
+    prefill_all(lab, mode, tickets)
+    seen: set[str] = set()
+
+    def over() -> bool:
+        told = gauges()
+        counted = (told["running"], told["waiting"] + told["loading"])
+        demand(counted == d.scheduler.get_request_counts(), f"{d.scheduler.get_request_counts()}, told {told}")
+        demand(told["blocks"] - told["free_blocks"] == d.blocks_left, f"{d.blocks_left} blocks in use, told {told}")
+        seen.update(name for name in ("running", "waiting", "loading") if told[name])
+        return all(d.outcomes[name].reason for name in (*names, *own))
+
+    lab.until(over, "all to end", 30.0)
+    demand(len(seen) == 3, f"only {seen} were seen")
 
 
 @case(mode=BEHIND, mid_step=(False, True))

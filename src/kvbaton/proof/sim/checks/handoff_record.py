@@ -15,7 +15,7 @@ from kvbaton.protocol.marks import Mark, Side, Step
 _MORE_THAN_ONCE = {Step.CLAIMED, Step.PARKED, Step.SEATED, Step.WRITTEN, Step.COMMITTED, Step.STALE, Step.LEFT}
 _OF_READERS = {Step.OFFERED, *_MORE_THAN_ONCE}
 
-Take = Callable[[Sequence[Mark], Sequence[tuple[Any, float]], float, float], None]
+Take = Callable[[Sequence[Mark], Sequence[tuple[Any, float]], float, float, Any], None]
 
 
 class Record:
@@ -29,11 +29,11 @@ class Record:
         """The recorder's own, and this."""
 
         def watched(
-            marks: Sequence[Mark], taken: Sequence[tuple[Any, float]], now: float, wall_offset_s: float
+            marks: Sequence[Mark], taken: Sequence[tuple[Any, float]], now: float, wall_offset_s: float, before: Any
         ) -> None:
             for mark in marks:
                 self._note(mark)
-            take(marks, taken, now, wall_offset_s)
+            take(marks, taken, now, wall_offset_s, before)
 
         return watched
 
