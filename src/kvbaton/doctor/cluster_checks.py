@@ -61,7 +61,7 @@ class _List(msgspec.Struct, frozen=True):
     left: tuple[LeftWorker, ...] = ()
 
 
-class _Health(msgspec.Struct, frozen=True):
+class _ToldHealth(msgspec.Struct, frozen=True):
     status: str
     reason: str = ""
     pairs: dict[str, int] = {}
@@ -78,7 +78,7 @@ class _Stats(msgspec.Struct, frozen=True):
 def router(url: str, timeout_s: float, way: Way = PLAIN) -> SeenRouter:
     """What the router says; that it does not, or says nonsense, is its `problem`."""
     try:
-        health = _told(f"{url}/health", timeout_s, way, _Health)
+        health = _told(f"{url}/health", timeout_s, way, _ToldHealth)
         listed = _told(f"{url}/workers", timeout_s, way, _List)
         first = then = _page(f"{url}/metrics", timeout_s, way)
         if errors_and_all(first)[0]:
