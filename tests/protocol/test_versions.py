@@ -11,9 +11,10 @@ from pair import Frame, Pair
 from party import Load
 
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.ids import ReservationId
+from kvbaton.protocol.ids import HandoffId, ReservationId
 from kvbaton.protocol.wire import messages as m
-from kvbaton.protocol.wire.versions import SPOKEN, Versions, named, settle, version_bit, versions_in
+from kvbaton.protocol.wire.v1 import Abandon1, newer, older
+from kvbaton.protocol.wire.versions import NUMBER_MAX, SPOKEN, Versions, named, settle, version_bit, versions_in
 
 Make = Callable[..., Pair]
 V1, V12, V2, V23, V3 = Versions(1, 1), Versions(1, 2), Versions(2, 2), Versions(2, 3), Versions(3, 3)
@@ -44,6 +45,12 @@ class TestRange:
         """Nodes that spoke it alone had no bits for them."""
         assert (V1.bits, V12.bits, V23.bits) == (0, version_bit(2), version_bit(2) | version_bit(3))
         assert versions_in(V23.bits | 7) == [2, 3] and versions_in(7) == []
+        every = range(1, NUMBER_MAX + 1)
+        assert versions_in(sum(map(version_bit, (0, *every, NUMBER_MAX + 1)))) == [*every]
+
+    def test_what_version_1_has_no_field_for_is_left_out(self) -> None:
+        told = m.Abandon(HandoffId("h"), 2, "aborted")
+        assert older(told) == Abandon1(HandoffId("h"), 2) and newer(older(told)) == m.Abandon(HandoffId("h"), 2)
 
     def test_bits_of_versions_fit_a_card_and_meet_no_feature(self) -> None:
         assert not Versions(1, 16).bits & int(m.ALL_FEATURES) and Versions(1, 16).bits < 1 << 62
