@@ -30,7 +30,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "store": "cache KV blocks for all engines of a cluster",
         "keys": "create, list, rotate and remove members' keys",
         "drain": "finish a worker's requests and stop it",
-        "restart": "the same, and start it again: workers of kvbaton up",
+        "restart": "drain a worker of kvbaton up, and start it again",
         "config": "check a file of settings; list every setting",
     },
     "observe it": {
