@@ -31,7 +31,7 @@ ENGINE = "--role prefill --name p0 --registry tcp://127.0.0.1:7700 --keys keys"
 WORKS: dict[str, tuple[str, int]] = {
     "config": ("config --list", 0),
     "drain": ("drain p0 --keys keys --registry tcp://127.0.0.1:9 --timeout-s 0.2", 1),
-    "restart": ("restart p0 --keys keys --registry tcp://127.0.0.1:9 --timeout-s 0.2", 1),
+    "restart": ("restart p0 --keys keys --registry tcp://127.0.0.1:9 --timeout-s 0.2", 2),
     "inspect": ("inspect --router http://127.0.0.1:9", 2),
     "explain": ("explain numpy-missing", 0),
     "doctor": ("doctor", 0),
