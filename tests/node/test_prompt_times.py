@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbaton.node.prompt_times import UNRECORDED_MAX, PromptTimes
+from kvbaton.node.prompt_times import PROMPTS_MAX, UNRECORDED_MAX, PromptTimes
 from kvbaton.observe.flight.flight_records import Moment
 from kvbaton.protocol.ids import LeaseId, RequestId
 
@@ -49,3 +49,7 @@ def test_nothing_stays_of_a_request_that_left_and_what_nobody_takes_is_bounded()
         times.accepted(R)
         times.leased(R, LeaseId(number))
     assert len(times) == UNRECORDED_MAX
+    for number in range(PROMPTS_MAX + 5):
+        times.accepted(RequestId(f"{number}"))
+        times.scheduled(RequestId(f"{number}"))
+    assert len(times) == UNRECORDED_MAX + PROMPTS_MAX

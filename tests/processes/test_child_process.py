@@ -69,6 +69,32 @@ def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
         time.sleep(0.02)
 
 
+def test_also_when_whoever_ends_it_is_cancelled(tmp_path: Path) -> None:
+    """The rest of a group that ignores what it is asked has two seconds, and no more for a second Ctrl-C."""
+    rest = f"import os, sys; os.fork() and os._exit(0); print('pid', os.getpid(), flush=True); {STUBBORN}"
+
+    async def use(child: Child) -> None:
+        await ready(until_logged(child, "pid "), [child], 20.0, lambda _: None)
+        ending = asyncio.create_task(end([child], within_s=1.0))
+        await asyncio.sleep(0.3)
+        ending.cancel()
+        await asyncio.wait([ending])
+        pid = int(next(line.split()[1] for line in child.last_lines() if line.startswith("pid ")))
+        deadline = time.monotonic() + 1.0
+        while _runs(pid):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+
+    with_child(rest, tmp_path / "log", use)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_a_death_ends_the_wait_with_what_was_logged_last_and_is_told(tmp_path: Path) -> None:
     async def run() -> None:
         deaths: asyncio.Queue[Child] = asyncio.Queue()

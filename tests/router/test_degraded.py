@@ -93,6 +93,19 @@ def test_nor_is_it_sent_what_is_passed_while_another_worker_can_answer() -> None
     run(story())
 
 
+def test_where_nobody_computes_alone_only_what_needs_no_prompt_is_passed() -> None:
+    async def story() -> None:
+        async with cluster([speak], [speak], settings=DEFAULT, **LEANING) as c:
+            c.directory.change("p0", computes_alone=False)
+            c.directory.change("d0", computes_alone=False)
+            status, answer, _ = await c.post(BODY, "/v1/chat/completions/batch")
+            assert (status, answer["error"]["code"]) == (503, "no_worker")
+            assert (len(c.p[0].bodies), len(c.d[0].bodies)) == (0, 0)
+            assert (await c.post(BODY, "/tokenize"))[0] == 200
+
+    run(story())
+
+
 def test_a_p_that_drains_is_none_that_is_left() -> None:
     async def story() -> None:
         async with cluster([lease], [speak], settings=DEFAULT) as c:
@@ -139,6 +152,10 @@ def test_who_left_is_told_until_it_is_back_or_long_ago_and_a_drain_is_no_loss() 
     listed.workers = (engine("a", 2),)
     assert [(ago_s, each.name) for ago_s, each in roster.left(15.0)] == [(5.0, "b")]
     assert roster.left(10.0 + LEFT_S + 1) == []
+    listed.workers = (engine("a", 2, WorkerListState.DRAINING),)
+    roster.view(16.0)
+    listed.workers = ()
+    assert [each.name for _, each in roster.left(17.0)] == ["b"], "it was back, and drained"
 
 
 def test_no_more_than_so_many_are_remembered() -> None:

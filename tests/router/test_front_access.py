@@ -111,7 +111,7 @@ def test_an_operators_key_opens_operators_pages_from_elsewhere_and_no_prompt(pro
 
 def test_a_key_of_both_lists_is_a_clients(tmp_path: Path) -> None:
     with pytest.raises(KeyFileError, match="a client's too"):
-        FrontSecrets(keys=(KEY,), operator_keys=(OPERATOR, KEY)).front_keys()
+        FrontSecrets(keys=(KEY,), operator_keys=(OPERATOR, KEY)).check()
     clients, operators = tmp_path / "clients", tmp_path / "operators"
     clients.write_text(KEY)
     operators.write_text(OPERATOR)
@@ -123,6 +123,24 @@ def test_a_key_of_both_lists_is_a_clients(tmp_path: Path) -> None:
     assert not keys.is_operator(request(authorization=f"Bearer {KEY}")), "added to the file while it runs"
     assert keys.is_operator(request(authorization=f"Bearer {OTHER}"))
     assert not keys.is_operator(request(authorization=f"Bearer {OPERATOR}"))
+    begun_later = FrontSecrets(key_file=str(clients), operator_key_file=str(operators)).front_keys()
+    assert not begun_later.is_operator(request(authorization=f"Bearer {KEY}")), "a process that is started again"
+
+
+def test_an_operators_key_is_taken_back_by_emptying_its_file_and_a_clients_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text(KEY)
+    operators = FrontSecrets(operator_key_file=str(file)).front_keys()
+    clients = FrontSecrets(key_file=str(file)).front_keys()
+    shown = request(authorization=f"Bearer {KEY}")
+    assert operators.is_operator(shown)
+    file.write_text("# none\n")
+    operators.refresh()
+    clients.refresh()
+    assert not operators.is_operator(shown), "no key opens nothing"
+    assert clients.clients.is_good(KEY.encode()), "and without clients' keys everybody might ask"
+    with pytest.raises(KeyFileError, match="0 keys"):
+        FrontSecrets(operator_key_file=str(file)).check()
 
 
 def test_every_process_of_a_router_asks_for_the_key() -> None:

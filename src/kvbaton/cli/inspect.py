@@ -116,8 +116,9 @@ def from_router(router: str, last: int, failed: bool, find: str, way: Way = PLAI
     try:
         data = asked(question, ANSWER_S, ANSWER_BYTES_MAX, way).body
     except urllib.error.HTTPError as error:
-        step = "; here: --operator-key-file FILE" if error.code in (401, 403) and not way.key else ""
-        raise CommandError(f"the router at {router} returned {error.code}: {_said(error)}{step}") from None
+        said = _said(error)
+        step = "; here: --operator-key-file FILE" if "operator's key" in said and not way.key else ""
+        raise CommandError(f"the router at {router} returned {error.code}: {said}{step}") from None
     except (OSError, http.client.HTTPException) as error:
         raise CommandError(
             f"no response from a router at {router} ({why(error)}); give --router URL, or --files with dumps of its "

@@ -121,7 +121,7 @@ def secrets_of(args: argparse.Namespace, environment: Mapping[str, str] = os.env
         flag = "--operator-key-file"
         operators = _given(OPERATOR_KEY_VARIABLE, environment)
         found = msgspec.structs.replace(found, operator_keys=operators, operator_key_file=args.operator_key_file)
-        found.front_keys()
+        found.check()
         flag = "--worker-api-key-file"
         worker = _worker_key(args.worker_api_key_file, environment.get(WORKER_KEY_VARIABLE, ""))
         flag = "--tls-cert"

@@ -8,12 +8,14 @@ Law: nothing is decided by these times. They are by the wall clock, and go with 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from kvbaton.observe.flight.flight_records import Moment
 from kvbaton.protocol.ids import LeaseId, RequestId
 
 ACCEPTED = "accepted"
 SCHEDULED = "scheduled"
+PROMPTS_MAX = 4096
 UNRECORDED_MAX = 1024
 """Leases whose record has not begun: the node is a turn behind at most."""
 
@@ -36,13 +38,13 @@ class PromptTimes:
         known = self._prompts.get(request, ())
         if len(known) == 1:
             self._prompts[request] = (*known, Moment(SCHEDULED, self._wall()))
+            _bound(self._prompts, PROMPTS_MAX)  # one that left meanwhile, in another thread, is there for good
 
     def leased(self, request: RequestId, lease: LeaseId) -> None:
         known = self._prompts.pop(request, ())
         if known:
             self._leases[lease] = known
-            if len(self._leases) > UNRECORDED_MAX:
-                self._leases.pop(next(iter(self._leases)), None)
+            _bound(self._leases, UNRECORDED_MAX)
 
     def left(self, request: RequestId) -> None:
         self._prompts.pop(request, None)
@@ -53,3 +55,8 @@ class PromptTimes:
 
     def __len__(self) -> int:
         return len(self._prompts) + len(self._leases)
+
+
+def _bound(times: dict[Any, tuple[Moment, ...]], most: int) -> None:
+    if len(times) > most:
+        times.pop(next(iter(list(times))), None)  # a copy: any thread

@@ -191,8 +191,12 @@ async def end(children: Sequence[Child], within_s: float = STOP_S) -> None:
         for child in late:
             child.signal(signal.SIGKILL)
         await _alive(late, max(within_s, KILLED_S))
-    for child in children:
-        await _end_rest(child.pid)
+    try:
+        await asyncio.gather(*(_end_rest(child.pid) for child in children))
+    except asyncio.CancelledError:
+        for child in children:
+            end_group(child.pid)
+        raise
 
 
 async def _end_rest(pid: int) -> None:

@@ -29,6 +29,7 @@ class SegmentWatch:
 
     def look(self) -> None:
         there = _listed()
+        self.names.intersection_update(there)
         self._looks = {name: self._looks.get(name, 0) for name in there}
         fresh = {name for name in there if self._looks[name] < LOOKS_MAX and name not in self.names}
         if fresh:
@@ -36,16 +37,17 @@ class SegmentWatch:
             self._looks |= {name: self._looks[name] + 1 for name in fresh}
 
     def remove(self) -> None:
-        for name in self.names:
+        in_use = set(mapped(self._group, inside=False))  # by somebody who found it, or made another of this name
+        for name in self.names.intersection(_listed()) - in_use:
             with contextlib.suppress(OSError):
                 os.unlink(ROOT + name)
 
 
-def mapped(group: int) -> Iterator[str]:
-    """Names in /dev/shm that processes of a group have mapped."""
+def mapped(group: int, *, inside: bool = True) -> Iterator[str]:
+    """Names in /dev/shm that processes of a group have mapped, or those of all others."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if os.getpgid(int(pid)) != group:
+            if (os.getpgid(int(pid)) == group) is not inside:
                 continue
             with open(f"/proc/{pid}/maps", encoding="utf-8", errors="replace") as maps:
                 yield from (line.rpartition(ROOT)[2].strip() for line in maps if ROOT in line)

@@ -40,19 +40,19 @@ class KeyFileError(ValueError):
     """The operator must mend a key, or its file."""
 
 
-def read_keys(text: str, where: str) -> tuple[str, ...]:
+def read_keys(text: str, where: str, at_least: int = 1) -> tuple[str, ...]:
     """Keys, one a line or between blanks; a line that begins with # is none. No error shows one."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     keys = tuple(key for line in lines for key in line.split())
-    if not 0 < len(keys) <= KEYS_MAX:
-        raise KeyFileError(f"{where}: {len(keys)} keys, expected 1 to {KEYS_MAX}, one a line")
+    if not at_least <= len(keys) <= KEYS_MAX:
+        raise KeyFileError(f"{where}: {len(keys)} keys, expected {at_least} to {KEYS_MAX}, one a line")
     for number, key in enumerate(keys, 1):
         if _KEY.fullmatch(key) is None:
             raise KeyFileError(f"{where}: key {number} is not {KEY_CHARS_MIN} to 512 printable ASCII characters")
     return keys
 
 
-def read_key_file(path: str) -> tuple[str, ...]:
+def read_key_file(path: str, at_least: int = 1) -> tuple[str, ...]:
     try:
         with Path(path).open("rb") as file:
             data = file.read(KEYS_FILE_BYTES_MAX + 1)
@@ -60,14 +60,18 @@ def read_key_file(path: str) -> tuple[str, ...]:
         raise KeyFileError(f"{path}: cannot be read: {error.strerror or error}") from None
     if len(data) > KEYS_FILE_BYTES_MAX:
         raise KeyFileError(f"{path}: larger than {KEYS_FILE_BYTES_MAX} bytes")
-    return read_keys(data.decode("utf-8", "replace"), path)
+    return read_keys(data.decode("utf-8", "replace"), path, at_least)
 
 
 class ApiKeys:
     """Keys of one kind."""
 
-    def __init__(self, keys: Iterable[str] = (), file: str = "") -> None:
-        """`KeyFileError` names what is wrong. The file is read again when it changes."""
+    def __init__(self, keys: Iterable[str] = (), file: str = "", *, may_be_empty: bool = False) -> None:
+        """`KeyFileError` names what is wrong. The file is read again when it changes.
+
+        `may_be_empty`: no key opens nothing. Where no key means that everybody may ask, an empty file is a mistake.
+        """
+        self._at_least = 0 if may_be_empty else 1
         self._file = file
         self._given = tuple(keys)
         self._stamp = stamp(file) if file else None
@@ -77,7 +81,7 @@ class ApiKeys:
         return bool(self._digests)
 
     def _digested(self) -> tuple[bytes, ...]:
-        keys = (*self._given, *(read_key_file(self._file) if self._file else ()))
+        keys = (*self._given, *(read_key_file(self._file, self._at_least) if self._file else ()))
         return tuple(hashlib.sha256(key.encode()).digest() for key in keys)
 
     def refresh(self) -> bool:
@@ -118,11 +122,13 @@ class FrontKeys:
         return self.operators.is_good(shown) and not self.clients.is_good(shown)
 
     def refresh(self) -> None:
-        """Files that have changed are read again; a broken one changes nothing."""
+        """Files that have changed are read again; a broken one changes nothing. A key in both is a client's."""
         for whose, keys in (("clients'", self.clients), ("operators'", self.operators)):
             try:
                 if keys.refresh():
                     log.info("the file of %s API keys was read again", whose)
+                    if self.clients.shares(self.operators):
+                        log.warning("[front-files] a key is a client's and an operator's: it opens no operators' page")
             except KeyFileError as error:
                 log.warning("[front-files] %s; the keys of before are good on", error)
 

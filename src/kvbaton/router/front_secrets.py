@@ -30,10 +30,15 @@ class FrontSecrets(msgspec.Struct, frozen=True, kw_only=True):
 
     def front_keys(self) -> FrontKeys:
         """`KeyFileError` names what is wrong."""
-        found = FrontKeys(self.client_keys(), ApiKeys(self.operator_keys, self.operator_key_file))
+        return FrontKeys(self.client_keys(), ApiKeys(self.operator_keys, self.operator_key_file, may_be_empty=True))
+
+    def check(self) -> None:
+        """When the command begins; a key that is in both later is a client's. `KeyFileError`."""
+        found = self.front_keys()
         if found.clients.shares(found.operators):
             raise KeyFileError("one of these keys is a client's too, and clients are not shown operators' pages")
-        return found
+        if self.operator_key_file and not found.operators:
+            raise KeyFileError(f"{self.operator_key_file}: 0 keys, expected 1 or more, one a line")
 
     def tls_files(self) -> TlsFiles | None:
         """`TlsError` names what is wrong."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
@@ -85,10 +86,14 @@ def why_not(request: Request, pages: OperatorPages, keys: FrontKeys = _NO_KEYS) 
     return ""
 
 
+_IN_PODMAN = os.path.exists("/run/.containerenv")
+"""There, without root, a forwarder of the host speaks for every client from the container's own address."""
+
+
 def _is_here(request: Request) -> bool:
     """Whether it comes from this machine: both ends of a connection of a host to itself have the same address, and
     the kernel drops what comes from elsewhere under an address of its own."""
-    return _is_loopback(request.peer) or request.peer == request.near != ""
+    return _is_loopback(request.peer) or (not _IN_PODMAN and request.peer == request.near != "")
 
 
 def _is_loopback(address: str) -> bool:

@@ -51,6 +51,8 @@ _FORM_TYPE = re.compile(
     re.IGNORECASE,
 )
 """Nothing else: by another charset (`utf-7`) a worker would read names of fields that nobody sees here."""
+_WITHOUT_KV = ("tokenize", "/tokenizer_info", "/count_tokens", "/render", "/derender")
+"""Ends of the paths for which no engine computes: any worker answers these."""
 _METADATA = b"metadata"  # vLLM's description of embeddings that are sent as bytes
 
 
@@ -140,7 +142,7 @@ class Passing:
         refusals: list[LegError] = []
         turn = next(self._turns)
         while True:
-            worker = self._worker(turn, doubts, last)
+            worker = self._worker(asked.route, turn, doubts, last)
             leg = Leg(
                 "decode", worker, asked.route.path, asked.headers, asked.body, request.tab, asked.content_type
             )  # fmt: skip
@@ -178,10 +180,10 @@ class Passing:
                     self._roster.health.ok(worker.peer)
                 return worker, found, load
 
-    def _worker(self, turn: int, doubts: Doubts, last: LegError | None) -> ListedEngine:
+    def _worker(self, route: ServerRoute, turn: int, doubts: Doubts, last: LegError | None) -> ListedEngine:
         """A D; where there is none, a P, which has the same model."""
         view = self._roster.view(_now())
-        able = view.able_alone or view.workers
+        able = view.able_alone or (view.workers if route.path.endswith(_WITHOUT_KV) else ())
         weights = Weights(self._settings.policy, self._settings.same_host, self._flow.loads)
         found = policy.alone(able, turn, weights, doubts)
         if found is None:
@@ -191,7 +193,7 @@ class Passing:
             return found
         if last is not None:
             raise last.fault
-        said = "no worker could answer: none is listed, or all of them drain or are broken; see /workers"
+        said = "no worker could answer: none is listed or computes alone, or all drain or are broken; see /workers"
         raise ApiError(503, said, type="service_unavailable_error", code="no_worker", retry_after_s=1)
 
     def _blame(self, error: LegError) -> None:

@@ -374,6 +374,7 @@ class SchedulerSide:
 
     @guarded(returns(NO_ANSWER))
     def finished(self, request: Any, tables: Tables) -> tuple[bool, dict[str, Any] | None]:
+        self.reporting.left(request.request_id)
         live = self._live
         if live is None:
             return NO_ANSWER
@@ -383,7 +384,6 @@ class SchedulerSide:
             live.decode.disowned(request, Reason.ABORTED)
         live.waiting.left(request.request_id)
         live.resets.finished(request.request_id)
-        self.reporting.left(request.request_id)
         live.stored.finished(request, tables, well=well)
         try:  # each half must see the end, whatever the other did with it: both hold blocks for this request
             live.turns.finished(request, tables, well=well and self._spoilt.weights.is_of(request))

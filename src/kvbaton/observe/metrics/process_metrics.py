@@ -5,6 +5,7 @@ Law: read from the kernel and the interpreter when asked, in microseconds; sever
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import platform
@@ -44,13 +45,16 @@ class ProcessFigures(msgspec.Struct, frozen=True):
 
 
 def own() -> ProcessFigures:
-    virtual, resident = map(int, Path("/proc/self/statm").read_text().split()[:2])
+    virtual = resident = open_files = 0
+    with contextlib.suppress(OSError):  # without a free descriptor nothing can be opened: the other figures stand
+        open_files = os.stat(_FILES).st_size or len(os.listdir(_FILES))  # Linux before 6.2 does not count them
+        virtual, resident = map(int, Path("/proc/self/statm").read_text().split()[:2])
     page_bytes = os.sysconf("SC_PAGE_SIZE")
     return ProcessFigures(
         time.process_time(),
         resident * page_bytes,
         virtual * page_bytes,
-        os.stat(_FILES).st_size or len(os.listdir(_FILES)),  # Linux before 6.2 does not count them
+        open_files,
         resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         **{name: tuple(each[name] for each in gc.get_stats()) for name in _GC},
     )

@@ -69,7 +69,9 @@ class AvailableWorkers:
             before = [worker for worker in self._view.workers if worker.state is not WorkerListState.DRAINING]
             gone = sorted((worker for worker in before if worker.peer not in here), key=lambda worker: worker.peer)
             self._gone += [worker.peer for worker in gone]
-            self._left += [(now, worker) for worker in gone]
+            back = {worker.name for worker in listed}  # who comes back and drains then has left well
+            kept = [each for each in self._left if each[1].name not in back]
+            self._left = deque([*kept, *((now, worker) for worker in gone)], self._left.maxlen)
             self.health.keep(here, _stands_for(listed))
             self._listed = listed
         self._revision = self.health.revision

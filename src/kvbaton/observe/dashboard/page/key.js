@@ -16,6 +16,7 @@ try {
 
 /** The router's answer; where it wants a key, or another one, the page asks for it. */
 export async function answerOf(url, ms) {
+  refused = false; // no answer is no refusal
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
   const answer = await fetch(url, { signal: AbortSignal.timeout(ms), cache: "no-store", redirect: "error", headers });
   refused = answer.status === 401 || answer.status === 403;
