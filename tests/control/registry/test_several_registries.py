@@ -105,18 +105,17 @@ def listed(readers: RegistryReaders) -> dict[str, int]:
 
 
 def test_of_two_registries_the_one_that_knows_looks_says_how_a_worker_stands(country: Country) -> None:
-    genuine, (a, _) = country.servers[NAMES[0]], NAMES
-    blind = lambda operator, message: type(genuine)._on_drain(
-        genuine, operator, msgspec.structs.replace(message, look=False)
-    )  # noqa: E731,E501
-    genuine._on_drain = blind  # type: ignore[method-assign]
+    old = country.servers[NAMES[0]]
+    genuine = old._on_drain
+    blind = lambda operator, message: genuine(operator, msgspec.structs.replace(message, look=False))  # noqa: E731
+    old._on_drain = blind  # type: ignore[method-assign]
     p0 = country.member("p0", 5)
     until(lambda: all(server.workers() for server in country.servers.values()))
     with OperatorLine(RINGS["operator"], country.places()) as line:
         until(lambda: (said := line.look(WorkerId("p0"), 5.0)) is not None and (said.state, said.held) == ("ready", ""))
         said = line.look(WorkerId("p9"), 5.0)
         assert said is not None and (said.state, said.workers) == ("unknown", ("p0",))
-    assert not p0.drains and not any(entry.draining for entry in country.servers[a].workers())
+    assert not p0.drains and not any(entry.draining for entry in old.workers())
 
 
 def test_members_and_routers_outlive_every_registry_and_meet_newcomers_when_one_is_back(country: Country) -> None:
