@@ -11,11 +11,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvbaton.cli import drain as command
 from kvbaton.cli import main as cli
+from kvbaton.cli import restart as restart_command
+from kvbaton.cli import succession
+from kvbaton.cli.succession import EngineStanding, look_at
 from kvbaton.control import keyring
-from kvbaton.control.registry import DrainState, Registration, RegistryClient, RegistryServer, RegistrySettings
+from kvbaton.control.registry import (
+    DrainState,
+    OperatorLine,
+    Registration,
+    RegistryClient,
+    RegistryServer,
+    RegistrySettings,
+)
+from kvbaton.local_cluster.restart_orders import offer, take
 from kvbaton.protocol.ids import Incarnation, WorkerId
 
 CALM = RegistrySettings(ping_s=0.03, suspect_s=30.0, evict_s=60.0, settle_s=0.0)
@@ -33,9 +45,9 @@ class Town:
         self.on_drain: Callable[[], None] = lambda: None
         self.clients: list[RegistryClient] = []
 
-    def join(self, stays: bool = False, name: str = P0, life: int = 0xAB) -> RegistryClient:
+    def join(self, stays: bool = False, name: str = P0, life: int = 0xAB, role: str = "prefill") -> RegistryClient:
         registration = Registration(
-            WorkerId(name), Incarnation(life), "prefill", "127.0.0.1:80", "tcp://127.0.0.1:5000", stays=stays, born=life
+            WorkerId(name), Incarnation(life), role, "127.0.0.1:80", "tcp://127.0.0.1:5000", stays=stays, born=life
         )
         client = RegistryClient(
             keyring.load(self.keys, name),
@@ -67,6 +79,16 @@ class Town:
     def drain_unforced(self, worker: str, *words: str) -> int:
         where = ["--keys", self.keys, "--registry", self.server.endpoint]
         return cli.main(["drain", worker, *where, *words])
+
+    def restart(self, worker: str, *words: str) -> int:
+        offer(Path(self.keys).parent, ["p0"])
+        return cli.main(["restart", worker, "--keys", self.keys, "--registry", self.server.endpoint, *words])
+
+    def line(self) -> OperatorLine:
+        return OperatorLine(keyring.load(self.keys, "operator"), (WorkerId("router"), self.server.endpoint))
+
+    def is_draining(self) -> bool:
+        return any(entry.draining for entry in self.server.workers())
 
     def close(self) -> None:
         for client in self.clients:
@@ -219,6 +241,114 @@ def test_a_successor_is_the_next_life_or_a_new_worker_and_nobody_who_served_besi
     monkeypatch.setattr(command, "await_successor", one_joins)
     assert town.drain_unforced("p0", "--wait-for-successor", "--json") == 0
     assert json.loads(capsys.readouterr().out)["successor"] == name
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_against_a_registry_that_cannot_tell_who_serves_nothing_is_drained_for_a_successor(
+    force: list[str], town: Town, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    genuine = RegistryServer._on_drain
+    blind = lambda server, operator, message: genuine(server, operator, replace(message, look=False))  # noqa: E731
+    monkeypatch.setattr(RegistryServer, "_on_drain", blind)  # as of the release before
+    client = town.join(stays=True)
+    client.tell_held("nothing")
+    town.on_drain = client.drain
+    assert town.drain_unforced("p0", "--wait-for-successor", *force) == 2
+    assert "did not say who serves" in capsys.readouterr().err
+    assert town.restart("p0", *force) == 2 and "did not say who serves" in capsys.readouterr().err
+    assert not town.is_draining()
+    assert town.drain_unforced("p0", *force) == 0, "without waiting it is as it was"
+
+
+def test_without_an_answer_about_who_serves_a_worker_is_drained_only_by_force(
+    town: Town, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    genuine = RegistryServer._on_drain
+    busy = lambda server, operator, message: [] if message.look else genuine(server, operator, message)  # noqa: E731
+    monkeypatch.setattr(RegistryServer, "_on_drain", busy)
+    client = town.join(stays=True)
+    client.tell_held("nothing")
+    town.on_drain = client.drain
+    for words in ([], ["--wait-for-successor"], ["--wait-for-successor", "--force"]):
+        assert town.drain_unforced("p0", "--timeout-s", "0.5", "--json", *words) == 1
+        assert json.loads(capsys.readouterr().out)["outcome"] == "no_answer"
+    assert not town.is_draining()
+    assert town.drain("p0") == 0
+
+
+@pytest.mark.parametrize("lives", [["p0"], ["p0.dp0", "p0.dp1"]])
+def test_a_worker_that_has_gone_since_the_last_try_is_started_again(
+    lives: list[str], town: Town, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart_command, "START_S", 1.0)
+    assert town.restart("p0", "--json") == 1, "nobody starts it"
+    assert take(Path(town.keys).parent) == ["p0"]
+    assert json.loads(capsys.readouterr().out)["outcome"] == "no_successor"
+
+    def start() -> None:
+        town.wait(lambda: take(Path(town.keys).parent) == ["p0"])
+        for name in lives:
+            town.join(name=name)
+
+    monkeypatch.setattr(restart_command, "START_S", 60.0)
+    starting = threading.Thread(target=start)
+    starting.start()
+    assert town.restart("p0", "--json") == 0
+    starting.join()
+    told = json.loads(capsys.readouterr().out)
+    assert (told["outcome"], told["successor"]) == ("gone", "p0")
+
+
+def test_an_engine_with_both_roles_is_the_last_if_only_its_own_ranks_do_half_of_its_work(
+    town: Town, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("p0.dp0", "p0.dp1"):
+        town.join(stays=True, name=name, role="both")
+    town.join(name="p1", role="decode")
+    assert town.drain_unforced("p0", "--json") == 1
+    assert json.loads(capsys.readouterr().out)["outcome"] == "last"
+    town.join(name="p00.dp0", role="prefill")
+    with town.line() as line:
+        standing = look_at(line, P0, 30.0, str)
+    assert standing.is_ready and not standing.is_last
+
+
+class Crowd:
+    """A registry's answers to looks, on a clock that its slowness moves."""
+
+    def __init__(self, answers: dict[str, DrainState], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.answers = answers
+        self.now = 0.0
+        self.asked: list[tuple[str, float]] = []
+        monkeypatch.setattr(succession.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(succession.time, "sleep", self.pass_by)
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+
+    def look(self, worker: WorkerId, timeout_s: float) -> DrainState | None:
+        self.asked.append((worker, timeout_s))
+        said = self.answers.get(worker)
+        self.now += 0.01 if said is not None else timeout_s
+        return said
+
+
+def test_the_time_for_a_successor_is_over_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = tuple(f"x{number}" for number in range(100))
+    silent = Crowd({"p0": DrainState(P0, "unknown", workers=names)}, monkeypatch)
+    assert succession.await_successor(silent, EngineStanding("p0", {"p0": 5}, "prefill"), 12.0, str) == ""  # type: ignore[arg-type]
+    assert silent.now == pytest.approx(12.0) and all(left_s <= 5.0 for _, left_s in silent.asked)
+    ranks = Crowd({"p0": DrainState(P0, "unknown", workers=tuple(f"p0.dp{i}" for i in range(100)))}, monkeypatch)
+    assert not look_at(ranks, P0, 12.0, str).is_answered  # type: ignore[arg-type]
+    assert ranks.now == pytest.approx(12.0)
+
+
+def test_who_has_another_role_is_not_asked_again_for_a_successor(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {f"d{number}": DrainState(WorkerId(f"d{number}"), "ready", 7, role="decode") for number in range(9)}
+    crowd = Crowd({**said, "p0": DrainState(P0, "unknown", workers=tuple(said))}, monkeypatch)
+    assert succession.await_successor(crowd, EngineStanding("p0", {"p0": 5}, "prefill"), 2.0, str) == ""  # type: ignore[arg-type]
+    asked = [name for name, _ in crowd.asked]
+    assert [asked.count(name) for name in said] == [1] * 9 and asked.count("p0") > 2
 
 
 class Line:

@@ -79,7 +79,7 @@ def add_worker(parser: argparse.ArgumentParser, timeout: str) -> None:
 def run(args: argparse.Namespace) -> int:
     with line_of(args) as line:
         before = look_at(line, WorkerId(args.worker), args.timeout_s, _note)
-        found = drain_if_agreed(line, before, args, "drain", _note)
+        found = drain_if_agreed(line, before, args, "drain", _note, follows=args.wait_for_successor)
         if args.wait_for_successor and found.status == 0:
             _note(verdict(found, args, before))
             found = followed(found, await_successor(line, before, args.timeout_s, _note))
@@ -94,8 +94,22 @@ def line_of(args: argparse.Namespace) -> OperatorLine:
 
 
 def drain_if_agreed(
-    line: OperatorLine, before: EngineStanding, args: argparse.Namespace, verb: str, say: Callable[[str], None]
+    line: OperatorLine,
+    before: EngineStanding,
+    args: argparse.Namespace,
+    verb: str,
+    say: Callable[[str], None],
+    *,
+    follows: bool,
 ) -> DrainOutcome:
+    """`follows`: a successor will be waited for, who is known only by who serves now."""
+    if not before.is_answered and (follows or not args.force):
+        return DrainOutcome(before.worker, "no_answer", 0.0)
+    if follows and not before.is_told:
+        raise CommandError(
+            "the registry did not say who serves: it is of the release before, and nothing was drained; upgrade it, or "
+            f"use kvbaton drain {before.worker} without --wait-for-successor, and watch /workers"
+        )
     if not agrees(before, verb, force=args.force):
         return DrainOutcome(before.worker, "last", 0.0)
     return drain_engine(line, WorkerId(args.worker), args.timeout_s, say)

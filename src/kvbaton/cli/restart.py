@@ -12,7 +12,7 @@ import time
 
 import msgspec
 
-from kvbaton.cli.drain import add_worker, drain_if_agreed, followed, line_of, told, verdict
+from kvbaton.cli.drain import DrainOutcome, add_worker, drain_if_agreed, followed, line_of, told, verdict
 from kvbaton.cli.screen import note
 from kvbaton.cli.succession import await_successor, look_at
 from kvbaton.local_cluster import restart_orders
@@ -40,7 +40,9 @@ def run(args: argparse.Namespace) -> int:
             )
         begun = time.monotonic()
         before = look_at(line, WorkerId(args.worker), args.timeout_s, _note)
-        found = drain_if_agreed(line, before, args, "restart", _note)
+        found = drain_if_agreed(line, before, args, "restart", _note, follows=True)
+        if found.outcome == "unknown":  # it has gone before, as after a drain that took longer than the last try
+            found = DrainOutcome(args.worker, "gone", found.seconds)
         if found.status == 0:
             restart_orders.order(args.keys, args.worker)
             _note(f"{args.worker} has drained, and is started again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import functools
 import itertools
 import os
@@ -28,8 +29,8 @@ from kvbaton.local_cluster.vllm_cluster import VllmPlan
 from kvbaton.local_cluster.vllm_engine import ServerOptions
 from kvbaton.processes.free_ports import free_ports
 from kvbaton.processes.open_files import raise_file_limit
-from kvbaton.processes.operator_control import told_to_stop
-from kvbaton.processes.operator_errors import CommandError
+from kvbaton.processes.operator_control import told_to_stop, unless_stopped
+from kvbaton.processes.operator_errors import CommandError, StoppedError
 from kvbaton.router.processes.router_parent import PROCESSES_MAX
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.security.sealing import ENCRYPT
@@ -301,8 +302,11 @@ async def _watch(cluster: Cluster, stop: asyncio.Event) -> None:
             death = asyncio.create_task(cluster.deaths.get())
             await asyncio.wait((stopped, death), timeout=ORDERS_S, return_when=asyncio.FIRST_COMPLETED)
             for name in restart_orders.take(cluster.directory):
+                if stop.is_set():  # `restart` ends what is left of the worker, with its requests
+                    break
                 _note(f"starting {name} again, as ordered")
-                await cluster.restart(name)
+                with contextlib.suppress(StoppedError):
+                    await unless_stopped(cluster.restart(name), stop)
             if death.done():
                 child = death.result()
                 _note(f"worker {child.name} {child.how_it_ended()}; to start it again: {child.command}")

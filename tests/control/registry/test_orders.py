@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from kvbaton.control.addressing import ControlError
-from kvbaton.control.registry import MemberState, OperatorLine
+from kvbaton.control.registry import MemberState, OperatorLine, RegistryServer
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.registry_server import DISCARDS_MAX
 from kvbaton.protocol.ids import Incarnation, WorkerId
@@ -44,6 +46,13 @@ def draining(town: Town) -> dict[str, bool]:
 def orders(post: Post) -> list[m.DrainWorker]:
     heard = [m.decode_from_registry(frame) for _, frame in post.inbox]
     return [each for each in heard if isinstance(each, m.DrainWorker)]
+
+
+def as_the_release_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registry takes a look for a question about a drain."""
+    genuine = RegistryServer._on_drain
+    blind = lambda server, operator, message: genuine(server, operator, replace(message, look=False))  # noqa: E731
+    monkeypatch.setattr(RegistryServer, "_on_drain", blind)
 
 
 class TestDrain:
@@ -90,6 +99,37 @@ class TestDrain:
         assert said is not None
         assert (said.worker, said.state, said.workers) == ("p9", "unknown", ("d0", "p0"))
         assert "restarted" in said.held, "it may yet come back"
+
+    def test_a_look_drains_nobody_also_where_the_registry_knows_no_look(
+        self, town: Town, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        listed(town)
+        said = line(town).look(P0, DEADLINE_S)
+        assert said is not None and (said.state, said.role) == ("ready", "both")
+        as_the_release_before(monkeypatch)
+        said = line(town).look(P0, DEADLINE_S)
+        assert said is not None and (said.role, said.state) == ("", "gone")
+        assert draining(town) == {"p0": False}
+
+    @pytest.mark.parametrize("knows_looks", [True, False])
+    def test_a_late_answer_to_a_look_is_none_to_a_drain(
+        self, knows_looks: bool, town: Town, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        listed(town, life=11)
+        if not knows_looks:
+            as_the_release_before(monkeypatch)
+        genuine = RegistryServer._on_drain
+        late: list[m.DrainState] = []
+
+        def twice(server: RegistryServer, operator: WorkerId, message: m.DrainWorker) -> list[Any]:
+            said = genuine(server, operator, message)
+            late.extend([said[0][1]] if message.look else [])  # type: ignore[list-item]
+            return said if message.look else [(operator, each) for each in late] + said
+
+        monkeypatch.setattr(RegistryServer, "_on_drain", twice)
+        asking = line(town)
+        assert asking.look(P0, DEADLINE_S) is not None
+        assert asking.drain(P0, 0, DEADLINE_S) == m.DrainState(P0, "draining", 11)
 
     def test_no_worker_can_have_another_drained(self, town: Town) -> None:
         listed(town)

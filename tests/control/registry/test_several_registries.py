@@ -104,6 +104,20 @@ def listed(readers: RegistryReaders) -> dict[str, int]:
     return {entry.worker: entry.registration.incarnation for entry in readers.workers()}
 
 
+def test_of_two_registries_the_one_that_knows_looks_says_how_a_worker_stands(country: Country) -> None:
+    old = country.servers[NAMES[0]]
+    genuine = old._on_drain
+    blind = lambda operator, message: genuine(operator, msgspec.structs.replace(message, look=False))  # noqa: E731
+    old._on_drain = blind  # type: ignore[method-assign]
+    p0 = country.member("p0", 5)
+    until(lambda: all(server.workers() for server in country.servers.values()))
+    with OperatorLine(RINGS["operator"], country.places()) as line:
+        until(lambda: (said := line.look(WorkerId("p0"), 5.0)) is not None and (said.state, said.held) == ("ready", ""))
+        said = line.look(WorkerId("p9"), 5.0)
+        assert said is not None and (said.state, said.workers) == ("unknown", ("p0",))
+    assert not p0.drains and not any(entry.draining for entry in old.workers())
+
+
 def test_members_and_routers_outlive_every_registry_and_meet_newcomers_when_one_is_back(country: Country) -> None:
     a, b = NAMES
     p0, d0 = country.member("p0", 1), country.member("d0", 2)

@@ -25,6 +25,8 @@ REPEAT_S = 1.0  # a question may be lost, and asking twice is asking once
 SILENT_S = 0.3  # for which one that did not answer the last question is waited for
 SLICE_S = 0.02
 LIMITS = ControlLimits(frames_queued_max=16)
+NO_LIFE = Incarnation((1 << 63) - 1)
+"""Named in a look, and signed like an order: a registry of the release before, which knows no look, orders nothing."""
 _STATES = ("ready", "draining", "idle", "gone", "unknown")
 """Of several answers the first of these counts: a worker is there as long as one registry says so. Of looks that say
 the same, the one that knows most."""
@@ -90,6 +92,8 @@ class OperatorLine:
         for line in self._lines:
             line.silent = line.said is None
         said = [line.said for line in self._lines if line.said is not None]
+        if look:
+            said = [each for each in said if each.role or each.state == "unknown"] or said
         return min(said, key=_rank) if said else None
 
     def _close(self) -> None:
@@ -121,6 +125,7 @@ class _RegistryLine:
         self.control.set_directory({self._registry: (address, "")})  # under whichever key it has
 
     def begin(self, worker: WorkerId, incarnation: int, *, look: bool = False) -> None:
+        incarnation = NO_LIFE if look else incarnation
         order = drain_order(self._keyring, worker, Incarnation(incarnation)) if incarnation else None
         self.said, self._question, self._ask_at = None, m.DrainWorker(worker, incarnation, order, look), -REPEAT_S
 
@@ -140,5 +145,7 @@ class _RegistryLine:
         if isinstance(said, m.RegistryRefused):
             raise ControlError(f"the registry refused: {said.detail}")
         question = self._question
-        if said.worker == question.worker and question.incarnation in (0, said.incarnation):
+        is_of_look = bool(said.role) or said.incarnation == NO_LIFE  # and may come late
+        is_asked = not is_of_look and question.incarnation in (0, said.incarnation)
+        if said.worker == question.worker and (question.look or is_asked):
             self.said = said
