@@ -7,6 +7,7 @@ an entry. A member that lies excuses what it is a party to. And no time-out come
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -358,11 +359,11 @@ def can_talk(one: Character, other: Character) -> bool:
 
 
 def _lasts_s(source: Life, handoff: HandoffId, now: float) -> float:
-    """For how long P keeps this handoff's lease from now on, or from when it begins it."""
+    """For how long P keeps this handoff's lease from now on, or from when it begins or renews it."""
     ledger = source.node.ledger
     lease = ledger.producer.by_handoff.get(handoff)
     until = ledger.desk.timers._at.get(("lease", lease.id)) if lease is not None else None
-    return source.character.settings.lease_s if until is None else until - now
+    return min(source.character.settings.lease_s, math.inf if until is None else until - now)
 
 
 def is_full(life: Life) -> bool:
