@@ -22,6 +22,8 @@ REQUEST_S = 60.0
 QUICK = ("--decode", "2", "--claim-timeout", "4")
 TRIES = 8
 """D gives up half-way to the time when a P that is silent leaves the list."""
+STRICT = ("--fallback", "strict")
+"""Else D answers alone for a P that was evicted, and its handoff has not failed."""
 
 
 @dataclass
@@ -33,7 +35,7 @@ class Traced:
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
     where = tmp_path_factory.mktemp("traced")
-    with collecting() as collector, up(where, "--otlp-endpoint", collector.url, *QUICK) as cluster:
+    with collecting() as collector, up(where, *STRICT, "--otlp-endpoint", collector.url, *QUICK) as cluster:
         yield Traced(cluster, collector)
 
 
