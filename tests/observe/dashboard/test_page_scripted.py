@@ -255,6 +255,12 @@ def test_the_focus_stays_on_a_failure_while_newer_ones_come(browser: Browser) ->
         assert page.evaluate("document.activeElement.dataset.find") == "h1"
         order = page.locator("#failures button").evaluate_all("each => each.map((one) => one.dataset.find)")
         assert order == ["new", "h0", "h1"]
+        told = msgspec.structs.replace(
+            shown[2], at=shown[2].at - 0.5, reason="peer_gone", detail="D heard of it before"
+        )
+        shown[2] = told
+        expect(page.locator('#failures button[data-find="h1"]')).to_have_attribute("data-reason", "peer_gone")
+        assert page.evaluate("document.activeElement.dataset.find") == "h1", "another side has told of it"
 
 
 def test_the_theme_that_was_chosen_is_remembered(browser: Browser) -> None:

@@ -26,7 +26,9 @@ export class Failures {
   }
 
   update(state) {
-    this.rows.update(state.failures, (failure) => `${failure.find} ${failure.at}`, (row, failure) => {
+    const seen = new Map(); // not by time, which is another one when the next side has told: the row would lose the focus
+    const nth = (find) => seen.set(find, (seen.get(find) ?? 0) + 1).get(find);
+    this.rows.update(state.failures, (failure) => `${failure.find} ${nth(failure.find)}`, (row, failure) => {
       setText(row.reason, words(failure.reason));
       setText(row.when, ago(failure.ago_s));
       const path = failure.source || failure.target ? `${failure.source || "–"} → ${failure.target || "–"}` : "";
