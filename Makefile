@@ -52,7 +52,7 @@ demo: $(VENV)/.serve ## set up, run a cluster and compare every answer with an a
 	@echo "            $(BIN)/kvbaton sim --seeds 0..199      200 simulated clusters under faults"
 	@echo "            make test                          every claim of this project, checked"
 
-# Everything that is claimed: under twenty minutes on two cores. vLLM is installed the first time, while the rest runs.
+# Everything that is claimed: about half an hour on two cores. vLLM is installed the first time, while the rest runs.
 # What only computes, in simulated time or none, is one job of low priority that takes what real processes with real
 # time-outs leave of the machine: these it must never starve. Its output comes at the end, or half-way when it failed;
 # whatever fails has the last word.
