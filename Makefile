@@ -310,7 +310,7 @@ vllm-matrix: $(VLLM_VENV)/.ready ## every supported vLLM with its neighbours
 GPU_PYTHON ?= $(PYTHON)
 GPU_TEST ?=
 gpu-test: ## on a machine with an NVIDIA GPU and vLLM
-	PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON) -m kvbaton.proof.gpu_test $(GPU_TEST)
+	PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON) -m kvbaton_proof.gpu_test $(GPU_TEST)
 
 # The peer that benchmarks compare with: vLLM's own NIXL connector, and the router that goes with it.
 vllm-nixl: $(VLLM_VENV)/.nixl

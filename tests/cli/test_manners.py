@@ -155,10 +155,10 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     def fail(_: Any) -> int:
         raise found[0]
 
-    module: Any = types.ModuleType("kvbaton.cli.bench")
+    module: Any = types.ModuleType("kvbaton_proof.cli.bench")
     module.add_arguments = lambda _: None
     module.run = fail
-    monkeypatch.setitem(sys.modules, "kvbaton.cli.bench", module)
+    monkeypatch.setitem(sys.modules, "kvbaton_proof.cli.bench", module)
     return found
 
 

@@ -27,9 +27,9 @@ QUALIFIED = {
 TRUE_KEYWORDS = {"allow_pickle", "shell"}
 
 OWN_BYTES_ONLY = {
-    "proof/conformance/conformance_watching.py": {"pickle", "loads", "dumps"},
-    "proof/sim/mutants/mutants_liars.py": {"compile"},
-    "proof/sim/mutants/mutating.py": {"compile"},
+    "kvbaton_proof/conformance/conformance_watching.py": {"pickle", "loads", "dumps"},
+    "kvbaton_proof/sim/mutants/mutants_liars.py": {"compile"},
+    "kvbaton_proof/sim/mutants/mutating.py": {"compile"},
 }
 """Tools for developers, which no server imports: one does to its own objects what vLLM does between its own processes,
 one compiles this package's own source with a change in it."""
@@ -88,11 +88,11 @@ def test_no_server_imports_the_tool_that_pickles_its_own_objects() -> None:
     users = {
         str(path.relative_to(SOURCE))
         for path in SOURCE.rglob("*.py")
-        if any(name.startswith("kvbaton.proof.conformance") for name in imports(path))
+        if any(name.startswith("kvbaton_proof.conformance") for name in imports(path))
     }
-    assert {name for name in users if not name.startswith("proof/conformance/")} <= {
+    assert {name for name in users if not name.startswith("kvbaton_proof/conformance/")} <= {
         "cli/conformance.py",
-        "proof/bench/vllm/vllm_waiting.py",  # drives the same lab; no server
+        "kvbaton_proof/bench/vllm/vllm_waiting.py",  # drives the same lab; no server
     }
 
 
@@ -100,9 +100,9 @@ def test_no_server_imports_what_compiles_mutants() -> None:
     users = {
         str(path.relative_to(SOURCE))
         for path in SOURCE.rglob("*.py")
-        if any(name.startswith("kvbaton.proof.sim") for name in imports(path))
+        if any(name.startswith("kvbaton_proof.sim") for name in imports(path))
     }
-    assert {name for name in users if not name.startswith("proof/sim/")} == {"cli/sim.py", "cli/sim_reports.py"}
+    assert {name for name in users if not name.startswith("kvbaton_proof/sim/")} == {"cli/sim.py", "cli/sim_reports.py"}
 
 
 @pytest.mark.parametrize(
