@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from kvbaton.cli.bench_vllm import VllmBenchPlan
 from kvbaton.local_cluster.vllm_engine import ServerOptions
 from kvbaton.processes.child_process import Program
 from kvbaton.proof.bench.vllm import vllm_targets
+from kvbaton.proof.bench.vllm.vllm_levels import VllmBenchPlan
 from kvbaton.proof.bench.vllm.vllm_rows import Level
 from kvbaton.proof.bench.vllm.vllm_targets import TARGETS, Setup
 
