@@ -11,9 +11,9 @@ import pytest
 from kvbaton.local_cluster.vllm_engine import ServerOptions
 from kvbaton.processes.child_process import Program
 from kvbaton_proof.bench.vllm import vllm_targets
+from kvbaton_proof.bench.vllm.vllm_levels import VllmBenchPlan
 from kvbaton_proof.bench.vllm.vllm_rows import Level
 from kvbaton_proof.bench.vllm.vllm_targets import TARGETS, Setup
-from kvbaton_proof.cli.bench_vllm import VllmBenchPlan
 
 SETUP = Setup(server=ServerOptions(python="py", model="/m", served_name="tiny"), prefix_caching=False)
 

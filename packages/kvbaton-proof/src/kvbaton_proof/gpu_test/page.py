@@ -5,7 +5,7 @@ Law: what was missed and what was not run stands first, in the same words as wha
 
 from __future__ import annotations
 
-from kvbaton_proof.bench.kit.text_tables import markdown
+from kvbaton_proof.bench.kit.lab_pages import markdown
 from kvbaton_proof.gpu_test.gpu_plan import ABOUT
 from kvbaton_proof.gpu_test.gpu_record import Part, Record, Table
 
