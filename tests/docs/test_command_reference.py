@@ -58,7 +58,7 @@ def test_every_key_of_the_connector_and_every_variable_of_the_product_has_its_ro
     for field in msgspec.structs.fields(ConnectorSettings):
         assert f"| `{field.name}` |" in reference and f"| `{field.name}` |" in every
     assert f"| `{layers.variable_of('worker', 'http_access')}` |".split()[1] in every
-    product = [path for path in (ROOT / "src" / "kvbaton").rglob("*.py")]
+    product = list((ROOT / "src" / "kvbaton").rglob("*.py"))
     named = set(re.findall(r"\"(KVBATON_[A-Z_]+[A-Z])\"", "".join(path.read_text() for path in product)))
     assert {"KVBATON_JOIN_TOKEN", "KVBATON_API_KEY"} <= named
     internal = {"KVBATON_ENDS_WITH"}  # from a parent to its own child
