@@ -1,0 +1,1 @@
+"""`kvbaton.proof.rig`: its logic, without a vLLM."""
