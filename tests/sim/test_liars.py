@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from kvbaton.proof.lies.lie_fields import KINDS, Fields, Seen, all_places, kind_of, shape_of
 from kvbaton.proof.sim.hardship.world_plan import FAULTY_S, _honest, draw
-from kvbaton.proof.sim.liars.liar_fields import KINDS, Fields, Seen, all_places, kind_of, shape_of
 from kvbaton.proof.sim.liars.liar_plan import LIARS, SHARE
 from kvbaton.proof.sim.liars.sim_liar import role_in, temper_of
 from kvbaton.proof.sim.mutants.mutants_liars import LIAR_MUTANTS, edited

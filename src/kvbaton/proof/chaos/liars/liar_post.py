@@ -25,6 +25,7 @@ from kvbaton.engines.embedded.kv_layout import compat_key, engine_layout
 from kvbaton.engines.embedded.kv_memory import KvGeometry
 from kvbaton.proof.chaos.liars.liar_reach import ANSWER_S, BUFFER_BYTES, Reach
 from kvbaton.proof.chaos.liars.lies import Count, Guise
+from kvbaton.proof.lies.lie_fields import Fields, Seen
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, rank_peer
@@ -94,6 +95,7 @@ class Post:
         self.control.set_directory(
             {WorkerId(name): (each.control, "") for name, each in errand.members.items() if name != errand.name}
         )
+        self.fields = Fields(self.rng, Seen())
         self.count = Count()  # of the lie that is being told
         self.manner: Manner = self.refuse
         self.registration: registry.Registration | None = None

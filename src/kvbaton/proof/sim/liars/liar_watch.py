@@ -22,10 +22,10 @@ from functools import partial
 from itertools import product
 from typing import Any
 
+from kvbaton.proof.lies.lie_fields import Place
 from kvbaton.proof.sim.checks.cards import absurdity
 from kvbaton.proof.sim.checks.witness import Witness
 from kvbaton.proof.sim.liars.liar_acts import Mischief
-from kvbaton.proof.sim.liars.liar_fields import Place
 from kvbaton.proof.sim.liars.liar_listener import Listener
 from kvbaton.proof.sim.liars.sim_liar import Liar, role_in
 from kvbaton.proof.sim.promises import HANG, LEAK, RULE, STRANGER, WRONG, Broken

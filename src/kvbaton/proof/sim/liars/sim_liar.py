@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.proof.sim.liars.liar_fields import KINDS, Fields, Place, Seen, all_places, kind_of
+from kvbaton.proof.lies.lie_fields import KINDS, Fields, Place, Seen, all_places, kind_of
 from kvbaton.proof.sim.world.life import Life
 from kvbaton.proof.sim.world.sim_network import SimControl
 from kvbaton.proof.sim.world.touches import TICKET_KEY
