@@ -21,9 +21,8 @@ from kvbaton.proof.chaos.chaos_plan import Plan
 from kvbaton.proof.chaos.fleet import Fleet, FleetError
 from kvbaton.proof.chaos.judged_request import Found, Prompt, Way, ask, judged
 from kvbaton.proof.chaos.members import Ports, Spec, Surroundings
-from kvbaton.proof.chaos.outcome import Outcome, Row
-from kvbaton.proof.chaos.resources import Usage, is_there, usage
-from kvbaton.proof.chaos.seen import AtRest, Finds, Sample, Seen, seen
+from kvbaton.proof.chaos.outcome import AtRest, Finds, Outcome, Row, Sample, Seen, seen
+from kvbaton.proof.chaos.rest_oracle import Usage, is_there, usage
 
 PROMPT = Prompt("hello", "abcd", 4)
 QUIET: Mapping[str, Any] = {

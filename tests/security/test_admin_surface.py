@@ -12,7 +12,7 @@ import pytest
 
 from kvbaton.api.api_errors import ApiError
 from kvbaton.engines.embedded.http_worker import worker_app
-from kvbaton.proof.chaos.strangers_visits import ADMIN
+from kvbaton.proof.chaos.strangers import ADMIN
 from kvbaton.router.app import router_app
 from kvbaton.router.dashboard_page import live_page
 from kvbaton.router.route_table import ROUTES, Treatment

@@ -95,7 +95,6 @@ class Post:
         self.control.set_directory(
             {WorkerId(name): (each.control, "") for name, each in errand.members.items() if name != errand.name}
         )
-        self.fields = Fields(self.rng, Seen())
         self.count = Count()  # of the lie that is being told
         self.manner: Manner = self.refuse
         self.registration: registry.Registration | None = None
@@ -127,6 +126,11 @@ class Post:
         self.control.close()
 
     # --- saying
+
+    @property
+    def fields(self) -> Fields:
+        """What makes lies of messages."""
+        return Fields(self.rng, Seen())
 
     def say(
         self, to: str, body: bytes, *, session: int = 0, life: int | None = None, name: str = "", paced: bool = True

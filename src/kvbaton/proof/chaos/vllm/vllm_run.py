@@ -20,7 +20,7 @@ import msgspec
 from kvbaton.engines.vllm import launching
 from kvbaton.proof.chaos.chaos_plan import Plan, Step
 from kvbaton.proof.chaos.outcome import Member, Outcome, Row
-from kvbaton.proof.chaos.resources import usage
+from kvbaton.proof.chaos.rest_oracle import usage
 from kvbaton.proof.chaos.vllm import vllm_pair
 from kvbaton.proof.chaos.vllm.vllm_judge import examined, row_of
 from kvbaton.proof.chaos.vllm.vllm_pair import Pair
