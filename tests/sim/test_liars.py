@@ -17,8 +17,8 @@ from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.privileges import may_say
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import decode, encode
+from kvbaton_proof.lies.lie_fields import KINDS, Fields, Seen, all_places, kind_of, shape_of
 from kvbaton_proof.sim.hardship.world_plan import FAULTY_S, _honest, draw
-from kvbaton_proof.sim.liars.liar_fields import KINDS, Fields, Seen, all_places, kind_of, shape_of
 from kvbaton_proof.sim.liars.liar_plan import LIARS, SHARE
 from kvbaton_proof.sim.liars.sim_liar import role_in, temper_of
 from kvbaton_proof.sim.mutants.mutants_liars import LIAR_MUTANTS, edited

@@ -33,10 +33,10 @@ from kvbaton.protocol.wire.codec import FoldedWelcome, read
 from kvbaton.protocol.wire.messages import HelloRefused, Renew
 from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX
 from kvbaton.transports.core.transport import Loan
+from kvbaton_proof.lies.lie_fields import Place
 from kvbaton_proof.sim.checks.cards import absurdity
 from kvbaton_proof.sim.checks.witness import Witness
 from kvbaton_proof.sim.liars.liar_acts import Mischief
-from kvbaton_proof.sim.liars.liar_fields import Place
 from kvbaton_proof.sim.liars.liar_listener import Listener
 from kvbaton_proof.sim.liars.sim_liar import Liar, role_in
 from kvbaton_proof.sim.promises import HANG, LEAK, RULE, STRANGER, WRONG, Broken

@@ -1,18 +1,21 @@
-"""Results in the JSON: verdicts, tables and notes, by part.
+"""Results in the JSON: verdicts, tables and notes, by part; and as Markdown, in the form of the pages of docs/lab.
 
 Laws: a part that is run again replaces what it had found; parts of other calls stay. The file is whole at any time
-(written beside and renamed), and a file of another plan or device is not added to.
+(written beside and renamed), and a file of another plan or device is not added to. The page is pure: the same record
+gives the same page, and what was missed and what was not run stands first, in the same words as what holds.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from kvbaton_proof.bench.kit.text_tables import markdown
 
 FILE = "gpu-test.json"
 FORMAT = 1
@@ -153,3 +156,52 @@ def _earlier(path: Path, plan: str, device: str) -> Record | None:
     except ValueError:
         return None
     return found if (found.format, found.plan, found.device) == (FORMAT, plan, device) else None
+
+
+def drawn(record: Record, about: Mapping[str, str]) -> str:
+    """The whole page; `about` says what each part shows."""
+    machine = ", ".join(f"{name} {what}" for name, what in record.machine.items())
+    lines = [f"# {record.date}: kvbaton under vLLM, {record.plan} plan", ""]
+    if record.device != "cuda":
+        lines += ["**A rehearsal on a CPU: what is timed here says nothing of a GPU.**", ""]
+    lines += [f"{machine}.", "", "<!-- run: needs=gpu -->", "```console"]
+    lines += [*(f"$ {command}" for command in record.commands), "```", "", "## Verdicts", ""]
+    lines += [_verdicts(record), ""]
+    for part in record.parts.values():
+        lines += _part(part, about)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _verdicts(record: Record) -> str:
+    rows: list[list[str]] = []
+    for part in record.parts.values():
+        for each in sorted(part.verdicts, key=lambda each: each.ok):
+            word = ("holds" if each.ok else "**missed**") if each.judged else "told, not judged"
+            rows.append([f"`{part.name}`", each.name, each.reached, each.bound, word])
+        if not part.ended:
+            rows.append([f"`{part.name}`", "ended", "no: it was ended from outside or failed", "yes", "**missed**"])
+    rows.sort(key=lambda row: row[-1] != "**missed**")
+    return markdown(["part", "what", "reached", "bound", ""], rows)
+
+
+def _part(part: Part, about: Mapping[str, str]) -> list[str]:
+    lines = [
+        f"## {part.name}",
+        "",
+        f"{about.get(part.name, part.name)} Took {part.seconds:.0f} s, the start of servers included.",
+        "",
+    ]
+    for table in part.tables:
+        lines += _table(table)
+    for note in part.notes:
+        head, *rest = note.splitlines()
+        lines.append(f"- {head}")
+        lines += [f"  {line}" for line in rest]
+    lines += [""] if part.notes else []
+    if part.commands:
+        lines += ["<!-- run: needs=gpu -->", "```console", *(f"$ {line}" for line in part.commands), "```", ""]
+    return lines
+
+
+def _table(table: Table) -> list[str]:
+    return [f"**{table.title}**", "", markdown(table.head, table.rows), ""]

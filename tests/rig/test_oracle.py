@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from kvbaton_proof.chaos.vllm.vllm_client import NOT_FOR_D, Tally, Told, ask
-from kvbaton_proof.gpu_test import gpu_answers, gpu_faults, gpu_oracle
-from kvbaton_proof.gpu_test.gpu_oracle import MARGIN, Right
-from kvbaton_proof.gpu_test.gpu_record import Book
+from kvbaton_proof.gpu_test import gpu_answers, gpu_faults
 from kvbaton_proof.gpu_test.sizes import CPU
-from tests.gpu_test.test_measuring import serving
+from kvbaton_proof.rig import oracle
+from kvbaton_proof.rig.client import NOT_FOR_D, Answer, Tally, ask
+from kvbaton_proof.rig.oracle import MARGIN, Right
+from kvbaton_proof.rig.record import Book
+from tests.rig.test_client import serving
 
 SURE, NEAR = MARGIN * 2, MARGIN / 2
 PROMPT = [1, 2, 3, 4, 5, 6]
@@ -46,17 +47,17 @@ def test_an_answer_is_trusted_up_to_the_first_near_tie() -> None:
 
 def test_what_differs_before_a_near_tie_is_wrong_and_what_differs_after_is_not() -> None:
     tally, known = Tally(), right(SURE, SURE, NEAR, SURE)
-    assert tally.count(Told(tokens=("a", "b", "x", "y")), known.sure)
-    assert not tally.count(Told(tokens=("a", "x", "c", "d")), known.sure)
-    assert not tally.count(Told(tokens=("a",)), known.sure), "an answer that ends too early is wrong"
+    assert tally.count(Answer(tokens=("a", "b", "x", "y")), known.sure)
+    assert not tally.count(Answer(tokens=("a", "x", "c", "d")), known.sure)
+    assert not tally.count(Answer(tokens=("a",)), known.sure), "an answer that ends too early is wrong"
     assert (tally.right, tally.wrong) == (1, 2)
 
 
 def test_gaps_and_where_a_prompt_came_from_are_read() -> None:
-    async def main() -> tuple[Told, list[Right | str]]:
+    async def main() -> tuple[Answer, list[Right | str]]:
         async with serving(answering) as (session, url):
             told = await ask(session, url, [1, 7, 8], deadline_s=20, request_id="one")
-            return told, await gpu_oracle.learned(session, url, [[1, 2], [1, 7, 8]], 2)
+            return told, await oracle.learned(session, url, [[1, 2], [1, 7, 8]], 2)
 
     told, found = asyncio.run(main())
     assert (told.cached, told.request_id, told.gaps) == (5, "one", ())
@@ -73,31 +74,31 @@ class TestChosen:
             right(*[SURE] * 6),
             "late",
         ]
-        assert gpu_oracle.chosen(found, 4) == [1, 3, 0, 2]
+        assert oracle.chosen(found, 4) == [1, 3, 0, 2]
 
     def test_what_is_soon_a_tie_is_never_asked_and_others_are_asked_twice(self) -> None:
-        assert gpu_oracle.chosen([right(SURE, NEAR, SURE, SURE, SURE), right(*[SURE] * 6)], 3) == [1, 1, 1]
+        assert oracle.chosen([right(SURE, NEAR, SURE, SURE, SURE), right(*[SURE] * 6)], 3) == [1, 1, 1]
 
     def test_where_nothing_is_sure_there_is_no_oracle(self) -> None:
         with pytest.raises(ValueError, match="none of 2 prompts"):
-            gpu_oracle.chosen([right(NEAR), "status 500"], 1)
+            oracle.chosen([right(NEAR), "status 500"], 1)
 
 
 def test_of_a_wrong_answer_it_is_kept_where_it_differs_and_how_sure_that_was(tmp_path: Path) -> None:
-    told = Told(tokens=("a", "b", "x", "d"), cached=4, request_id="chaos-9")
-    found = gpu_oracle.doubted("kvbaton", "abort", 3, PROMPT, told, right(SURE, SURE, 0.5, SURE))
+    told = Answer(tokens=("a", "b", "x", "d"), cached=4, request_id="chaos-9")
+    found = oracle.doubted("kvbaton", "abort", 3, PROMPT, told, right(SURE, SURE, 0.5, SURE))
     assert (found.at, found.got, found.expected, found.gap) == (2, "x", "c", 0.5)
     page = Book(tmp_path, "standard", "cuda", {}, "").begin("faults")
-    doubts = gpu_oracle.Doubts("kvbaton", None, "", [found], more=2)  # type: ignore[arg-type]
-    gpu_oracle.keep(page, doubts)
-    gpu_oracle.tell(page, [doubts])
+    doubts = oracle.Doubts("kvbaton", None, "", [found], more=2)  # type: ignore[arg-type]
+    oracle.keep(page, doubts)
+    oracle.tell(page, [doubts])
     row = page.part.tables[0].rows[0]
-    assert len(row) == len(gpu_oracle.HEAD) and "4 of 6 tokens not computed by D" in row and "chaos-9" in row
+    assert len(row) == len(oracle.HEAD) and "4 of 6 tokens not computed by D" in row and "chaos-9" in row
     assert page.part.figures["kvbaton: wrong answers"][0]["gap"] == 0.5 and "2 more" in page.part.notes[0]
 
 
 def test_an_answer_that_ends_too_early_differs_at_its_end() -> None:
-    found = gpu_oracle.doubted("kvbaton", "abort", 0, PROMPT, Told(tokens=("a",)), right(SURE, SURE))
+    found = oracle.doubted("kvbaton", "abort", 0, PROMPT, Answer(tokens=("a",)), right(SURE, SURE))
     assert (found.at, found.got, found.expected) == (1, "(none)", "b")
 
 
@@ -117,8 +118,8 @@ def test_the_second_opinion_is_asked_among_others() -> None:
     async def main() -> list[str]:
         others = [[3, 4], [5, 6]]
         async with serving(crowded) as (session, url):
-            same = await gpu_oracle.again(session, url, [1, 2], Right(("1", "2"), (SURE, SURE)), others, 2)
-            other = await gpu_oracle.again(session, url, [1, 2], Right(("1", "3"), (SURE, SURE)), others, 2)
+            same = await oracle.again(session, url, [1, 2], Right(("1", "2"), (SURE, SURE)), others, 2)
+            other = await oracle.again(session, url, [1, 2], Right(("1", "3"), (SURE, SURE)), others, 2)
         return [same, other]
 
     same, other = asyncio.run(asyncio.wait_for(main(), 60))
@@ -127,18 +128,18 @@ def test_the_second_opinion_is_asked_among_others() -> None:
 
 
 def test_wrong_answers_of_a_pair_are_looked_into_and_not_more_than_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_oracle, "DOUBTS_MAX", 2)
+    monkeypatch.setattr(oracle, "DOUBTS_MAX", 2)
 
     async def main() -> gpu_faults.WatchedPair:
         async with serving(answering) as (session, url):
             known = Right(tuple(map(str, PROMPT)), (SURE,) * 6)
             pair = gpu_faults.WatchedPair(
                 "kvbaton", Path(), {}, session, [PROMPT, [9]], [known.sure], [], lambda text: None, rights=[known],
-                doubts=gpu_oracle.Doubts("kvbaton", session, url), during="abort",
+                doubts=oracle.Doubts("kvbaton", session, url), during="abort",
             )  # fmt: skip
             for _ in range(3):
-                assert not pair.count(Tally(), Told(tokens=("x",)), 0)
-            assert not pair.count(Tally(), Told(error="status 500"), 0), "an error is no wrong answer"
+                assert not pair.count(Tally(), Answer(tokens=("x",)), 0)
+            assert not pair.count(Tally(), Answer(error="status 500"), 0), "an error is no wrong answer"
             await pair.looked_into()
         return pair
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 import aiohttp
 import msgspec
 
-from kvbaton_proof.chaos.vllm.vllm_client import TOKENS, Prompt, Told, ask
-from kvbaton_proof.gpu_test.gpu_record import Page
+from kvbaton_proof.rig.client import TOKENS, Answer, Prompt, ask
+from kvbaton_proof.rig.record import Page
 
 MARGIN = 0.02  # nats
 SURE_MIN = 4  # tokens
@@ -76,13 +76,13 @@ class Doubt(msgspec.Struct, kw_only=True):
         )  # fmt: skip
 
 
-def doubted(who: str, during: str, number: int, prompt: Prompt, told: Told, right: Right) -> Doubt:
+def doubted(who: str, during: str, number: int, prompt: Prompt, answer: Answer, right: Right) -> Doubt:
     """What is known of a wrong answer at once; pure."""
-    at = _first_difference(told.tokens, right.tokens)
+    at = _first_difference(answer.tokens, right.tokens)
     return Doubt(
-        who=who, during=during, prompt=number, tokens=len(prompt), request_id=told.request_id, at=at,
-        got=_at(told.tokens, at), expected=_at(right.tokens, at), gap=right.gaps[at] if at < len(right.gaps) else None,
-        cached=told.cached, answer=told.tokens,
+        who=who, during=during, prompt=number, tokens=len(prompt), request_id=answer.request_id, at=at,
+        got=_at(answer.tokens, at), expected=_at(right.tokens, at),
+        gap=right.gaps[at] if at < len(right.gaps) else None, cached=answer.cached, answer=answer.tokens,
     )  # fmt: skip
 
 
@@ -102,14 +102,15 @@ async def learned(
     at_once: int,
     tokens: int = TOKENS,
     margin: float = MARGIN,
+    deadline_s: float = LEARN_S,
 ) -> list[Right | str]:
     """One engine's answers; a text in place of one that did not come."""
     room = asyncio.Semaphore(at_once)
 
     async def one(prompt: Prompt) -> Right | str:
         async with room:
-            told = await ask(session, url, prompt, deadline_s=LEARN_S, tokens=tokens, likely=2)
-        return told.error or Right(told.tokens, told.gaps, margin)
+            answer = await ask(session, url, prompt, deadline_s=deadline_s, tokens=tokens, likely=2)
+        return answer.error or Right(answer.tokens, answer.gaps, margin)
 
     return await asyncio.gather(*map(one, prompts))
 
@@ -136,16 +137,16 @@ async def again(
 ) -> str:
     """A second opinion of the engine that said what is right, while it answers others; in words."""
     asked = [prompt, *others]
-    told, *_ = await asyncio.gather(
+    answer, *_ = await asyncio.gather(
         *(ask(session, url, each, deadline_s=AGAIN_S, tokens=tokens, likely=2) for each in asked)
     )
     crowd = f"among {len(asked)} at once"
-    if told.error:
-        return f"{told.error}, {crowd}"
-    if told.tokens == right.tokens:
+    if answer.error:
+        return f"{answer.error}, {crowd}"
+    if answer.tokens == right.tokens:
         return f"as before, {crowd}"
-    at = _first_difference(told.tokens, right.tokens)
-    return f"another answer too, from token {at} (`{_at(told.tokens, at)}`), {crowd}"
+    at = _first_difference(answer.tokens, right.tokens)
+    return f"another answer too, from token {at} (`{_at(answer.tokens, at)}`), {crowd}"
 
 
 @dataclass(slots=True)
@@ -159,12 +160,19 @@ class Doubts:
     more: int = 0  # that were not looked into
 
     async def look_into(
-        self, during: str, number: int, prompt: Prompt, told: Told, right: Right, others: Sequence[Prompt], tokens: int
+        self,
+        during: str,
+        number: int,
+        prompt: Prompt,
+        answer: Answer,
+        right: Right,
+        others: Sequence[Prompt],
+        tokens: int,
     ) -> None:
         if len(self.found) >= DOUBTS_MAX:
             self.more += 1
             return
-        doubt = doubted(self.who, during, number, prompt, told, right)
+        doubt = doubted(self.who, during, number, prompt, answer, right)
         self.found.append(doubt)
         doubt.again = await again(self.session, self.alone_url, prompt, right, others, tokens)
 

@@ -1,4 +1,4 @@
-"""Holding a worker at a named moment: the conductor's hand, the worker's line to it, and copies made by half."""
+"""Holding a worker at a named moment: the conductor's end, the worker's end, and copies made by half."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId
 from kvbaton.protocol.wire.codec import encode
 from kvbaton.protocol.wire.messages import Commit
+from kvbaton_proof.chaos.breakpoints import BreakpointServer
 from kvbaton_proof.chaos.fault_catalogue import Moment
-from kvbaton_proof.chaos.moments import Hand, Reached
-from kvbaton_proof.chaos.worker_main import HalvedTransport, Held, half, hold_messages, put_clock_off
+from kvbaton_proof.chaos.worker_main import BreakpointClient, HalvedTransport, half, hold_messages, put_clock_off
 
 WITHIN_S = 20.0
 
@@ -32,16 +32,16 @@ async def _until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.005)
 
 
-def _with_line(tmp_path: Path, act: Callable[[Hand, Held], Any]) -> Any:
+def _with_line(tmp_path: Path, act: Callable[[BreakpointServer, BreakpointClient], Any]) -> Any:
     async def go() -> Any:
-        hand = Hand(tmp_path / "hand")
-        await hand.listen()
+        breakpoints = BreakpointServer(tmp_path / "breakpoints")
+        await breakpoints.listen()
         try:
-            held = await asyncio.to_thread(Held, "d0", str(hand.path))
-            await _until(lambda: hand.step_clock("d0", 0.0))
-            return await act(hand, held)
+            held = await asyncio.to_thread(BreakpointClient, "d0", str(breakpoints.path))
+            await _until(lambda: breakpoints.step_clock("d0", 0.0))
+            return await act(breakpoints, held)
         finally:
-            await hand.close()
+            await breakpoints.close()
 
     return asyncio.run(go())
 
@@ -49,7 +49,7 @@ def _with_line(tmp_path: Path, act: Callable[[Hand, Held], Any]) -> Any:
 def test_whoever_is_at_the_moment_waits_until_it_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbaton_proof.chaos.worker_main.HOLD_S", WITHIN_S)
 
-    async def act(hand: Hand, held: Held) -> None:
+    async def act(breakpoints: BreakpointServer, held: BreakpointClient) -> None:
         came = threading.Event()
 
         def work() -> None:
@@ -62,8 +62,8 @@ def test_whoever_is_at_the_moment_waits_until_it_is_let_go(tmp_path: Path, monke
 
         thread = threading.Thread(target=work)
         thread.start()
-        async with hand.caught(Moment.MID_COPY, "p1", WITHIN_S) as reached:
-            assert reached == Reached("d0", "the copy")
+        async with breakpoints.caught(Moment.MID_COPY, "p1", WITHIN_S) as reached:
+            assert reached is not None and (reached.name, reached.what) == ("d0", "the copy")
             assert not came.is_set()
         await _until(came.is_set)
         thread.join()
@@ -73,9 +73,9 @@ def test_whoever_is_at_the_moment_waits_until_it_is_let_go(tmp_path: Path, monke
 
 
 def test_who_is_hurt_may_be_the_one_who_is_held(tmp_path: Path) -> None:
-    async def act(hand: Hand, held: Held) -> None:
+    async def act(breakpoints: BreakpointServer, held: BreakpointClient) -> None:
         async with asyncio.timeout(WITHIN_S):
-            async with hand.caught(Moment.BEFORE_COMMIT, "d0", 0.01) as nobody:
+            async with breakpoints.caught(Moment.BEFORE_COMMIT, "d0", 0.01) as nobody:
                 assert nobody is None
             await _until(lambda: not held.looks_for(Moment.BEFORE_COMMIT, "p7"))
 
@@ -85,8 +85,8 @@ def test_who_is_hurt_may_be_the_one_who_is_held(tmp_path: Path) -> None:
 def test_nobody_waits_for_a_conductor_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvbaton_proof.chaos.worker_main.HOLD_S", 0.01)
 
-    async def act(hand: Hand, held: Held) -> None:
-        async with hand.caught(Moment.MID_COPY, "d0", 0.0):
+    async def act(breakpoints: BreakpointServer, held: BreakpointClient) -> None:
+        async with breakpoints.caught(Moment.MID_COPY, "d0", 0.0):
             await _until(lambda: held.looks_for(Moment.MID_COPY, "p0"))
             async with asyncio.timeout(WITHIN_S):
                 await asyncio.to_thread(held.reached, Moment.MID_COPY, "p0", "a copy")
@@ -95,14 +95,14 @@ def test_nobody_waits_for_a_conductor_that_says_nothing(tmp_path: Path, monkeypa
 
 
 def test_a_clock_is_put_off_and_right_again(tmp_path: Path) -> None:
-    async def act(hand: Hand, held: Held) -> None:
+    async def act(breakpoints: BreakpointServer, held: BreakpointClient) -> None:
         off = put_clock_off(held)
         before = off()
-        assert hand.step_clock("d0", 7200.0)
+        assert breakpoints.step_clock("d0", 7200.0)
         await _until(lambda: off() > before + 7000)
-        assert hand.step_clock("d0", 0.0)
+        assert breakpoints.step_clock("d0", 0.0)
         await _until(lambda: off() < before + 7000)
-        assert not hand.step_clock("d9", 1.0)
+        assert not breakpoints.step_clock("d9", 1.0)
 
     _with_line(tmp_path, act)
 

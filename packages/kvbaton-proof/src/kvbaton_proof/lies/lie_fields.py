@@ -12,6 +12,7 @@ import random
 import struct
 import typing
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import NODEFAULT, inspect
@@ -30,6 +31,13 @@ Place = tuple[str, str]
 
 _KINDS: dict[int, type] = {inspect.type_info(kind).tag: kind for kind in typing.get_args(m.Message)}  # type: ignore[attr-defined]
 KINDS = tuple(kind for kind in _KINDS.values() if kind is not m.GrantedFrom)
+OF_TARGET = (m.Renew, m.Commit, m.Abandon, m.Offer, m.Ack, m.Revoke)
+"""What a D says of a lease that it reads."""
+OF_SOURCE = (
+    m.Granted, m.ClaimRefused, m.Renewed, m.RenewRefused, m.Ready, m.Committed, m.Stale, m.SourceLost, m.Accepted,
+    m.Written, m.Quiesced,
+)  # fmt: skip
+"""What a P answers of one that it gave."""
 """What is drawn from: a grant that names origins is as good a lie as one that does not."""
 
 
@@ -100,6 +108,13 @@ class Fields:
         for field in shape_of(kind).fields:
             value = self.seen.any_of(self.rng, field.name)
             body.append(self._blank(field.type) if value is None else value)
+        return body
+
+    def named(self, kind: type, known: Mapping[str, Any]) -> list[Any]:
+        """A message about something of others, by numbers that are known: those are no secrets, and prove nothing."""
+        body = self.invented(kind)
+        for at, field in enumerate(shape_of(kind).fields, 1):
+            body[at] = known.get(field.name, self.rng.getrandbits(20) if field.name == "reservation" else body[at])
         return body
 
     def lie(self, info: inspect.Type, value: Any, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""A vLLM server as a process that can be hurt: start, wait, signal, ask for its figures, end.
+"""A vLLM server, or a router before some, as a process that can be hurt: start, wait, signal, ask for its figures, end.
 
 Laws: an engine is its whole session of processes, and everything here acts on all of it, by id. Whatever waits has a
 deadline. It ends with the program that started it, however that ends.
@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -89,6 +89,11 @@ class Engine:
         if self.process.stdin is not None:
             self.process.stdin.close()
 
+    def dismiss(self) -> None:
+        """Ask it to end; only `kill` makes sure of it."""
+        if self.is_alive and self.process is not None:
+            self.process.terminate()
+
     async def is_well(self, session: aiohttp.ClientSession) -> bool:
         """Whether it runs and says that its engine does. Bounded by FIGURES_S."""
         if not self.is_alive:
@@ -121,3 +126,16 @@ class Engine:
         with contextlib.suppress(OSError):
             return self.log.read_text(errors="replace")[-TAIL_CHARS:]
         return ""
+
+
+def end(engines: Iterable[Engine], grace_s: float = 0.0) -> None:
+    """End all of them; those that are given time are asked first."""
+    every = list(engines)
+    if grace_s:
+        for engine in every:
+            engine.dismiss()
+        deadline = time.monotonic() + grace_s
+        while any(engine.is_alive for engine in every) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    for engine in every:
+        engine.kill()

@@ -1,7 +1,7 @@
-"""The conductor's control of its workers: it is notified when one of them reaches a named moment, and holds it there.
+"""Breakpoints in workers: the conductor is notified when one of them reaches a named moment, and holds it there.
 
-A worker of a chaos run (`worker_main`) dials this socket, is told which moment to look for, says when it is there and
-waits, for a second at most, until it is let go. That second is what the conductor has to kill or stop somebody.
+A worker of a chaos run (`worker_main`) dials this socket, gets the moment to look for, reports when it has reached it
+and waits, for a second at most, until it may resume. That second is what the conductor has to kill or stop somebody.
 
 Law: no worker waits for the conductor for longer than `HOLD_S`, and the conductor never waits without a deadline.
 """
@@ -24,14 +24,14 @@ LINE_BYTES_MAX = 4096
 
 
 class Watch(msgspec.Struct, frozen=True, tag=True):
-    """Look for a moment of a handoff of which `who` is one side; "": of any."""
+    """Look for a moment of a handoff of which `member` is one side; "": of any."""
 
     number: int
     moment: Moment
-    who: str
+    member: str
 
 
-class Go(msgspec.Struct, frozen=True, tag=True):
+class Resume(msgspec.Struct, frozen=True, tag=True):
     """Wait no longer, and look no longer."""
 
     number: int
@@ -43,37 +43,27 @@ class Clock(msgspec.Struct, frozen=True, tag=True):
     off_s: float
 
 
-Order = Watch | Go | Clock
-
-
-class Here(msgspec.Struct, frozen=True, tag=True):
-    """The first thing that a worker says."""
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """The first message of a worker."""
 
     name: str
 
 
-class At(msgspec.Struct, frozen=True, tag=True):
-    """It is there, and waits."""
+class Reached(msgspec.Struct, frozen=True, tag=True):
+    """It is at the moment, and waits."""
 
     number: int
-    what: str  # what it is about to do
-
-
-Word = Here | At
-
-orders = msgspec.json.Decoder(Order)
-_words = msgspec.json.Decoder(Word)
-
-
-class Reached(msgspec.Struct, frozen=True):
-    """Who is at the moment, and what it is about to do."""
-
     name: str
-    what: str
+    what: str  # it is about to do
+
+
+ToWorker = Watch | Resume | Clock
+to_worker = msgspec.json.Decoder(ToWorker)
+_from_worker = msgspec.json.Decoder(Hello | Reached)
 
 
 @dataclass(slots=True)
-class Hand:
+class BreakpointServer:
     """The conductor's end. Of one event loop; open it with `listen`."""
 
     path: Path
@@ -94,47 +84,47 @@ class Hand:
             self.path.unlink()
 
     @contextlib.asynccontextmanager
-    async def caught(self, moment: Moment, who: str, within_s: float) -> AsyncIterator[Reached | None]:
-        """Whoever is at `moment` of one of `who`'s handoffs ("": of any), and waits there while the context lasts.
+    async def caught(self, moment: Moment, member: str, within_s: float) -> AsyncIterator[Reached | None]:
+        """A worker at `moment` of one of `member`'s handoffs ("": of any), which waits there while the context lasts.
 
         None: nobody was, in this time.
         """
         number = next(self._numbers)
-        found: asyncio.Future[Reached] = asyncio.get_running_loop().create_future()
-        self._waiting[number] = found
-        self._tell_all(Watch(number, moment, who))
+        reached: asyncio.Future[Reached] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = reached
+        self._send_all(Watch(number, moment, member))
         try:
-            yield await _or_none(found, within_s)
+            yield await _or_none(reached, within_s)
         finally:
             del self._waiting[number]
-            self._tell_all(Go(number))
+            self._send_all(Resume(number))
 
     def step_clock(self, name: str, off_s: float) -> bool:
         """Put a worker's wall clock off; False when there is no line to it."""
-        return self._tell(name, Clock(off_s))
+        return self._send(name, Clock(off_s))
 
-    def _tell_all(self, order: Order) -> None:
+    def _send_all(self, message: ToWorker) -> None:
         for name in list(self._lines):
-            self._tell(name, order)
+            self._send(name, message)
 
-    def _tell(self, name: str, order: Order) -> bool:
+    def _send(self, name: str, message: ToWorker) -> bool:
         writer = self._lines.get(name)
         if writer is None or writer.is_closing():
             return False
-        writer.write(msgspec.json.encode(order) + b"\n")
+        writer.write(msgspec.json.encode(message) + b"\n")
         return True
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         name = ""
         try:
             while line := await reader.readline():
-                word = _words.decode(line)
-                if isinstance(word, Here):
-                    name = word.name
+                message = _from_worker.decode(line)
+                if isinstance(message, Hello):
+                    name = message.name
                     self._lines[name] = writer
-                elif (found := self._waiting.get(word.number)) is not None and not found.done():
-                    found.set_result(Reached(name, word.what))
-        except (OSError, ValueError, msgspec.MsgspecError):  # it was killed in mid-word
+                elif (waiting := self._waiting.get(message.number)) is not None and not waiting.done():
+                    waiting.set_result(message)
+        except (OSError, ValueError, msgspec.MsgspecError):  # it was killed in the middle of a message
             pass
         finally:
             if self._lines.get(name) is writer:
@@ -142,7 +132,7 @@ class Hand:
             writer.close()
 
 
-async def _or_none(found: asyncio.Future[Reached], within_s: float) -> Reached | None:
+async def _or_none(reached: asyncio.Future[Reached], within_s: float) -> Reached | None:
     with contextlib.suppress(TimeoutError):
-        return await asyncio.wait_for(found, within_s)
+        return await asyncio.wait_for(reached, within_s)
     return None

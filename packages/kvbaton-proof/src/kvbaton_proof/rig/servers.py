@@ -1,4 +1,5 @@
-"""The vLLM servers of a part: their words and surroundings, started all at once, gone afterwards.
+"""Groups of vLLM servers by specification: one alone, or a P and a D and what stands before them. Started all at once,
+gone afterwards.
 
 Laws: a server is a plain `python -m vllm.entrypoints.openai.api_server`; P and D differ from one that does all alone in
 their `--kv-transfer-config` and in nothing else. Servers that share a GPU are given their cache in bytes: vLLM's own
@@ -9,8 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
-import os
 import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,8 +23,8 @@ from kvbaton.control import keyring
 from kvbaton.engines.vllm import launching
 from kvbaton.processes.child_process import KVBATON_ARGV, with_news
 from kvbaton.processes.free_ports import free_ports
-from kvbaton_proof.chaos.vllm.vllm_process import Engine, EngineError
-from kvbaton_proof.gpu_test.sizes import Device, Variant
+from kvbaton_proof.rig.connectors import CONNECTORS, D, Device, P, Seat
+from kvbaton_proof.rig.server import Engine, EngineError, end
 
 SERVED = "kv"
 GIB = 1 << 30
@@ -33,56 +32,60 @@ READY_S = 330.0
 LOG_LINES, LOG_CHARS = 6, 1500
 SHARE = "0.05"
 """Of the GPU, which vLLM wants free at its start whatever it needs; the cache is given in bytes."""
-P, D, ROUTER = "p0", "d0", "router"
+ALONE, ROUTER = "alone", "router"
 MISPLACE = "misplace"
 TELL_CACHED = "--enable-prompt-tokens-details"  # so that an answer says whether its prompt was handed over
-EAGER, GRAPHS = Variant("V2", False), Variant("V2", True)
 CUDA_VARIABLES: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_USE_DEEP_GEMM": "0",
 }  # fmt: skip
 DEVELOPER: Mapping[str, str] = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache
-NIXL_BEST: Mapping[str, str] = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on", "UCX_TLS": "cuda_ipc,cuda_copy,sm,self,tcp"}
-"""The best settings that were found for vLLM's own connector between processes on one GPU, with 8 threads."""
-NIXL_PACKAGES = ("nixl_cu13", "nixl_cu12")
-ALIAS = """\
-import importlib, sys
-for part in ("_bindings", "_api", "logging", "_utils"):
-    try:
-        sys.modules["nixl." + part] = importlib.import_module("{package}." + part)
-    except ModuleNotFoundError:
-        pass
-"""
-
 MODEL_OF = re.compile(r"\{model:([\w.-]+)\}")
 HOST_WORKER: Mapping[str, Any] = {
     "spec_name": "HostOffloadingSpec", "spec_module_path": "kvbaton_proof.conformance.offloading_host",
 }  # fmt: skip
 """Of OffloadingConnector on a CPU, where vLLM has no worker of its own."""
 
-Connector = Literal["", "kvbaton", "nixl"]
 Say = Callable[[str], None]
+
+
+class Variant(msgspec.Struct, frozen=True):
+    """How an engine runs its steps."""
+
+    runner: Literal["V2", "V1"]
+    graphs: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.runner} {'graphs' if self.graphs else 'eager'}"
+
+    @property
+    def label(self) -> str:
+        return self.name.replace(" ", "-").lower()
+
+
+EAGER, GRAPHS = Variant("V2", False), Variant("V2", True)
 
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True):
     """A server, or with a connector a P and a D of this kind. Ignored on a CPU: dtype, backend, graphs, cache_bytes."""
 
     name: str
-    model: str  # kind of tiny_model
-    connector: Connector = ""
+    model: str  # a kind of `tiny_model`, or a name of `Site.models`
+    connector: str = ""  # of `CONNECTORS`
+    front: Literal["", "kvbaton"] = ""  # what stands before a pair
+    front_args: tuple[str, ...] = ()
     variant: Variant = EAGER
     dtype: str = "float32"
     backend: str = "TRITON_ATTN"
     cache_bytes: int = 2 * GIB
     max_model_len: int = 4096
-    chunk_tokens: int = 2048
+    chunk_tokens: int = 2048  # 0: as vLLM chooses; so is `at_once`
     at_once: int = 64
     prefix_caching: bool = True
     p_blocks: int = 0  # 0: as many as there is room for
     d_blocks: int = 0
-    has_router: bool = True
     has_control: bool = False  # D can be told to misplace blocks; costs every copy a thread's turn: not for timing
-    settings: Mapping[str, Any] = {}  # kv_connector_extra_config besides who it is
-    times: Mapping[str, Any] = {}  # the same of NIXL's
+    settings: Mapping[str, Mapping[str, Any]] = {}  # kv_connector_extra_config besides who it is, by connector
     turn_s: float = 0.0  # how long D keeps turns of conversations
     args: tuple[str, ...] = ()  # more words of every engine; MODEL_OF in them is a tiny model's directory
     p_args: tuple[str, ...] = ()  # of P alone
@@ -91,8 +94,8 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     first: str = P  # whose MultiConnector asks ours before the other
 
     def pair(self, name: str, turn_s: float) -> Spec:
-        """The same as a P and a D of ours."""
-        return msgspec.structs.replace(self, name=name, connector="kvbaton", turn_s=turn_s)
+        """The same as a P and a D of ours behind our router."""
+        return msgspec.structs.replace(self, name=name, connector="kvbaton", front="kvbaton", turn_s=turn_s)
 
     @property
     def is_dummy(self) -> bool:
@@ -113,6 +116,8 @@ class Site:
     directory: Path  # keys, flags
     logs: Path
     models: dict[str, Path] = field(default_factory=dict)
+    kv_gib: int = 1  # of each engine on a CPU
+    grace_s: float = 0.0  # to end in, before they are killed
 
     def model(self, kind: str) -> Path:
         """Made at its first use; one that a CPU cannot serve is replaced by its like."""
@@ -123,6 +128,7 @@ class Site:
         return self.models[kind]
 
     def words(self, spec: Spec, port: int, blocks: int = 0, more: Sequence[str] = ()) -> list[str]:
+        """The command of one engine, but for its connector."""
         model = str(self.model(spec.model))
         if self.device == "cpu":
             words = launching.server_argv(self.python, model, SERVED, port, max_model_len=min(2048, spec.max_model_len))
@@ -134,17 +140,17 @@ class Site:
             words += ["--attention-backend", spec.backend] if spec.backend else []
             words += [] if spec.variant.graphs else ["--enforce-eager"]
             words += ["--load-format", "dummy"] if spec.is_dummy else []
-        words += ["--max-num-batched-tokens", str(spec.chunk_tokens), "--max-num-seqs", str(spec.at_once)]
+        words += ["--max-num-batched-tokens", str(spec.chunk_tokens)] if spec.chunk_tokens else []
+        words += ["--max-num-seqs", str(spec.at_once)] if spec.at_once else []
         words += [TELL_CACHED, *([] if spec.prefix_caching else ["--no-enable-prefix-caching"])]
-        words += [MODEL_OF.sub(lambda found: str(self.model(found[1])), each) for each in (*spec.args, *more)]
+        words += [MODEL_OF.sub(lambda kind: str(self.model(kind[1])), word) for word in (*spec.args, *more)]
         return words if not blocks else [*words, "--num-gpu-blocks-override", str(blocks)]
 
     def variables(self, spec: Spec) -> dict[str, str]:
         if self.device == "cpu":
-            return {**launching.environment(), **DEVELOPER}
+            return {**launching.environment(kv_gib=self.kv_gib), **DEVELOPER}
         runner = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if spec.variant.runner == "V1" else {}
-        best = dict(NIXL_BEST) if spec.connector == "nixl" else {}
-        return {**CUDA_VARIABLES, **DEVELOPER, **runner, **best}
+        return {**CUDA_VARIABLES, **DEVELOPER, **runner}
 
 
 @dataclass(slots=True)
@@ -162,7 +168,7 @@ class Group:
 
     @property
     def alone(self) -> Engine:
-        return self.engines["alone"]
+        return self.engines[ALONE]
 
     @property
     def p(self) -> Engine:
@@ -180,9 +186,20 @@ class Group:
     def is_up(self) -> bool:
         return not self.problem
 
+    @property
+    def url(self) -> str:
+        """Where clients go: to the router, or to the one engine."""
+        return next(iter(self.engines.values())).url
+
+    @property
+    def workers(self) -> dict[str, Engine]:
+        """All but the router."""
+        return {name: engine for name, engine in self.engines.items() if name != ROUTER}
+
     def commands(self) -> list[str]:
         """As they can be typed elsewhere: where this machine keeps things is left out."""
-        return [anywhere(launching.shown(each.command, each.variables), self) for each in self.engines.values()]
+        shown = (launching.shown(engine.command, engine.variables) for engine in self.engines.values())
+        return [anywhere(line, self) for line in shown]
 
 
 def anywhere(line: str, group: Group) -> str:
@@ -190,7 +207,7 @@ def anywhere(line: str, group: Group) -> str:
     line = line.replace(str(group.flag.parent), "DIR")
     line = re.sub(r"(?<=[ =])/\S*/python[\d.]*(?= -m )", "python", line)
     line = re.sub(r" PYTHONPATH=\S+", "", line)
-    line = re.sub(r"/[^\s\"'=]*/tiny-([\w.-]+)-\d+-v\d+", lambda found: found[1].upper(), line)
+    line = re.sub(r"/[^\s\"'=]*/tiny-([\w.-]+)-\d+-v\d+", lambda kind: kind[1].upper(), line)
     return re.sub(r"(--model )\S+", rf"\g<1>{group.spec.model.upper()}", line)
 
 
@@ -199,61 +216,56 @@ def made(site: Site, spec: Spec) -> Group:
     home = site.directory / spec.name
     home.mkdir(parents=True, exist_ok=True)
     group = Group(spec, {}, home / MISPLACE)
-    ports = free_ports(6)
+    p_port, d_port, p_side, d_side, front_port, registry_port = free_ports(6)
+
+    def engine(name: str, port: int, words: Sequence[str], more: Mapping[str, str], side_port: int = 0) -> None:
+        log = site.logs / (f"{spec.name}.log" if name == ALONE else f"{spec.name}-{name}.log")
+        variables = {} if name == ROUTER else {**site.variables(spec), **more}
+        group.engines[name] = Engine(name, port, words, variables, log, side_port)
+
     if not spec.connector:
-        words = site.words(spec, ports[0], spec.d_blocks)
-        group.engines["alone"] = Engine("alone", ports[0], words, site.variables(spec), site.logs / f"{spec.name}.log")
+        engine(ALONE, p_port, site.words(spec, p_port, spec.d_blocks), {})
         return group
-    if spec.connector == "kvbaton":
+    connector = CONNECTORS[spec.connector]
+    if connector.registers:
         roles = ("both", "both") if spec.turn_s else ("prefill", "decode")  # of keys: turns go the other way as well
         keyring.mint(home / "keys", [ROUTER, f"{P}:{roles[0]}", f"{D}:{roles[1]}"])
-        if spec.has_router:
-            words = [*KVBATON_ARGV, "router", "--keys", str(home / "keys"), "--port"]
-            words += [str(ports[4]), "--registry-port", str(ports[5]), "--fallback", "strict"]
-            words += ["--turn-s", str(spec.turn_s)] if spec.turn_s else []
-            group.engines[ROUTER] = Engine(ROUTER, ports[4], words, {}, site.logs / f"{spec.name}-router.log")
-    for name, port, side, blocks, own in (
-        (P, ports[0], ports[2], spec.p_blocks, spec.p_args), (D, ports[1], ports[3], spec.d_blocks, spec.d_args),
+    if spec.front:
+        if connector.registers:
+            known = ["--keys", str(home / "keys"), "--registry-port", str(registry_port)]
+        else:
+            url = f"http://{launching.HOST}"
+            known = ["--prefill-url", f"{url}:{p_port}", "--decode-url", f"{url}:{d_port}"]
+        words = [*KVBATON_ARGV, "router", "--port", str(front_port), "--fallback", "strict", *known]
+        words += ["--turn-s", str(spec.turn_s)] if spec.turn_s else []
+        engine(ROUTER, front_port, [*words, *spec.front_args], {})
+    shared: dict[str, Any] = {"home": home, "device": site.device, "turn_s": spec.turn_s}
+    if spec.front and connector.registers:
+        shared["registry"] = f"tcp://{launching.HOST}:{registry_port}"
+    for name, port, side, other, blocks, own in (
+        (P, p_port, p_side, d_side, spec.p_blocks, spec.p_args),
+        (D, d_port, d_side, p_side, spec.d_blocks, spec.d_args),
     ):  # fmt: skip
-        config, more = transfer_config(site, spec, name, ports, group.flag)
+        seat = Seat(
+            name=name, port=port, side_port=side, other_side_port=other, settings=_settings(site, spec, name, group),
+            **shared,
+        )  # fmt: skip
+        config, more = connector.parts(seat)
+        if spec.beside:
+            config = together(site, spec, name, config)
         words = [*site.words(spec, port, blocks, own), "--kv-transfer-config", msgspec.json.encode(config).decode()]
-        variables = {**site.variables(spec), **more}
-        group.engines[name] = Engine(name, port, words, variables, site.logs / f"{spec.name}-{name}.log", side)
+        engine(name, port, words, more, side)
     return group
 
 
-def transfer_config(
-    site: Site, spec: Spec, name: str, ports: list[int], flag: Path
-) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """What --kv-transfer-config gets, and variables. `ports`: HTTP of P and D, what they speak on, the router's two."""
-    side = ports[2] if name == P else ports[3]
-    if spec.connector == "nixl":
-        if site.device == "cpu":
-            return launching.NIXL, launching.nixl_environment(site.directory, side) | _nixl_path(
-                site.directory / "site"
-            )
-        config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
-        own = {"num_threads": 8, **spec.times}
-        where = {"VLLM_NIXL_SIDE_CHANNEL_HOST": launching.HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": str(side)}
-        return {**config, "kv_connector_extra_config": own}, {**where, **_nixl_path(site.directory / "nixl")}
-    extra = {"name": name, "keys": str(flag.parent / "keys"), "control_port": side, **spec.settings}
-    if spec.has_router:
-        extra["registry"] = f"tcp://{launching.HOST}:{ports[5]}"
-        extra["http_address"] = f"{launching.HOST}:{ports[0] if name == P else ports[1]}"
-    else:
-        other, at = (D, ports[3]) if name == P else (P, ports[2])
-        extra["peers"] = {other: f"tcp://{launching.HOST}:{at}"}
+def _settings(site: Site, spec: Spec, name: str, group: Group) -> dict[str, Any]:
+    """Of one engine's connector."""
+    own = dict(spec.settings.get(spec.connector, {}))
     if name == D and spec.has_control:
-        extra["fault_misplace_while"] = str(flag)
-    if spec.is_dummy and site.device != "cpu":
-        extra["model_id"] = "8b-dummy"
-    role = "kv_producer" if name == P else "kv_consumer"
-    if spec.turn_s:
-        extra["turn_s"] = spec.turn_s
-        if name == P:  # it loads too, and vLLM must know
-            role, extra["role"] = "kv_both", "prefill"
-    ours = launching.kv_transfer_config(role, "recompute", extra)
-    return (together(site, spec, name, ours) if spec.beside else ours), {}
+        own["fault_misplace_while"] = str(group.flag)
+    if spec.is_dummy and site.device != "cpu" and spec.connector == "kvbaton":
+        own["model_id"] = "8b-dummy"
+    return own
 
 
 def together(site: Site, spec: Spec, name: str, ours: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -281,13 +293,7 @@ async def standing(
         await _all_up(groups, session, say, ready_s)
         yield groups
     finally:
-        for group in groups.values():
-            end(group)
-
-
-def end(group: Group) -> None:
-    for engine in group.engines.values():
-        engine.kill()
+        end([engine for group in groups.values() for engine in group.engines.values()], site.grace_s)
 
 
 async def _all_up(groups: Mapping[str, Group], session: aiohttp.ClientSession, say: Say, ready_s: float) -> None:
@@ -296,16 +302,15 @@ async def _all_up(groups: Mapping[str, Group], session: aiohttp.ClientSession, s
 
     async def up(group: Group) -> None:
         try:
-            engines = [each for name, each in group.engines.items() if name != ROUTER]
-            await asyncio.gather(*(each.ready(session, ready_s) for each in engines))
+            await asyncio.gather(*(engine.ready(session, ready_s) for engine in group.workers.values()))
             if ROUTER in group.engines:  # it says 200 once both have registered
                 await group.router.ready(session, 30.0)
         except EngineError as error:
             group.problem = str(error).split(":", 1)[0]
             for name, engine in group.engines.items():
-                if said := last_words(engine.log):
-                    group.problem += f"\n{name}: {said}"
-            end(group)
+                if lines := last_words(engine.log):
+                    group.problem += f"\n{name}: {lines}"
+            end(group.engines.values())
         state = "up" if group.is_up else f"NOT UP: {group.problem}"
         say(f"{group.name}: {state} after {loop.time() - begun:.0f} s")
 
@@ -322,18 +327,3 @@ def last_words(log: Path) -> str:
     bad = [line for line in lines if re.search(r"Error|ERROR|refused|not supported|Killed", line)]
     causes = [line for line in bad if re.search(r"\w(Error|Exception): ", line)]
     return " | ".join((causes or bad or lines)[-LOG_LINES:])[-LOG_CHARS:]
-
-
-def _nixl_path(directory: Path) -> dict[str, str]:
-    """vLLM imports `nixl`; where only the package that it stands for is installed, an alias is put on the path."""
-    if importlib.util.find_spec("nixl") is not None:
-        return {}
-    package = next((name for name in NIXL_PACKAGES if importlib.util.find_spec(name) is not None), "nixl_cu13")
-    (directory / "nixl").mkdir(parents=True, exist_ok=True)
-    (directory / "nixl" / "__init__.py").write_text(ALIAS.format(package=package))
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH", "")]))}
-
-
-def has_nixl() -> bool:
-    """Whether vLLM's own connector can be run here."""
-    return any(importlib.util.find_spec(name) is not None for name in ("nixl", *NIXL_PACKAGES))

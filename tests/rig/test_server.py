@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 from kvbaton.observe.metrics.scraping import figures
-from kvbaton_proof.chaos.vllm.vllm_pair import BLOCKS, handed, held
-from kvbaton_proof.chaos.vllm.vllm_process import Engine
+from kvbaton_proof.rig.server import Engine, end
 
 TWO_PROCESSES = """
 import os, time
@@ -58,14 +57,22 @@ def test_figures_are_summed_over_labels_and_kept_with_them() -> None:
     assert found == {"x": 5.5, 'x{end="a"}': 2.0, 'x{end="b"}': 3.5, "y": 0.001}
 
 
-def test_what_is_held_is_the_most_that_anybody_counts() -> None:
-    assert held({}) == 0
-    assert held({"vllm:kv_cache_usage_perc": 5 / (BLOCKS - 1)}) == 5
-    assert held({"vllm:kv_cache_usage_perc": 5 / (BLOCKS - 1), "kvbaton_pinned_blocks": 6.0}) == 6
-    assert held({"kvbaton_leases_held": 2.0}) == 2
+IGNORING = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(60)
+"""
 
 
-def test_handoffs_are_counted_for_either_connector() -> None:
-    found = {'kvbaton_ends_total{end="delivered"}': 4.0, 'kvbaton_ends_total{end="stale"}': 2.0}
-    assert handed("kvbaton", found) == 4 and handed("nixl", found) == 0
-    assert handed("nixl", {"vllm:nixl_xfer_time_seconds_count": 3.0}) == 3
+def test_who_is_asked_to_end_and_does_not_is_killed(tmp_path: Path) -> None:
+    engines = [Engine(name, 1, [sys.executable, "-c", words], {}, tmp_path / name) for name, words in
+               (("ends", "import time; time.sleep(60)"), ("stays", IGNORING))]  # fmt: skip
+    try:
+        for engine in engines:
+            engine.start()
+        _until(lambda: "ready" in (tmp_path / "stays").read_text())
+        end(engines, 1.0)
+        assert [engine.pids() for engine in engines] == [[], []]
+    finally:
+        end(engines)
