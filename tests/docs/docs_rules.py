@@ -163,7 +163,7 @@ def _make(words: list[str]) -> None:
 
 
 def _pytest(words: list[str]) -> None:
-    named = [word for word in words[1:] if word.startswith("tests")]
+    named = [word for word in words[1:] if word.startswith(("tests", "packages"))]
     for word in named:
         path, _, test = word.partition("::")
         if not (ROOT / path).exists():

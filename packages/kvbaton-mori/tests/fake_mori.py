@@ -1,6 +1,6 @@
 """A FAKE of mori.io, AMD's library: its public Python surface, between engines of one process, without its hardware.
 
-For tests of `kvbaton.transports.mori.mori_transport` alone: pass a `FakeMori` as its `library`. Nothing that serves
+For tests of `kvbaton_mori.transport` alone: pass a `FakeMori` as its `library`. Nothing that serves
 requests imports this. Each instance is a world of its own; `wire` has what it saw and what is to go wrong.
 
 Law: every name, argument and code is mori's (as of August 2026), and so is what hurts: a status is not kept alive by
@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
-
-from kvbaton_proof.fakes.fake_mori_wire import INVALID_ARGS, Row, Wire
+from fake_mori_wire import INVALID_ARGS, Row, Wire
 
 POLL_S = 0.001
 

@@ -7,6 +7,10 @@ Laws:
    and bounded, until the engine is closed.
  - A full send queue is not a failure: the part is held and tried again, with pauses, until `full_s` has passed. That
    is rare, since no more than `rows_max` rows are in flight with one peer.
+ - Opening a session talks to the peer with the GIL held, so it is done rarely: an unreachable peer is not tried again
+   for `redial_s`, and a session is kept for as long as its peer is connected.
+ - A peer with which a read has failed is given up for good: its queue pair is in the error state, and mori makes no
+   new one for the same two engines (August 2026). After a restart it is another engine.
  - Nothing busy-waits: with nothing in flight it sleeps until called; otherwise it polls after an eighth of the time
    waited. A status could be waited for (`WaitFor`), but then this thread would not respond to calls.
 """
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import msgspec
@@ -23,9 +27,8 @@ import msgspec
 from kvbaton.protocol.errors import Reason
 from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.core.turn_thread import TurnThread
-from kvbaton.transports.mori.mori_engine import MoriEngine, MoriError, MoriOutcome, Plot
-from kvbaton.transports.mori.mori_links import MoriLink, MoriPart, part_of
-from kvbaton.transports.mori.mori_reach import Reach
+from kvbaton_mori.engine import MoriEngine, MoriError, MoriOutcome, Plot
+from kvbaton_mori.links import MoriLink, MoriPart, part_of
 
 log = logging.getLogger(__name__)
 
@@ -261,3 +264,60 @@ class MoriMover:
         if rested:
             self._under_way.clear()
             self._unproven.clear()
+
+
+BROKEN_MAX = 4096
+
+
+class Reach:
+    """The peers that one engine knows, and their sessions between two regions each, opened at first use."""
+
+    def __init__(self, engine: MoriEngine, plots: dict[int, Plot], redial_s: float) -> None:
+        self._engine = engine
+        self._plots = plots
+        self._redial_s = redial_s
+        self._met: Counter[str] = Counter()  # links by engine
+        self._broken: dict[str, str] = {}  # engines with which a read has failed, and how
+
+    def session(self, link: MoriLink, here: int, there: int) -> Any:
+        """The session of two regions; MoriError where the peer cannot be reached."""
+        if link.far.key in self._broken:
+            raise MoriError("session", f"broken for good until one of the two restarts: {self._broken[link.far.key]}")
+        if time.monotonic() < link.shut_until:
+            raise MoriError("session", f"the peer is not tried again for {self._redial_s} s: {link.problem}")
+        try:
+            return self._open(link, here, there)
+        except MoriError as error:
+            link.shut_until, link.problem = time.monotonic() + self._redial_s, str(error)
+            raise
+
+    def give_up(self, link: MoriLink, problem: str) -> None:
+        """A read has failed."""
+        while len(self._broken) >= BROKEN_MAX:
+            self._broken.pop(next(iter(self._broken)))
+        self._broken.setdefault(link.far.key, problem)
+
+    def leave(self, link: MoriLink) -> None:
+        """The peer is disconnected; mori forgets it when no other link needs it."""
+        link.sessions.clear()
+        if not link.met:
+            return
+        link.met = False
+        self._met[link.far.key] -= 1
+        if not self._met[link.far.key]:
+            del self._met[link.far.key]
+            try:
+                self._engine.part(link.far)
+            except MoriError as error:
+                log.debug("%s", error)
+
+    def _open(self, link: MoriLink, here: int, there: int) -> Any:
+        session = link.sessions.get((here, there))
+        if session is None or not self._engine.is_alive(session):
+            if not link.met:
+                self._engine.meet(link.far)
+                link.met = True
+                self._met[link.far.key] += 1
+            session = self._engine.open(self._plots[here].desc, link.far.regions[there].desc)
+        link.keep((here, there), session)
+        return session

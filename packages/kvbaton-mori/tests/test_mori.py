@@ -16,18 +16,7 @@ from types import ModuleType, SimpleNamespace
 import msgspec
 import numpy as np
 import pytest
-
-from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.testing import Case, InProcessHarness, Log, Pair, Side, check_transport
-from kvbaton.testing.transport_case import LARGE_BYTES, READ, SMALL_BYTES, STRANGER, WRITE, copy, fill
-from kvbaton.transports.core.device_memory import DeviceMemory
-from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested
-from kvbaton.transports.mori import mori_engine, mori_mover
-from kvbaton.transports.mori.mori_endpoint import ENDPOINT_BYTES_MAX, VERSION, MoriEndpoint, name_engine, pack, parse
-from kvbaton.transports.mori.mori_engine import DISORDER, MoriMissing
-from kvbaton.transports.mori.mori_transport import CAPABILITIES, ROWS_MAX, MoriConfig, MoriTransport
-from kvbaton_proof.fakes.fake_mori import (
+from fake_mori import (
     BackendType,
     FakeMori,
     IOEngine,
@@ -35,7 +24,19 @@ from kvbaton_proof.fakes.fake_mori import (
     MemoryLocationType,
     StatusCode,
 )
-from kvbaton_proof.fakes.fake_mori_wire import INVALID_ARGS, RDMA_OP
+from fake_mori_wire import INVALID_ARGS, RDMA_OP
+
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
+from kvbaton.testing import Case, InProcessHarness, Log, Pair, Side, check_transport
+from kvbaton.testing.transport_case import LARGE_BYTES, READ, SMALL_BYTES, STRANGER, WRITE, copy, fill
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested
+from kvbaton_mori import engine as mori_engine
+from kvbaton_mori import mover as mori_mover
+from kvbaton_mori.endpoint import ENDPOINT_BYTES_MAX, VERSION, MoriEndpoint, name_engine, pack, parse
+from kvbaton_mori.engine import DISORDER, MoriMissing
+from kvbaton_mori.transport import CAPABILITIES, ROWS_MAX, MoriConfig, MoriTransport
 
 HALF = SMALL_BYTES // 2
 DIAL = "MORI_IO_CP_TIMEOUT_MS"
@@ -544,7 +545,7 @@ def test_without_mori_one_clear_error_says_what_is_missing(problem: Exception, m
 
 def test_importing_the_data_plane_imports_neither_mori_nor_its_fake() -> None:
     loaded = "any(name == 'mori' or 'fake' in name for name in sys.modules)"
-    script = f"import sys, kvbaton.transports.mori.mori_transport; sys.exit({loaded})"
+    script = f"import sys, kvbaton_mori.transport; sys.exit({loaded})"
     assert subprocess.run([sys.executable, "-c", script], check=False, timeout=60).returncode == 0
 
 

@@ -27,15 +27,16 @@ import msgspec
 import numpy as np
 
 from kvbaton.protocol.ids import PeerId
+from kvbaton.transports.catalogue_entry import CatalogueEntry, PlaneSettings, loads
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.shared_memory import REGIONS_MAX, RegisteredMemory
 from kvbaton.transports.core.shell import DrivenShell, at_least_one
 from kvbaton.transports.core.span_tables import cut
 from kvbaton.transports.core.transport import Capabilities, Copy, Spans
-from kvbaton.transports.mori.mori_endpoint import MoriEndpoint, name_engine, pack, parse
-from kvbaton.transports.mori.mori_engine import MoriEngine, MoriError, MoriPlace, Plot
-from kvbaton.transports.mori.mori_links import MoriLink
-from kvbaton.transports.mori.mori_mover import MoriLimits, MoriMover
+from kvbaton_mori.endpoint import MoriEndpoint, name_engine, pack, parse
+from kvbaton_mori.engine import MoriEngine, MoriError, MoriPlace, Plot, load
+from kvbaton_mori.links import MoriLink
+from kvbaton_mori.mover import MoriLimits, MoriMover
 
 CLOSE_S = 7.0
 """mori may wait for room in its queue for 5 s, and cannot be interrupted."""
@@ -79,7 +80,7 @@ class MoriConfig(msgspec.Struct, frozen=True):
 
 
 class MoriTransport(DrivenShell[MoriLink]):
-    """See `base.Transport`. Threads: one that drives mori, mori's own two, one more to wait for devices."""
+    """A `Transport`. Threads: one that drives mori, mori's own two, one more to wait for devices."""
 
     capabilities = CAPABILITIES
     _memory: RegisteredMemory
@@ -140,3 +141,19 @@ class MoriTransport(DrivenShell[MoriLink]):
         remote = link.far.regions.get(copy.remote_region)
         total = self._total(copy, None if remote is None else remote.size)
         return at_least_one(cut(copy.spans, total, 1, PART_BYTES, ROWS_MAX))
+
+
+def _make(me: PeerId, settings: PlaneSettings, _device: int = 0) -> MoriTransport:
+    return MoriTransport(me, MoriConfig(host=settings.host))
+
+
+ENTRY = CatalogueEntry(
+    name="mori",
+    what="RDMA by MoRI (ROCm)",
+    needs="amd_mori",
+    usable=loads(load),
+    numeric_host=True,
+    capabilities=lambda: CAPABILITIES,
+    make=_make,
+    make_device=_make,
+)

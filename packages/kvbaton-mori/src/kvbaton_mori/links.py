@@ -13,8 +13,8 @@ import numpy as np
 
 from kvbaton.transports.core.jobs import CopyJob
 from kvbaton.transports.core.transport import Spans
-from kvbaton.transports.mori.mori_endpoint import MoriEndpoint
-from kvbaton.transports.mori.mori_engine import Far
+from kvbaton_mori.endpoint import MoriEndpoint
+from kvbaton_mori.engine import Far
 
 SESSIONS_MAX = 1024
 
