@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 from collections import Counter
 
-from kvbaton.proof.sim.hardship.world_plan import Plan, draw
+from kvbaton.proof.sim.hardship.world_plan import Plan
+from kvbaton.proof.sim.liars.liar_plan import draw
 from kvbaton.proof.sim.run import Result
 from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.machines.lease import Lease

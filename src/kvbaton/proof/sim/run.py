@@ -6,8 +6,9 @@ from collections import Counter
 
 import msgspec
 
+from kvbaton.proof.sim.cluster import Cluster
 from kvbaton.proof.sim.course import run_course
-from kvbaton.proof.sim.hardship.world_plan import draw
+from kvbaton.proof.sim.liars.liar_plan import draw
 from kvbaton.proof.sim.promises import Broken
 from kvbaton.proof.sim.questions.exam import asked
 from kvbaton.proof.sim.questions.exam_bank import BANK
@@ -15,7 +16,6 @@ from kvbaton.proof.sim.quiet import quietly
 from kvbaton.proof.sim.rank_models.rank_benches import run_benches
 from kvbaton.proof.sim.side_worlds import side_world
 from kvbaton.proof.sim.turn_worlds import turn_world
-from kvbaton.proof.sim.world.sim_cluster import Cluster
 from kvbaton.proof.sim.world.world import World
 
 

@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from kvbaton.proof.sim.cluster import Cluster
 from kvbaton.proof.sim.course import run_course
-from kvbaton.proof.sim.hardship.world_plan import HEALTHY, Plan, draw
+from kvbaton.proof.sim.hardship.world_plan import HEALTHY, Plan
+from kvbaton.proof.sim.liars.liar_plan import draw
 from kvbaton.proof.sim.world.life import Character
 from kvbaton.proof.sim.world.rank_links import RankTraits
-from kvbaton.proof.sim.world.sim_cluster import Cluster
 from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.proof.sim.world.sim_transport import TransportFaults
 from kvbaton.proof.sim.world.world import World

@@ -14,7 +14,7 @@ from kvbaton.proof.sim.world.touches import pair
 from kvbaton.protocol.events import Departed, DrainStarted
 
 if TYPE_CHECKING:
-    from kvbaton.proof.sim.world.sim_cluster import Cluster
+    from kvbaton.proof.sim.cluster import Cluster
 
 DRAIN_S = 4.0
 FLAP_LOOK_S, FLAP_LOOKS_MAX = 0.1, 25

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from kvbaton.proof.sim.questions.exam import same
+from kvbaton.proof.sim.world.life import BoundedTimers
 from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.proof.sim.world.sim_transport import KINDS
-from kvbaton.proof.sim.world.watched_timers import BoundedTimers
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.geometry.layout import EngineLayout

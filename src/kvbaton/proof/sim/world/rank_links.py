@@ -18,10 +18,9 @@ from typing import cast
 
 import msgspec
 
-from kvbaton.proof.sim.checks.rank_checks import check_at_rest, check_gone, check_step
-from kvbaton.proof.sim.checks.rank_watch import ReportFaults, ReportingPlane, WatchedPort
 from kvbaton.proof.sim.promises import STRANGER, Broken
 from kvbaton.proof.sim.world.rank_channel import ChannelFaults, SimCarrier, SimProcess
+from kvbaton.proof.sim.world.rank_ports import ReportFaults, ReportingPlane, WatchedPort
 from kvbaton.proof.sim.world.sim_engine import SimEngine
 from kvbaton.proof.sim.world.sim_rank_store import COMPAT, RankStore, ShelfFetching, make_shelf, values_of
 from kvbaton.proof.sim.world.sim_transport import KINDS, SimTransport
@@ -203,7 +202,6 @@ class LinkedRanks:
         for rank in self.ranks:
             if rank.process.runs and rank.host is not None:
                 rank.host.stop()
-        check_gone(self)
 
     def replace(self, number: int) -> None:
         """Another process is given the place and the keys of a rank that is gone; none of its memory is there."""
@@ -224,12 +222,6 @@ class LinkedRanks:
             self.store.fails = 0.0
         for rank in self.ranks:
             self._resume(rank)
-
-    def check(self) -> None:
-        check_step(self)
-
-    def check_at_rest(self) -> None:
-        check_at_rest(self)
 
     # --- making
 

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 from kvbaton.node.doorway import Doorway, DropBlocks, ForgetCached, LoadReport, MatchState, UnpinBlocks
 from kvbaton.proof.sim.promises import DEATH, STRANGER, Broken
-from kvbaton.proof.sim.world.fetching import Fetching
 from kvbaton.proof.sim.world.sim_admission import is_put_off
 from kvbaton.proof.sim.world.sim_announcing import Announcer
 from kvbaton.proof.sim.world.sim_device import Device, Step, Work
 from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.proof.sim.world.sim_pool import Pool, Prefixes, nothing_to_forget
 from kvbaton.proof.sim.world.sim_request import Phase, SimRequest, digest_of, one_value
+from kvbaton.proof.sim.world.sim_store import Fetching
 from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups

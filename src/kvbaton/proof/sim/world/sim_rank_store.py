@@ -20,11 +20,11 @@ from typing import Any, cast
 import msgspec
 
 from kvbaton.proof.sim.promises import DEATH, HANG, LEAK, NEEDLESS, WRONG, Broken
-from kvbaton.proof.sim.world.fetching import Fetch, Fetching
 from kvbaton.proof.sim.world.rank_channel import SimCarrier, SimProcess
 from kvbaton.proof.sim.world.sim_device import Device
 from kvbaton.proof.sim.world.sim_pool import Pool
 from kvbaton.proof.sim.world.sim_request import SimRequest
+from kvbaton.proof.sim.world.sim_store import Fetch, Fetching
 from kvbaton.proof.sim.world.touches import ALWAYS
 from kvbaton.proof.sim.world.world import InjectedFault, World
 from kvbaton.protocol.events import Groups

@@ -19,8 +19,8 @@ from kvbaton.protocol.ids import HandoffId, RequestId, TransferId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 
 if TYPE_CHECKING:
+    from kvbaton.proof.sim.cluster import Cluster
     from kvbaton.proof.sim.world.life import Life
-    from kvbaton.proof.sim.world.sim_cluster import Cluster
     from kvbaton.proof.sim.world.sim_engine import SimEngine
 
 TOKENS_MAX = 20

@@ -15,7 +15,7 @@ from kvbaton.protocol.machines.push_write import Outlet
 from kvbaton.transports.core.transport import Loan
 
 
-class Witness:
+class ByteInvariants:
     """Sees every byte of a cluster."""
 
     def __init__(self, fabric: Fabric) -> None:

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvbaton.proof.sim.promises import RULE, Broken
-from kvbaton.proof.sim.world.life import Life
-from kvbaton.proof.sim.world.watched_timers import BoundedTimers
+from kvbaton.proof.sim.world.life import BoundedTimers, Life
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Allocated, LeaseBegun
 from kvbaton.protocol.machines.claims import Parked
@@ -35,7 +34,7 @@ _RAN_OUT = {
 _MEMORY_MAX = 4096
 
 
-class Dues:
+class TimerChecks:
     """Of one life."""
 
     def __init__(self, life: Life) -> None:
@@ -54,12 +53,13 @@ class Dues:
         handlers = self._ledger._on_event
         handlers[LeaseBegun] = self._noting(handlers[LeaseBegun], self._begins)
         handlers[Allocated] = self._noting(handlers[Allocated], self._holds)
+        life.after_node.append(self._after_step)
         self._expected: dict[str, Callable[[Any, float, float], float | None]] = {
             "lease": self._lease, "parked": self._parked, "put": self._put, "link": self._link,
             "outlet": self._outlet, "intake": self._intake, "pulse": self._pulse,
         }  # fmt: skip
 
-    def after_step(self) -> None:
+    def _after_step(self) -> None:
         """What ran out has ended as it should."""
         for check in self._fired:
             what = check()

@@ -39,7 +39,7 @@ from kvbaton.ranks.store_trust import bind_store
 
 if TYPE_CHECKING:
     from kvbaton.node.cluster_node import ClusterNode
-    from kvbaton.proof.sim.world.sim_cluster import Cluster
+    from kvbaton.proof.sim.cluster import Cluster
 
 LEARNS_S = 1.5
 """Within which everybody has heard of a removal."""
