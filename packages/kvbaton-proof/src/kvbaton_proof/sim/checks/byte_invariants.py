@@ -15,7 +15,7 @@ from kvbaton_proof.sim.world.life import Life
 from kvbaton_proof.sim.world.sim_transport import Fabric, SimTransport
 
 
-class Witness:
+class ByteInvariants:
     """Sees every byte of a cluster."""
 
     def __init__(self, fabric: Fabric) -> None:

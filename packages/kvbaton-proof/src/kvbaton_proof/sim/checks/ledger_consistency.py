@@ -32,7 +32,7 @@ EVERY = 2
 _SOURCED = (_S.GRANTED, _S.COPYING, _S.OFFERED, _S.COMMITTING)
 
 
-class Accounts:
+class LedgerConsistency:
     """Of one life."""
 
     def __init__(self, life: Life) -> None:
@@ -42,8 +42,9 @@ class Accounts:
         self._settings = life.character.settings
         self._page_bytes = _block_bytes(life)
         self._steps = 0
+        life.after_node.append(self._after_step)
 
-    def after_step(self) -> None:
+    def _after_step(self) -> None:
         self._steps += 1
         if self._steps % EVERY:
             return

@@ -13,19 +13,20 @@ import msgspec
 from kvbaton.protocol.effects import Copy
 from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
-from kvbaton_proof.sim.checks import passed_over
+from kvbaton_proof.sim.checks import backoff_checks
+from kvbaton_proof.sim.checks.byte_invariants import ByteInvariants
 from kvbaton_proof.sim.checks.causes import Causes, can_talk, note_strangers
-from kvbaton_proof.sim.checks.hearing import Hearing
-from kvbaton_proof.sim.checks.witness import Witness
+from kvbaton_proof.sim.checks.step_invariants import StepInvariants
+from kvbaton_proof.sim.checks.version_checks import VersionChecks
 from kvbaton_proof.sim.hardship.hardships import LOSS
 from kvbaton_proof.sim.hardship.mishaps import Mishaps
 from kvbaton_proof.sim.hardship.rank_faults import RankTroubles
 from kvbaton_proof.sim.hardship.worker_faults import WorkerFaults
 from kvbaton_proof.sim.hardship.world_plan import FAULTY_S, Plan
 from kvbaton_proof.sim.liars.liar_watch import Company
+from kvbaton_proof.sim.member_removals import Members
 from kvbaton_proof.sim.promises import WRONG, Broken
 from kvbaton_proof.sim.world.life import Character, Life, request_name
-from kvbaton_proof.sim.world.sim_members import Members
 from kvbaton_proof.sim.world.sim_network import Network, NetworkFaults
 from kvbaton_proof.sim.world.sim_request import SimRequest, digest_for
 from kvbaton_proof.sim.world.sim_router import Errand, Router
@@ -64,12 +65,13 @@ class Cluster:
         self.fabric = Fabric(world, plan.copies)
         self.fabric.on_astray = astray
         self.network.deliver = self._deliver
-        self.witness = Witness(self.fabric)
-        self.hearing = Hearing(self.network, plan.liars)
+        self.byte_invariants = ByteInvariants(self.fabric)
+        self.version_checks = VersionChecks(self.network, plan.liars)
         self.mishaps = Mishaps(self)
         self.lives: dict[WorkerId, Life] = {}
+        self.step_invariants: dict[Life, StepInvariants] = {}
         self.liars = Company(world, plan.liars, self.network, self.fabric, self.lives)
-        self.liars.attend(self.witness)
+        self.liars.attend(self.byte_invariants)
         self.causes = Causes(world, self.lives, plan.liars)
         self.network.on_fate = self.causes.frame_fate
         self.fabric.on_fate = self._copy_fate
@@ -101,7 +103,8 @@ class Cluster:
 
     def start(self, character: Character) -> None:
         life = self.liars.life(character)
-        passed_over.watch(life, self.lives, self.liars.names)
+        self.step_invariants[life] = StepInvariants(life)
+        backoff_checks.watch(life, self.lives, self.liars.names)
         if self.healed:
             life.engine.preempt = life.engine.skips = life.engine.overwrites = 0.0
             if life.ranks is not None:
@@ -117,8 +120,8 @@ class Cluster:
             self.network.haunt(character.name, random.Random(f"{self.world.seed} ghosts {life.peer}"))
         self.lives[character.name] = life
         self.every_life.append(life)
-        self.witness.watch(life)
-        self.hearing.watch(life)
+        self.byte_invariants.watch(life)
+        self.version_checks.watch(life)
         self.causes.watch(life)
         self.mishaps.watch(life)
         life.doorway.on_released = partial(self.mishaps.nibble, life)
@@ -368,7 +371,7 @@ class Cluster:
     # --- wires
 
     def _copy_fate(self, driver: SimTransport, copy: Copy, what: str, lasts_s: float) -> None:
-        self.causes.copy_fate(self.witness.owner[driver.address], copy, what, lasts_s)
+        self.causes.copy_fate(self.byte_invariants.owner[driver.address], copy, what, lasts_s)
 
     def _deliver(self, source: WorkerId, target: WorkerId, frame: bytes) -> None:
         life = self.lives[target]

@@ -20,8 +20,7 @@ from kvbaton.protocol.machines.pairing_state import Link
 from kvbaton.protocol.machines.push_write import OutletState
 from kvbaton.protocol.machines.puts import PutState
 from kvbaton_proof.sim.promises import RULE, Broken
-from kvbaton_proof.sim.world.life import Life
-from kvbaton_proof.sim.world.watched_timers import BoundedTimers
+from kvbaton_proof.sim.world.life import BoundedTimers, Life
 
 _S, _R = IntakeState, Reason
 _EXACT_S = 1e-6
@@ -35,7 +34,7 @@ _RAN_OUT = {
 _MEMORY_MAX = 4096
 
 
-class Dues:
+class TimerChecks:
     """Of one life."""
 
     def __init__(self, life: Life) -> None:
@@ -54,12 +53,13 @@ class Dues:
         handlers = self._ledger._on_event
         handlers[LeaseBegun] = self._noting(handlers[LeaseBegun], self._begins)
         handlers[Allocated] = self._noting(handlers[Allocated], self._holds)
+        life.after_node.append(self._after_step)
         self._expected: dict[str, Callable[[Any, float, float], float | None]] = {
             "lease": self._lease, "parked": self._parked, "put": self._put, "link": self._link,
             "outlet": self._outlet, "intake": self._intake, "pulse": self._pulse,
         }  # fmt: skip
 
-    def after_step(self) -> None:
+    def _after_step(self) -> None:
         """What ran out has ended as it should."""
         for check in self._fired:
             what = check()

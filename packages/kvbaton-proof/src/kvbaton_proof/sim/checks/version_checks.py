@@ -14,10 +14,10 @@ import msgspec
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.versions import Versions
-from kvbaton_proof.sim.checks.accounts import Accounts
 from kvbaton_proof.sim.checks.dialogue import Dialogues
-from kvbaton_proof.sim.checks.due import Dues
 from kvbaton_proof.sim.checks.fences import Fences
+from kvbaton_proof.sim.checks.ledger_consistency import LedgerConsistency
+from kvbaton_proof.sim.checks.timer_checks import TimerChecks
 from kvbaton_proof.sim.promises import RULE, Broken
 from kvbaton_proof.sim.world.life import Life
 from kvbaton_proof.sim.world.sim_network import Network
@@ -27,7 +27,7 @@ _KINDS = {kind.__struct_config__.tag: kind for kind in m.Message.__args__}
 _OF_ANY_VERSION = (m.Hello, m.HelloRefused, m.Reset)
 
 
-class Hearing:
+class VersionChecks:
     """Hears every frame of every life of a cluster."""
 
     def __init__(self, network: Network, liars: Collection[WorkerId] = ()) -> None:
@@ -45,15 +45,8 @@ class Hearing:
             self._keep_books(life)
 
     def _keep_books(self, life: Life) -> None:
-        """After each of its steps, beside what listens already."""
-        listens, accounts, dues = life.on_step, Accounts(life), Dues(life)
-
-        def after_step() -> None:
-            listens()
-            accounts.after_step()
-            dues.after_step()
-
-        life.on_step = after_step
+        LedgerConsistency(life)
+        TimerChecks(life)
 
     def said(self, who: WorkerId, frame: bytes) -> None:
         if who in self.liars:

@@ -7,7 +7,7 @@ that is being judged. What a bound refuses is judged by a sum of our own, taken 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CacheReplaced, Discarded, DrainStarted, PutWanted, Wanted
@@ -19,10 +19,9 @@ from kvbaton.protocol.machines.puts import PutState
 from kvbaton.protocol.wire.messages import Abandon, Offer
 from kvbaton_proof.sim.checks.handoff_record import Record
 from kvbaton_proof.sim.checks.pin_checks import check_pins
+from kvbaton_proof.sim.checks.rank_checks import check_gone, check_step
 from kvbaton_proof.sim.promises import HANG, LEAK, NEEDLESS, RULE, WRONG, Broken
-
-if TYPE_CHECKING:
-    from kvbaton_proof.sim.world.life import Life
+from kvbaton_proof.sim.world.life import Life
 
 Handle = Callable[[Any, float], None]
 
@@ -32,7 +31,7 @@ LATE_S = 0.1
 """A loop may be this busy when something is due."""
 
 
-class Vigil:
+class StepInvariants:
     """Over one life."""
 
     def __init__(self, life: Life) -> None:
@@ -54,13 +53,15 @@ class Vigil:
         self._drains = False
         self._left: dict[HandoffId, dict[Reader, float]] = {}  # who gave up a parked claim; until when P knows
         self.farewell: set[Incarnation] = set()  # who had to do with us when we left
-        self.taken_back: set[HandoffId] = set()  # tickets that the router has said nobody will use
         self.record = Record(str(self._name))
         if life.node.recorder is not None:
             setattr(life.node.recorder, "take", self.record.watching(life.node.recorder.take))  # noqa: B010
         self._listen()
+        life.after_node.append(self._after_node)
+        life.after_engine.append(self._after_engine)
+        life.on_leaving, life.on_left = self._on_leaving, self._on_left
 
-    def after_node(self) -> None:
+    def _after_node(self) -> None:
         """Queues are within their bounds, nothing is overdue, nothing is held past its limit."""
         self._check_turn()
         self._check_bounds()
@@ -71,17 +72,19 @@ class Vigil:
             self._check_intakes(now)
         if ledger.puts.states or self._putting:
             self._check_puts(now)
-        if self.taken_back:
+        if self._life.taken_back:
             self._check_taken_back()
         if self._drains:
             self._check_drained()
+        if self._life.ranks is not None:
+            check_step(self._life.ranks)
 
-    def on_leaving(self) -> None:
+    def _on_leaving(self) -> None:
         ledger = self._ledger
         self.farewell = {each.peer.incarnation for each in ledger.sessions.by_number.values() if each.joined}
         self.farewell |= {each.peer.incarnation for each in ledger.consumer.links.by_worker.values() if each.peer}
 
-    def after_engine(self) -> None:
+    def _after_engine(self) -> None:
         """Every reference to a block is the engine's own or has an owner at the door; what a store reads is pinned."""
         engine, doorway = self._life.engine, self._life.doorway
         owned = engine.held_refs + doorway.pinned_blocks
@@ -94,6 +97,11 @@ class Vigil:
             if ("put", put) not in doorway._pins:
                 raise Broken(WRONG, f"{self._name}: a store reads put {put}, and its blocks are not pinned")
         check_pins(self._life)
+
+    def _on_left(self) -> None:
+        self._after_engine()
+        if self._life.ranks is not None:
+            check_gone(self._life.ranks)
 
     # --- bounds
 
@@ -307,7 +315,7 @@ class Vigil:
 
     def _check_taken_back(self) -> None:
         """What the router took back is held by nobody but its readers, and no claim waits for it."""
-        producer, taken = self._ledger.producer, self.taken_back
+        producer, taken = self._ledger.producer, self._life.taken_back
         if len(taken) + producer.desk.counts["leases"] > self._settings.tombstones_max:
             return  # it may have been forgotten, as the bound allows
         for handoff, lease in producer.by_handoff.items():

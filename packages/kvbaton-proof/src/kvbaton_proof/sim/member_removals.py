@@ -39,7 +39,7 @@ from kvbaton_proof.sim.world.touches import ALWAYS, TICKET_KEY, handoff_of, pair
 
 if TYPE_CHECKING:
     from kvbaton.node.cluster_node import ClusterNode
-    from kvbaton_proof.sim.world.sim_cluster import Cluster
+    from kvbaton_proof.sim.cluster import Cluster
 
 LEARNS_S = 1.5
 """Within which everybody has heard of a removal."""
