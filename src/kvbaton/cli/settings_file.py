@@ -154,7 +154,7 @@ def _composed(text: str) -> Any:
     try:
         for event in yaml.parse(text, Loader=yaml.BaseLoader):
             if getattr(event, "anchor", None) or getattr(event, "tag", None):
-                raise _Misread(event.start_mark.line + 1, f"an anchor or a tag; {_ONE_LINE}")
+                raise _Misread(_line(event), f"an anchor or a tag; {_ONE_LINE}")
         return yaml.compose(text, Loader=yaml.BaseLoader)
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
