@@ -54,14 +54,14 @@ MEANINGS: Mapping[str, str] = {
     "mode": "of requests that name none: `pull`, `stream` or `push`",
     "modes": "the modes that are served at all",
     "transport": "transports, best first, with commas, such as `nixl,tcp`; `auto` is the best that this machine has "
-    "([transports](planes.md))",
+    "([transports](transports.md))",
     "checksum": "`sample` or `full`: compare copies with their source, on both sides "
-    "([cost](planes.md#checksums)); `off`: none; `auto`: off, except for GPU memory between hosts, where the last "
+    "([cost](transports.md#checksums)); `off`: none; `auto`: off, except for GPU memory between hosts, where the last "
     "measurement decides",
     "copy_share": "the share of a GPU's multiprocessors that copies and checksums may use at once, above 0 and at most "
     "1; the model's kernels have the rest",
     "encrypt": "encrypt KV that crosses TCP between hosts (`auto`), always (`on`) or never (`off`); the stricter side "
-    "of a pair wins ([more](planes.md#encryption))",
+    "of a pair wins ([more](transports.md#encryption))",
     "require_enforcement": "offer only transports that confine a peer to the memory leased to it (not `shm`)",
     "layerwise": "P announces each layer where the forward pass exposes them (eager, piecewise graphs), otherwise each "
     "chunk; D keeps its full CUDA graphs",

@@ -86,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     from kvbaton.local_cluster import vllm_cluster, vllm_engine
     from kvbaton_proof.bench.kit import run_facts
     from kvbaton_proof.bench.vllm import vllm_levels, vllm_page, vllm_targets
+    from kvbaton_proof.rig.servers import SERVED
 
     planned = levels(args.concurrency, args.requests)
     out, say = new_file("out", args.out), functools.partial(note, "bench")
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if vllm_targets.NIXL in args.targets and "nixl" not in versions:
         raise CommandError(f"{python} has no nixl; make vllm-nixl installs it, or remove nixl from --targets")
     model = vllm_engine.tiny_model(python, vllm_cluster.TINY_KINDS[0], vllm_cluster.TINY_SEED)
-    server = vllm_engine.ServerOptions(python=python, model=str(model), served_name="tiny", kv_gib=args.kv_gib)
+    server = vllm_engine.ServerOptions(python=python, model=str(model), served_name=SERVED, kv_gib=args.kv_gib)
     if args.input_len + args.output_len > server.max_model_len:
         raise CommandError(f"--input-len and --output-len: more than {server.max_model_len} tokens together")
     plan = vllm_levels.VllmBenchPlan(

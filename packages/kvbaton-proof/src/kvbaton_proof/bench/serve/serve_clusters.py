@@ -27,7 +27,7 @@ from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.local_cluster.embedded_cluster import ClusterPlan, Startable, places
 from kvbaton.local_cluster.vllm_cluster import TINY_KINDS, TINY_SEED, VllmPlan
 from kvbaton.local_cluster.vllm_engine import HOST, ServerOptions, VllmHandoff, fetch, tiny_model
-from kvbaton.observe.metrics.scraping import samples
+from kvbaton.observe.metrics.scraping import figures
 from kvbaton.processes.child_process import GUARD, KVBATON_ARGV, Child, Program, Say, end, ready, start
 from kvbaton.processes.free_ports import free_ports
 from kvbaton.router.router_settings import RouterSettings
@@ -35,7 +35,7 @@ from kvbaton_proof.bench.kit import cpu_meter
 from kvbaton_proof.bench.kit.bench_peers import AGGREGATED, SINGLE
 from kvbaton_proof.bench.kit.cpu_meter import Cpu, family
 from kvbaton_proof.bench.serve.serve_parts import Used
-from kvbaton_proof.bench.vllm import vllm_meters
+from kvbaton_proof.rig import meters
 
 DISAGGREGATED = "disaggregated"
 REST_S = 30.0
@@ -81,8 +81,8 @@ class Site:
         for url in self._engines.values():
             try:
                 if self._vllm:
-                    ends = vllm_meters.ends(samples(await fetch(f"{url}/metrics")))
-                    total += ends.get(vllm_meters.DELIVERED, 0)
+                    ends = meters.ends(figures(await fetch(f"{url}/metrics")))
+                    total += ends.get(meters.DELIVERED, 0)
                 else:
                     total += msgspec.json.decode(await fetch(f"{url}/stats"), type=_Stats).delivered_total
             except (OSError, msgspec.DecodeError):
@@ -92,7 +92,7 @@ class Site:
     async def come_to_rest(self, within_s: float = REST_S) -> tuple[str, ...]:
         """What engines still hold after this long; nothing if all is free."""
         if self._vllm:
-            return (await vllm_meters.come_to_rest(self._engines, fetch, within_s)).holding
+            return (await meters.come_to_rest(self._engines, fetch, within_s)).holding
         until = time.monotonic() + within_s
         while True:
             holding = [line for name, url in self._engines.items() if (line := await _pins(name, url))]
