@@ -13,7 +13,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from kvbaton.engines.vllm.tiny_model import KINDS
+from kvbaton.engines.vllm.models.tiny_model import KINDS
 from kvbaton.proof.gpu_test import command, feature_trial, gpu_client, gpu_features, servers
 from kvbaton.proof.gpu_test.feature_trial import Drafts, alike, rate
 from kvbaton.proof.gpu_test.gpu_features import FEATURES, ServerRoom, specs

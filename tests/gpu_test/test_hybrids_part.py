@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbaton.engines.vllm.tiny_hybrids import HYBRIDS
+from kvbaton.engines.vllm.models.tiny_hybrids import HYBRIDS
 from kvbaton.proof.gpu_test import gpu_client, gpu_hybrids, gpu_oracle
 from kvbaton.proof.gpu_test.gpu_oracle import Right
 from kvbaton.proof.gpu_test.gpu_record import Book

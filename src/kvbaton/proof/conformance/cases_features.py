@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.engines.vllm import request_content
+from kvbaton.engines.vllm.content import request_content
 from kvbaton.proof.conformance import taps
 from kvbaton.proof.conformance.case_registry import MODES, case
 from kvbaton.proof.conformance.cases_ending import LOADING

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.engines.vllm import vllm_versions
+from kvbaton.engines.vllm.config import vllm_versions
 from kvbaton.proof.conformance import configs
 from kvbaton.proof.conformance.stalls import StallMeter
 

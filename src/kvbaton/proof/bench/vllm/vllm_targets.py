@@ -19,7 +19,7 @@ import kvbaton.local_cluster.vllm_engine as server_words
 from kvbaton.api.params import Mode
 from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
-from kvbaton.engines.vllm import launching
+from kvbaton.engines.vllm.launch import launching
 from kvbaton.local_cluster.embedded_cluster import ClusterPlace
 from kvbaton.local_cluster.vllm_engine import HOST, ServerOptions, VllmHandoff, serving
 from kvbaton.processes.child_process import GUARD, KVBATON_ARGV, Child, Program, Say, end, start

@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 
 from kvbaton.control import keyring
-from kvbaton.engines.vllm import launching
+from kvbaton.engines.vllm.launch import launching
 from kvbaton.processes.child_process import with_news
 from kvbaton.processes.free_ports import free_ports
 from kvbaton.proof.chaos.vllm.vllm_client import Prompt, Tally, Told, ask, prompt_of

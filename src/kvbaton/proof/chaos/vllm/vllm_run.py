@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton.engines.vllm import launching
+from kvbaton.engines.vllm.launch import launching
 from kvbaton.proof.chaos.chaos_plan import Plan, Step
 from kvbaton.proof.chaos.outcome import Member, Outcome, Row
 from kvbaton.proof.chaos.resources import usage

@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from kvbaton.engines.vllm.launching import HOST
+from kvbaton.engines.vllm.launch.launching import HOST
 from kvbaton.proof.chaos import strangers
 from kvbaton.proof.chaos.chaos_plan import Step
 from kvbaton.proof.chaos.fault_catalogue import Moment
