@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton_proof.bench.transfer import checksum_cost
+from kvbaton_proof.bench.transfer import ways_sums
 
 pytestmark = pytest.mark.slow
 
 
-def small() -> list[checksum_cost.Row]:
-    return checksum_cost.measure(repetitions=2, region_bytes=2 << 20, copies=(1 << 20,), segments=(4096, 65536))
+def small() -> list[ways_sums.Row]:
+    return ways_sums.measure(repetitions=2, region_bytes=2 << 20, copies=(1 << 20,), segments=(4096, 65536))
 
 
 def test_a_small_run_reports_every_way_and_size() -> None:
@@ -21,5 +21,5 @@ def test_a_small_run_reports_every_way_and_size() -> None:
     ]
     assert all(row.ratio == 1.0 and row.added_ms == 0.0 for row in rows if row.checksum == "off")
     assert all(row.gb_s > 0 and row.cpu_ms_gb > 0 for row in rows)
-    shown = checksum_cost.table(rows)
+    shown = ways_sums.table(rows)
     assert "64 KiB" in shown and len(shown.splitlines()) == 1 + len(rows)

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton_proof.bench.load.load_traces import LINE_BYTES_MAX, TraceError, read, written
-from kvbaton_proof.bench.load.request_plan import Lengths, Shape, drawn, prompt
+from kvbaton_proof.bench.load.request_plan import (
+    LINE_BYTES_MAX,
+    Lengths,
+    Shape,
+    TraceError,
+    drawn,
+    prompt,
+    read,
+    written,
+)
 
 GOOD = b'{"timestamp": 3000, "input_length": 1100, "output_length": 7, "hash_ids": [5, 6, 7]}'
 NEXT = b'{"timestamp": 3500, "input_length": 600, "output_length": 9, "hash_ids": [5, 9], "model": "any"}'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbaton_proof.bench.kit.lab_pages import check
-from kvbaton_proof.bench.transfer.transfer_checks import is_delicate, judge, judge_idle
+from kvbaton_proof.bench.transfer.transfer_rounds import is_delicate, judge, judge_idle
 
 GOOD = {
     ("shm_2_threads", "memcpy"): 0.9,

@@ -69,6 +69,7 @@ def _levels(text: str) -> tuple[int, ...]:
 
 def run(args: argparse.Namespace) -> int:
     from kvbaton_proof.bench.kit import run_facts
+    from kvbaton_proof.bench.kit.piped_children import ChildFailed
     from kvbaton_proof.bench.router import router_page, router_run, router_targets, several_routers
 
     check(args)
@@ -94,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         with progress.shown("bench router", quiet=args.json):
             asyncio.run(router_run.measure(plan, measured, say))
-    except router_targets.TargetError as error:
+    except ChildFailed as error:
         raise CommandError(f"{error}; is this machine very busy?") from None
     facts = watch.facts(run_facts.shown(sys.argv[1:]), router_run.versions(program))
     findings, several = router_page.findings(facts, measured), several_routers.several_routers()

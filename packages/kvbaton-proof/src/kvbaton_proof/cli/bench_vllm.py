@@ -20,7 +20,7 @@ from kvbaton.cli.screen import note, stdout
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.vllm.vllm_rows import Level
-from kvbaton_proof.cli.bench_results import names_of, new_file
+from kvbaton_proof.cli.bench_results import names_of, new_file, show
 
 TARGETS = ("aggregated", "kvbaton-pull", "kvbaton-push", "kvbaton-stream", "nixl")
 """In measuring order: the others' answers are compared with the first's."""
@@ -81,8 +81,6 @@ def _numbers(high: int) -> Callable[[str], tuple[int, ...]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    import msgspec
-
     from kvbaton.local_cluster import vllm_cluster, vllm_engine
     from kvbaton_proof.bench.kit import run_facts
     from kvbaton_proof.bench.vllm import vllm_levels, vllm_page, vllm_targets
@@ -110,11 +108,7 @@ def run(args: argparse.Namespace) -> int:
     own = {"kvbaton": run_facts.own_versions()["kvbaton"], **versions}
     told = watch.facts(shlex.join(["kvbaton", *sys.argv[1:]]), own, with_memory=True)
     facts, ok = vllm_levels.facts_of(plan, told, findings), vllm_levels.is_ok(plan, findings)
-    if args.json:
-        print(msgspec.json.encode(vllm_levels.as_object(facts, findings, ok)).decode())
-    else:
-        print(f"{vllm_levels.as_text(findings)}\nverdict: {stdout().verdict(ok)} ({facts.seconds:.0f} s)")
-    if out is not None:
-        out.write_text(vllm_page.page(facts, findings.rows))
-        say(f"wrote {out}")
+    shown = vllm_page.findings(facts, findings.rows)
+    verdict = f"{stdout().verdict(ok)} ({facts.seconds:.0f} s)"
+    show(shown, vllm_levels.as_object(facts, findings, ok), as_json=args.json, page=out, verdict=verdict)
     return 0 if ok else 1

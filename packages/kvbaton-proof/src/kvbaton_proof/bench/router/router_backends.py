@@ -10,10 +10,11 @@ holds streams (`GET /hold`, until `GET /release`) each of them gets its first ev
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 
 import msgspec
+
+from kvbaton_proof.bench.kit.piped_children import Parent
 
 HOST = "127.0.0.1"
 BACKLOG = 4096
@@ -168,7 +169,7 @@ async def serve() -> None:
     prefill = await loop.create_server(lambda: Backend(desk, "P"), HOST, 0, backlog=BACKLOG)
     decode = await loop.create_server(lambda: Backend(desk, "D"), HOST, 0, backlog=BACKLOG)
     ports = [server.sockets[0].getsockname()[1] for server in (prefill, decode)]
-    print(json.dumps({"prefill": ports[0], "decode": ports[1]}), flush=True)
+    Parent().answer({"prefill": ports[0], "decode": ports[1]})
     gone = asyncio.Event()
     loop.add_reader(sys.stdin.fileno(), gone.set)  # it is never written to: readable means that its other end is gone
     await gone.wait()

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import sys
 
-import msgspec
-
+from kvbaton_proof.bench.kit.piped_children import Parent
 from kvbaton_proof.bench.router.router_answer import Answer
 from kvbaton_proof.bench.router.router_backends import HOST
 from kvbaton_proof.bench.router.router_load import Load, Order, Outcome
@@ -68,15 +66,14 @@ def main() -> None:
     """Orders until standard input ends."""
     import uvloop
 
+    parent = Parent()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        print("ready", flush=True)
-        for line in sys.stdin:
-            order = msgspec.json.decode(line, type=Order)
+        for order in parent.questions(Order):
             gc.collect()
             gc.disable()  # a collection within the window would be told as the router's latency
             outcome = runner.run(carry_out(order))
             gc.enable()
-            print(msgspec.json.encode(outcome).decode(), flush=True)
+            parent.answer(outcome)
 
 
 if __name__ == "__main__":

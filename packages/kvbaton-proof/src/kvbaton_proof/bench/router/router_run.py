@@ -6,6 +6,7 @@ fails loses its own rows and no others.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import subprocess
@@ -18,15 +19,17 @@ import msgspec
 from kvbaton.processes.child_process import ChildError, Say
 from kvbaton.processes.operator_control import told_to_stop, unless_stopped
 from kvbaton_proof.bench.kit.cpu_meter import family
+from kvbaton_proof.bench.kit.piped_children import PipedChild
 from kvbaton_proof.bench.kit.run_facts import own_versions
 from kvbaton_proof.bench.router.router_backends import Counts
 from kvbaton_proof.bench.router.router_client import get
-from kvbaton_proof.bench.router.router_load import Order
+from kvbaton_proof.bench.router.router_load import WINDOW_S_MAX, Order, Outcome
 from kvbaton_proof.bench.router.router_page import Measured
 from kvbaton_proof.bench.router.router_rows import DIRECT, Level, Row, Streams
-from kvbaton_proof.bench.router.router_targets import Backends, Helper, Site, Standing, TargetError, helper, standing
+from kvbaton_proof.bench.router.router_targets import Backends, Site, Standing, TargetError, standing
 
 READY_S, COUNTS_S, PROBE_S = 30.0, 20.0, 20.0
+ORDER_MARGIN_S = 60.0  # for an order beyond its own windows
 
 
 class RouterBenchPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,8 +55,8 @@ class _Bench:
 
     plan: RouterBenchPlan
     site: Site
-    client: Helper
-    backends: Helper
+    client: PipedChild
+    backends: PipedChild
 
     def watched(self, target: Standing) -> dict[str, tuple[int, ...]]:
         """The processes that exist now: a router may have started more since it was healthy."""
@@ -61,6 +64,10 @@ class _Bench:
         return {
             "router": router, "backends": (self.backends.pid,), "client": (self.client.pid,), "bench": (os.getpid(),)
         }  # fmt: skip
+
+    async def carry_out(self, order: Order) -> Outcome:
+        within_s = WINDOW_S_MAX + order.drain_s + ORDER_MARGIN_S
+        return await asyncio.to_thread(self.client.ask, order, Outcome, within_s)
 
     async def counts(self) -> Counts:
         try:
@@ -71,20 +78,19 @@ class _Bench:
 
 
 async def measure(plan: RouterBenchPlan, measured: Measured, say: Say) -> None:
-    """Adds to what was measured. TargetError if the benchmark's own processes fail."""
+    """Adds to what was measured. ChildFailed if one of the benchmark's own processes fails."""
     with told_to_stop() as stop:
         await unless_stopped(_measure(plan, measured, say), stop)
 
 
 async def _measure(plan: RouterBenchPlan, measured: Measured, say: Say) -> None:
     rng = random.Random(os.getpid())  # for the ports
-    async with (
-        helper("kvbaton_proof.bench.router.router_backends") as backends,
-        helper("kvbaton_proof.bench.router.router_client") as client,
+    with (
+        PipedChild("kvbaton_proof.bench.router.router_backends") as backends,
+        PipedChild("kvbaton_proof.bench.router.router_client") as client,
     ):
-        ports = msgspec.json.decode(await backends.line(READY_S), type=Backends)
-        await client.line(READY_S)
-        bench = _Bench(plan, Site(ports, plan.vllm_router), client, backends)
+        site = Site(backends.hear(Backends, READY_S), plan.vllm_router)
+        bench = _Bench(plan, site, client, backends)
         for number in range(1, plan.rounds + 1):
             for name in plan.order(number):
                 begun = time.monotonic()
@@ -104,7 +110,7 @@ async def _target(bench: _Bench, number: int, target: Standing, measured: Measur
         measured.rows.append(row)
         say(_short(row))
     hold = Order(port=target.port, concurrency=bench.plan.streams, stream=True, hold_port=bench.site.backends.decode)
-    outcome = await bench.client.carry_out(hold)
+    outcome = await bench.carry_out(hold)
     measured.streams.append(
         Streams(
             round=number, target=target.name, asked=bench.plan.streams, open_at_once=outcome.open_at_once or 0,
@@ -119,7 +125,7 @@ async def _one_level(bench: _Bench, number: int, target: Standing, level: Level)
         port=target.port, concurrency=level.concurrency, stream=level.stream, window_s=bench.plan.window_s,
         warmup_s=bench.plan.warmup_s, laps_min=bench.plan.laps_min, watched=bench.watched(target),
     )  # fmt: skip
-    outcome = await bench.client.carry_out(order)
+    outcome = await bench.carry_out(order)
     after, used = await bench.counts(), outcome.used
     both = min(after.prefills - before.prefills, after.handed_over - before.handed_over)
     return Row(

@@ -11,7 +11,6 @@ import contextlib
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator
@@ -24,12 +23,10 @@ from kvbaton.processes.child_process import GUARD, KVBATON_ARGV, Child, ChildErr
 from kvbaton.processes.free_ports import free_ports
 from kvbaton_proof.bench.router.router_backends import HOST
 from kvbaton_proof.bench.router.router_client import get
-from kvbaton_proof.bench.router.router_load import WINDOW_S_MAX, Order, Outcome
 from kvbaton_proof.bench.router.router_rows import DIRECT, KVBATON_2, MORIIO, NIXL, OURS, THEIRS, TOY
 
 START_S = 60.0
 POLL_S = 0.05
-ORDER_MARGIN_S = 60.0  # for an order beyond its own windows
 HOW_TO_GET_VLLM_ROUTER = "make .venv-router/.ready, or name one with --vllm-router PATH, or give --without-vllm-router"
 
 
@@ -150,45 +147,3 @@ async def _until_ok(child: Child, port: int, path: str) -> None:
         return [child.name]
 
     await ready(missing, [child], START_S, lambda _: None, verb=f"answer {path} with 200", look_s=POLL_S)
-
-
-class Helper:
-    """A process of our own that is spoken to in lines."""
-
-    def __init__(self, child: Child) -> None:
-        self._child = child
-
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    async def line(self, within_s: float) -> bytes:
-        assert self._child.process.stdout is not None
-        name = self._child.name
-        try:
-            line = await asyncio.wait_for(self._child.process.stdout.readline(), within_s)
-        except TimeoutError:
-            self._child.signal(signal.SIGKILL)  # or what it says late would be taken for the answer to the next order
-            raise TargetError(f"the benchmark's own {name} said nothing for {within_s:.0f} s") from None
-        if not line:
-            raise TargetError(f"the benchmark's own {name} ended; run it alone to see why: {name}")
-        return line
-
-    async def carry_out(self, order: Order) -> Outcome:
-        """Send an order, await its outcome."""
-        assert self._child.process.stdin is not None
-        self._child.process.stdin.write(msgspec.json.encode(order) + b"\n")
-        await self._child.process.stdin.drain()
-        within_s = WINDOW_S_MAX + order.drain_s + ORDER_MARGIN_S
-        return msgspec.json.decode(await self.line(within_s), type=Outcome)
-
-
-@contextlib.asynccontextmanager
-async def helper(module: str) -> AsyncIterator[Helper]:
-    """One of this benchmark's own processes."""
-    program = Program(f"python -m {module}", "helper", [sys.executable, "-m", module])
-    child = await start(program, None, stdout=asyncio.subprocess.PIPE)
-    try:
-        yield Helper(child)
-    finally:
-        await end([child])

@@ -29,7 +29,7 @@ from kvbaton.router.openai_api import MODE_HEADER
 from kvbaton_proof.bench.kit import run_facts
 from kvbaton_proof.bench.kit.bench_peers import AGGREGATED, SINGLE
 from kvbaton_proof.bench.kit.run_facts import RunFacts
-from kvbaton_proof.bench.load import load_traces, request_plan
+from kvbaton_proof.bench.load import request_plan
 from kvbaton_proof.bench.load.load_figures import TIMES, Slo, quantiles, times_of
 from kvbaton_proof.bench.load.open_loop import UNDER_WAY_MAX, Aim, Load, Pace, ask_for_models, warm_up
 from kvbaton_proof.bench.load.request_plan import REQUESTS, REQUESTS_MAX, Ask, Shape
@@ -118,8 +118,8 @@ def _trace(args: argparse.Namespace) -> list[Ask]:
     bound = args.requests or REQUESTS_MAX
     try:
         with open(args.trace, "rb") as lines:
-            return load_traces.read(lines, speed=args.trace_speed, scale=args.length_scale, requests_max=bound)
-    except load_traces.TraceError as error:
+            return request_plan.read(lines, speed=args.trace_speed, scale=args.length_scale, requests_max=bound)
+    except request_plan.TraceError as error:
         raise CommandError(f"argument --trace: {args.trace}: {error}; see docs/bench.md for the format") from None
     except OSError as error:
         raise CommandError(f"argument --trace: {args.trace}: {error.strerror}; name a file of JSON lines") from None
@@ -276,4 +276,4 @@ def _options(args: argparse.Namespace, work: Work) -> dict[str, Any]:
 def recorded(measured: Measured) -> bytes:
     """What the first part sent, as a trace."""
     first = measured.turns[0].records if measured.turns else ()
-    return b"".join(load_traces.written(each.ask, each.sent_s) for each in first)
+    return b"".join(request_plan.written(each.ask, each.sent_s) for each in first)

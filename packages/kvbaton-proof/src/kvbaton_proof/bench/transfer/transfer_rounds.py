@@ -3,7 +3,8 @@
 Each repetition measures every way, forwards and then backwards, and ratios are taken within it; medians over the
 quieter half of the repetitions are reported, and how much of the machine others used even then. Every way runs in two
 processes, and its bytes are checked before it is measured. Where noise could decide whether a figure keeps the bound
-that it is held to, many more repetitions of its ways alone do.
+that it is held to, many more repetitions of its ways alone do. With other libraries there are claims: judged on ratios
+within the repetitions, where a library is represented by its fastest way.
 """
 
 from __future__ import annotations
@@ -11,17 +12,16 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
 from kvbaton.processes.proc_stat import cpu_s, foreign_cpu_s
 from kvbaton.transports.core.mover import choose_mover
-from kvbaton_proof.bench.kit.lab_pages import Check
-from kvbaton_proof.bench.transfer import transfer_checks, ways_own, whole_handoff
+from kvbaton_proof.bench.kit.lab_pages import Check, Relation, check
+from kvbaton_proof.bench.transfer import ways_own, whole_handoff
 from kvbaton_proof.bench.transfer.peers import IDLE, Peer, Took
-from kvbaton_proof.bench.transfer.transfer_checks import is_delicate
 from kvbaton_proof.bench.transfer.whole_handoff import HandoffResult
 
 SEGMENT_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10)
@@ -42,6 +42,19 @@ BASES = {
     "kvbaton_mooncake": "mooncake",
 }
 """What a way is held against in the table."""
+
+
+SHM_OF_MEMCPY_MIN = 0.9
+DRIVING_MIN = 0.95
+IDLE_PERCENT_MAX = 2.0
+NEAR = 0.15  # of the bound: on a busy machine noise alone is as much
+
+SAME_HOST = {"nixl": ("nixl", "nixl_2_threads", "nixl_no_thread"), "mooncake": ("mooncake",)}
+"""By peer, its ways on one host; it is as fast as the fastest."""
+
+OVER_TCP = {"nixl": ("nixl_tcp", "nixl_tcp_spin"), "mooncake": ("mooncake",)}
+DRIVEN = {"nixl": (("kvbaton_nixl", "nixl"), ("kvbaton_nixl_tcp", "nixl_tcp"))}
+"""What driving a library through kvbaton costs: both in the same configuration."""
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -151,6 +164,35 @@ class Rounds:
         return Round(seconds, used, others)
 
 
+def is_delicate(claim: Check) -> bool:
+    """Whether noise could decide it: near its bound, or about a cost of a few percent."""
+    near = claim.value is not None and abs(claim.value - claim.bound) <= NEAR * claim.bound
+    return near or claim.bound == DRIVING_MIN
+
+
+def judge(ratio: Callable[[str, str], float], peers: Sequence[str], segment_bytes: int) -> list[Check]:
+    """The claims about one segment size; `ratio(way, base)` is how much faster `way` is."""
+    if not peers:
+        return []
+    at = f"at {segment_bytes >> 10} KiB"
+
+    def ahead(what: str, way: str, others: Sequence[str], relation: Relation, bound: float) -> Check:
+        return check(f"{what} {at}", min(ratio(way, other) for other in others), relation, bound, (way, *others))
+
+    found = [ahead("shm / memcpy", ways_own.AS_INSTALLED, (ways_own.MEMCPY,), ">=", SHM_OF_MEMCPY_MIN)]
+    for peer in peers:
+        found.append(ahead(f"shm / {peer}", ways_own.AS_INSTALLED, SAME_HOST[peer], ">", 1.0))
+        found.append(ahead(f"tcp / {peer} over tcp", ways_own.TCP, OVER_TCP[peer], ">", 1.0))
+        for driven, direct in DRIVEN.get(peer, ()):
+            found.append(ahead(f"{driven} / {direct}", driven, (direct,), ">=", DRIVING_MIN))
+    return found
+
+
+def judge_idle(percent: Mapping[str, float]) -> list[Check]:
+    """`percent` of a core, by transport."""
+    return [check(f"idle {name}, % of a core", used, "<", IDLE_PERCENT_MAX) for name, used in percent.items()]
+
+
 def measure(
     repetitions: int = 20,
     region_bytes: int = REGION_BYTES,
@@ -173,11 +215,11 @@ def measure(
             rounds = Rounds(libraries, moved_bytes, segment_bytes, seed)
             say(f"{seed + 1} of {len(segments)}, {size}: {repetitions} repetitions")
             rounds.add(repetitions)
-            for claim in transfer_checks.judge(rounds.ratio, peers, segment_bytes):
+            for claim in judge(rounds.ratio, peers, segment_bytes):
                 if is_delicate(claim):  # alone: short repetitions find quiet moments
                     say(f"{size}: {MORE * repetitions} more of {', '.join(claim.ways)}")
                     rounds.add(MORE * repetitions, claim.ways)
-            checks += transfer_checks.judge(rounds.ratio, peers, segment_bytes)
+            checks += judge(rounds.ratio, peers, segment_bytes)
             results.append(rounds.result(segment_bytes))
     return TransferReport(moved_bytes, repetitions, choose_mover().native, results, checks=checks)
 
@@ -190,7 +232,7 @@ def measure_all(repetitions: int, peers: Sequence[str], say: Callable[[str], Non
         transports = (*OWN_TRANSPORTS, *peers)
         say(f"idle for {IDLE_S:.0f} s: {', '.join(transports)}")
         percent = idle_percent(transports)
-        checks = [*report.checks, *transfer_checks.judge_idle(percent)]
+        checks = [*report.checks, *judge_idle(percent)]
         report = msgspec.structs.replace(report, idle_percent=percent, checks=checks)
     handoffs = []
     for name in OWN_TRANSPORTS:

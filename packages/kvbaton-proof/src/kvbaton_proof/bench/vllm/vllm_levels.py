@@ -18,16 +18,14 @@ import msgspec
 
 import kvbaton_proof.bench.vllm.vllm_load as bench_load
 import kvbaton_proof.bench.vllm.vllm_rows as bench_rows
-import kvbaton_proof.bench.vllm.vllm_table as bench_table
 from kvbaton.local_cluster.vllm_engine import fetch
 from kvbaton.observe.metrics.scraping import figures
 from kvbaton.processes.child_process import GUARD, Say
 from kvbaton.processes.operator_control import told_to_stop, unless_stopped
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.openai_api import MODE_HEADER
-from kvbaton_proof.bench.kit.lab_pages import plain
 from kvbaton_proof.bench.kit.run_facts import RunFacts
-from kvbaton_proof.bench.vllm.vllm_page import VllmFacts
+from kvbaton_proof.bench.vllm.vllm_page import VllmFacts, short
 from kvbaton_proof.bench.vllm.vllm_rows import OURS, Level, Row
 from kvbaton_proof.bench.vllm.vllm_targets import ALONE, TARGETS, Setup, standing
 from kvbaton_proof.rig import meters as bench_meters
@@ -36,10 +34,6 @@ from kvbaton_proof.rig.servers import ROUTER, Group
 
 LEVEL_S, LEVEL_EACH_S = 120.0, 0.5  # default deadline of a level; 2 to 15 requests/s were seen on two cores
 IDLE_S = 3.0  # an idle target is watched this long for busy-waiting
-FRONT = (
-    "all pairs are behind the same router, kvbaton's (NIXL by URL, P then D); the aggregated engine is queried "
-    "directly and uses one core, a pair uses two"
-)
 
 
 @dataclass(slots=True)
@@ -80,7 +74,6 @@ async def measure(plan: VllmBenchPlan, say: Say) -> VllmFindings:
 
 async def _measure(plan: VllmBenchPlan, say: Say) -> VllmFindings:
     findings = VllmFindings()
-    say(FRONT)
     for number in range(1, plan.rounds + 1):
         for name in plan.order(number):
             say(f"round {number} of {plan.rounds}: starting {name}")
@@ -117,7 +110,7 @@ async def _all_levels(plan: VllmBenchPlan, number: int, target: Group, findings:
     for level in plan.levels:
         row = await _one_level(plan, number, target, level, findings)
         findings.rows.append(row)
-        say(bench_table.short(row))
+        say(short(row))
         for line in bench_rows.complaints([row]):
             say(f"  {line}")
         if dead := [f"{engine.name}: {engine.tail()}" for engine in target.engines.values() if not engine.is_alive]:
@@ -209,15 +202,8 @@ def is_ok(plan: VllmBenchPlan, findings: VllmFindings) -> bool:
 def as_object(facts: VllmFacts, findings: VllmFindings, ok: bool) -> dict[str, Any]:
     rows = findings.rows
     wrong = [*findings.failures, *bench_rows.complaints(rows)]
-    head = {"ok": ok, "wrong": wrong, "front": FRONT, **msgspec.to_builtins(facts)}
+    head = {"ok": ok, "wrong": wrong, **msgspec.to_builtins(facts)}
     return {**head, "rows": [_row(row) for row in rows], "ratios": msgspec.to_builtins(bench_rows.ratios(rows))}
-
-
-def as_text(findings: VllmFindings) -> str:
-    rows, ratios = findings.rows, bench_rows.ratios(findings.rows)
-    lines = [plain(bench_table.HEAD, bench_table.grid(rows)), ""]
-    lines += [plain(bench_table.RATIO_HEAD, bench_table.ratio_grid(ratios)), ""] if ratios else []
-    return "\n".join([*lines, f"{FRONT}.", bench_table.LEGEND, "", *findings.failures, *bench_rows.complaints(rows)])
 
 
 def _row(row: Row) -> dict[str, Any]:

@@ -1,18 +1,40 @@
-"""The lab page that `kvbaton bench vllm --out` writes: what was measured, on what, how, and what follows from it.
+"""The figures of `kvbaton bench vllm` for a reader: what was measured, on what, how, and what follows from it.
 
-Laws: pure. Everything that a reader needs to judge or repeat the figures is on the page; what speaks against kvbaton is
-told in the same words as what speaks for it.
+Laws: pure. Several rounds are shown as their median, the rate with its lowest and highest as well, so that a reader
+sees how much a figure is worth. What speaks against kvbaton is told in the same words as what speaks for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-import kvbaton_proof.bench.vllm.vllm_table as table
-from kvbaton_proof.bench.kit.lab_pages import SAYS, bullets, indented, lab_page, markdown, section, what_ran
+from kvbaton_proof.bench.kit.lab_pages import Findings, Grid, Table, number
 from kvbaton_proof.bench.kit.run_facts import RunFacts, named, unquiet
-from kvbaton_proof.bench.vllm.vllm_rows import OURS, Ratio, Row, complaints, median, of, ratios
+from kvbaton_proof.bench.vllm.vllm_rows import (
+    METRICS,
+    OURS,
+    Ratio,
+    Row,
+    complaints,
+    levels,
+    median,
+    of,
+    ratios,
+    targets,
+)
 
+HEAD = (
+    "at once", "target", "req/s", "TTFT p50 ms", "TTFT p99 ms", "TPOT p50 ms", "ITL p99 ms", "CPU s/req",
+    "router CPU", "failed", "handed over", "same answers", "at rest", "others' cores",
+)  # fmt: skip
+RATIO_HEAD = ("at once", "target / base", *METRICS)
+LEGEND = (
+    "CPU s/req: of all engines of a target, per request that succeeded; router CPU likewise. handed over: requests "
+    "whose KV D took from P. same answers: as the aggregated engine's, greedy, text by text. others' cores: what "
+    "everybody else on this machine used meanwhile, the load generator excluded. Pairs are behind kvbaton's router "
+    "(NIXL by URL, P then D); the aggregated engine is queried directly and uses one core, a pair uses two."
+)
+RATIO_LEGEND = "kvbaton's figure divided by the other's at the same level. More is better for req/s, less for the rest."
 NOISE = 0.1
 """Figures this close are called alike, or as close as two rounds of one target, if those differ more."""
 LIMITS = (
@@ -42,35 +64,28 @@ class VllmFacts(RunFacts, frozen=True, kw_only=True):
     failures: Sequence[str] = ()  # targets that could not be measured
 
 
-def page(facts: VllmFacts, rows: Sequence[Row]) -> str:
-    """The whole page."""
+def findings(facts: VllmFacts, rows: Sequence[Row]) -> Findings:
     rounds = len({row.round for row in rows})
-    return lab_page(
-        f"{facts.date}: vLLM with kvbaton, with NIXL, and alone",
-        f"{facts.machine}. {facts.version_line}. {rounds} round{'s' if rounds != 1 else ''}, each target started anew "
-        f"in each, {facts.seconds / 60:.0f} minutes in all. {named(facts.options)}.",
-        indented(facts.command),
-        [markdown(table.HEAD, table.grid(rows)), "", table.LEGEND],
-        section(
-            "Beside the others",
-            "kvbaton's figure divided by the other's at the same level. More is better for req/s, less for the rest.",
-            "",
-            markdown(table.RATIO_HEAD, table.ratio_grid(ratios(rows))),
-        ),
-        bullets(SAYS, [*noise(rows), *idle(facts.idle_cores), *findings(rows), *facts.failures, *LIMITS]),
-        what_ran(facts.commands),
-    )
+    tables = [Table(HEAD, grid(rows), legend=LEGEND)]
+    if compared := ratio_grid(ratios(rows)):
+        tables.append(Table(RATIO_HEAD, compared, "Beside the others", RATIO_LEGEND))
+    return Findings(
+        title=f"{facts.date}: vLLM with kvbaton, with NIXL, and alone",
+        about=f"{facts.machine}. {facts.version_line}. {rounds} round{'s' if rounds != 1 else ''}, each target started "
+        f"anew in each, {facts.seconds / 60:.0f} minutes in all. {named(facts.options)}.",
+        command=facts.command, tables=tables, wrong=[*facts.failures, *complaints(rows)],
+        doubts=[*noise(rows), *idle(facts.idle_cores), *said(rows)], limits=LIMITS, commands=facts.commands,
+    )  # fmt: skip
 
 
-def findings(rows: Sequence[Row]) -> list[str]:
-    """What the figures say, good and bad."""
+def said(rows: Sequence[Row]) -> list[str]:
+    """What the figures say beside NIXL, good and bad."""
     alike = max(NOISE, _spread(rows))
-    said = [_compared(each, alike) for each in ratios(rows) if each.base == "nixl"]
-    wrong = complaints(rows)
-    if wrong:
-        return [*said, *(f"**{line}**" for line in wrong)]
+    lines = [_compared(each, alike) for each in ratios(rows) if each.base == "nixl"]
+    if complaints(rows):
+        return lines
     asked = sum(row.requests for row in rows if row.target.startswith(OURS))
-    return [*said, f"All {asked} requests to kvbaton's targets succeeded, and every engine came to rest each time."]
+    return [*lines, f"All {asked} requests to kvbaton's targets succeeded, and every engine came to rest each time."]
 
 
 def _compared(each: Ratio, alike: float) -> str:
@@ -96,13 +111,13 @@ def idle(cores: Mapping[str, float]) -> list[str]:
 
 def noise(rows: Sequence[Row]) -> list[str]:
     """How much the figures are worth."""
-    said = []
+    lines = []
     if len({row.round for row in rows}) < 2:
-        said.append("Single runs: differences of a tenth mean nothing, and there is no spread to judge the rest by.")
+        lines.append("Single runs: differences of a tenth mean nothing, and there is no spread to judge the rest by.")
     else:
-        said.append(f"The rate of one target at one level differed between rounds by up to {_spread(rows):.0%}.")
+        lines.append(f"The rate of one target at one level differed between rounds by up to {_spread(rows):.0%}.")
     so = "Wall-clock figures of those are not worth keeping; CPU s/req suffers less."
-    return [*said, *unquiet([row.others_cores for row in rows], "measurements", so)]
+    return [*lines, *unquiet([row.others_cores for row in rows], "measurements", so)]
 
 
 def _spread(rows: Sequence[Row]) -> float:
@@ -113,3 +128,65 @@ def _spread(rows: Sequence[Row]) -> float:
         if rates and middle:
             worst = max(worst, (max(rates) - min(rates)) / middle)
     return worst
+
+
+def grid(rows: Sequence[Row]) -> Grid:
+    """A line per level and target."""
+    found = []
+    for concurrency in levels(rows):
+        for target in targets(rows):
+            each = of(rows, target, concurrency)
+            if each:
+                found.append([str(concurrency), target, *_cells(each)])
+    return found
+
+
+def _cells(rows: Sequence[Row]) -> list[str]:
+    requests, failed = sum(row.requests for row in rows), sum(row.failed for row in rows)
+    resting = [row for row in rows if row.at_rest]
+    slowest = max((row.rest_s or 0.0 for row in resting), default=0.0)
+    hung = ", hung" if any(row.hung for row in rows) else ""
+    return [
+        _rate(rows),
+        number(median(rows, lambda row: row.ttft_p50_ms), 0),
+        number(median(rows, lambda row: row.ttft_p99_ms), 0),
+        number(median(rows, lambda row: row.tpot_p50_ms), 1),
+        number(median(rows, lambda row: row.itl_p99_ms), 0),
+        number(median(rows, lambda row: row.engine_cpu_per_request_s), 3),
+        number(median(rows, lambda row: row.router_cpu_per_request_s), 4),
+        f"{failed} of {requests}{hung}",
+        _share(rows, lambda row: row.handed_over),
+        _share(rows, lambda row: row.same_answers),
+        f"yes, {slowest:.1f} s" if len(resting) == len(rows) else "NO",
+        number(median(rows, lambda row: row.others_cores), 2),
+    ]
+
+
+def _rate(rows: Sequence[Row]) -> str:
+    rates = [row.req_per_s for row in rows if row.req_per_s is not None]
+    middle = number(median(rows, lambda row: row.req_per_s), 2)
+    return middle if len(rates) < 2 else f"{middle} ({min(rates):.2f} to {max(rates):.2f})"
+
+
+def _share(rows: Sequence[Row], count: Callable[[Row], int | None]) -> str:
+    known = [(value, row.requests) for row in rows if (value := count(row)) is not None]
+    return f"{sum(value for value, _ in known)} of {sum(asked for _, asked in known)}" if known else "-"
+
+
+def ratio_grid(found: Sequence[Ratio]) -> Grid:
+    """A line per pair of targets and level."""
+    return [
+        [
+            str(each.concurrency),
+            f"{each.target} / {each.base}",
+            *(number(value, 2) for value in each.by_metric.values()),
+        ]
+        for each in found
+    ]
+
+
+def short(row: Row) -> str:
+    """A row in one line, as it comes."""
+    known = dict(zip(HEAD[2:], _cells([row]), strict=True))
+    shown = {name: value for name, value in known.items() if value != "-"}
+    return f"{row.target} x{row.concurrency}: " + ", ".join(f"{name} {value}" for name, value in shown.items())
