@@ -13,14 +13,14 @@ import msgspec
 import pytest
 
 from kvbaton.engines.vllm.tiny_model import KINDS
-from kvbaton.proof.gpu_test import command, feature_trial, gpu_features, trial
-from kvbaton.proof.gpu_test.feature_trial import Drafts, alike, rate
-from kvbaton.proof.gpu_test.gpu_features import FEATURES, ServerRoom, specs
-from kvbaton.proof.gpu_test.sizes import CPU, QUICK, STANDARD
-from kvbaton.proof.rig import meters, servers
-from kvbaton.proof.rig.client import Answer
-from kvbaton.proof.rig.record import Book
-from kvbaton.proof.rig.servers import Spec
+from kvbaton_proof.gpu_test import command, feature_trial, gpu_features, trial
+from kvbaton_proof.gpu_test.feature_trial import Drafts, alike, rate
+from kvbaton_proof.gpu_test.gpu_features import FEATURES, ServerRoom, specs
+from kvbaton_proof.gpu_test.sizes import CPU, QUICK, STANDARD
+from kvbaton_proof.rig import meters, servers
+from kvbaton_proof.rig.client import Answer
+from kvbaton_proof.rig.record import Book
+from kvbaton_proof.rig.servers import Spec
 
 ANSWER = ("a", "b", "c", "d")
 SIZES = msgspec.structs.replace(CPU, feature_tokens=(2, 5, 9), damaged=2)

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from kvbaton.engines.vllm.tiny_hybrids import HYBRIDS
-from kvbaton.proof.gpu_test import gpu_hybrids, trial
-from kvbaton.proof.gpu_test.sizes import CPU, STANDARD
-from kvbaton.proof.rig import meters, oracle
-from kvbaton.proof.rig.client import Answer
-from kvbaton.proof.rig.oracle import Right
-from kvbaton.proof.rig.record import Book
+from kvbaton_proof.gpu_test import gpu_hybrids, trial
+from kvbaton_proof.gpu_test.sizes import CPU, STANDARD
+from kvbaton_proof.rig import meters, oracle
+from kvbaton_proof.rig.client import Answer
+from kvbaton_proof.rig.oracle import Right
+from kvbaton_proof.rig.record import Book
 
 ANSWER = ("a", "b", "c", "d")
 SIZES = msgspec.structs.replace(CPU, hybrids=("mamba2",), hybrid_tokens=(2, 5, 9), damaged=2)

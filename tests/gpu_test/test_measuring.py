@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from kvbaton.proof.gpu_test import exact, gpu_load, gpu_machine, timing
-from kvbaton.proof.gpu_test.exact import difference
-from kvbaton.proof.gpu_test.sizes import CPU
-from kvbaton.proof.rig.client import Streamed
-from kvbaton.proof.rig.record import Book
+from kvbaton_proof.gpu_test import exact, gpu_load, gpu_machine, timing
+from kvbaton_proof.gpu_test.exact import difference
+from kvbaton_proof.gpu_test.sizes import CPU
+from kvbaton_proof.rig.client import Streamed
+from kvbaton_proof.rig.record import Book
 from tests.rig.test_client import serving
 
 

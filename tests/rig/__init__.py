@@ -1,1 +1,1 @@
-"""`kvbaton.proof.rig`: its logic, without a vLLM."""
+"""`kvbaton_proof.rig`: its logic, without a vLLM."""

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 import aiohttp
 from aiohttp import web
 
-from kvbaton.proof.gpu_test.gpu_load import Watched, watching
-from kvbaton.proof.rig.client import Streamed, streamed
+from kvbaton_proof.gpu_test.gpu_load import Watched, watching
+from kvbaton_proof.rig.client import Streamed, streamed
 
 
 @asynccontextmanager

@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 from kvbaton.observe.metrics.scraping import figures
-from kvbaton.proof.chaos.vllm.vllm_pair import BLOCKS
-from kvbaton.proof.rig import meters
+from kvbaton_proof.chaos.vllm.vllm_pair import BLOCKS
+from kvbaton_proof.rig import meters
 
 RESTING = """\
 # HELP vllm:kv_cache_usage_perc KV-cache usage.

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from kvbaton.proof.gpu_test import gpu_answers, gpu_faults
-from kvbaton.proof.gpu_test.sizes import CPU
-from kvbaton.proof.rig import oracle
-from kvbaton.proof.rig.client import NOT_FOR_D, Answer, Tally, ask
-from kvbaton.proof.rig.oracle import MARGIN, Right
-from kvbaton.proof.rig.record import Book
+from kvbaton_proof.gpu_test import gpu_answers, gpu_faults
+from kvbaton_proof.gpu_test.sizes import CPU
+from kvbaton_proof.rig import oracle
+from kvbaton_proof.rig.client import NOT_FOR_D, Answer, Tally, ask
+from kvbaton_proof.rig.oracle import MARGIN, Right
+from kvbaton_proof.rig.record import Book
 from tests.rig.test_client import serving
 
 SURE, NEAR = MARGIN * 2, MARGIN / 2

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from kvbaton.observe.metrics.scraping import figures
-from kvbaton.proof.rig.server import Engine, end
+from kvbaton_proof.rig.server import Engine, end
 
 TWO_PROCESSES = """
 import os, time

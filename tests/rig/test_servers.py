@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from kvbaton.cli.bench_vllm import VllmBenchPlan
 from kvbaton.engines.vllm.tiny_model import KINDS
 from kvbaton.local_cluster.vllm_engine import ServerOptions
-from kvbaton.proof.bench.vllm import vllm_targets
-from kvbaton.proof.bench.vllm.vllm_rows import Level
-from kvbaton.proof.bench.vllm.vllm_targets import TARGETS, Setup
-from kvbaton.proof.gpu_test import gpu_features, timing
-from kvbaton.proof.gpu_test.gpu_answers import runner_of
-from kvbaton.proof.gpu_test.gpu_features import FEATURES, specs
-from kvbaton.proof.gpu_test.sizes import CPU, STANDARD
-from kvbaton.proof.rig import servers
-from kvbaton.proof.rig.connectors import CONNECTORS, Seat, fixed
-from kvbaton.proof.rig.servers import Group, Site, Spec, anywhere, last_words, made
+from kvbaton_proof.bench.vllm import vllm_targets
+from kvbaton_proof.bench.vllm.vllm_rows import Level
+from kvbaton_proof.bench.vllm.vllm_targets import TARGETS, Setup
+from kvbaton_proof.cli.bench_vllm import VllmBenchPlan
+from kvbaton_proof.gpu_test import gpu_features, timing
+from kvbaton_proof.gpu_test.gpu_answers import runner_of
+from kvbaton_proof.gpu_test.gpu_features import FEATURES, specs
+from kvbaton_proof.gpu_test.sizes import CPU, STANDARD
+from kvbaton_proof.rig import servers
+from kvbaton_proof.rig.connectors import CONNECTORS, Seat, fixed
+from kvbaton_proof.rig.servers import Group, Site, Spec, anywhere, last_words, made
 
 SETUP = Setup(server=ServerOptions(python="py", model="/m", served_name="kv"), prefix_caching=False)
 

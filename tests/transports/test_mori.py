@@ -17,8 +17,17 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvbaton.proof.contracts.transport_case import LARGE_BYTES, READ, SMALL_BYTES, STRANGER, WRITE, copy, fill
-from kvbaton.proof.fakes.fake_mori import (
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
+from kvbaton.testing import Case, InProcessHarness, Log, Pair, Side, check_transport
+from kvbaton.testing.transport_case import LARGE_BYTES, READ, SMALL_BYTES, STRANGER, WRITE, copy, fill
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested
+from kvbaton.transports.mori import mori_engine, mori_mover
+from kvbaton.transports.mori.mori_endpoint import ENDPOINT_BYTES_MAX, VERSION, MoriEndpoint, name_engine, pack, parse
+from kvbaton.transports.mori.mori_engine import DISORDER, MoriMissing
+from kvbaton.transports.mori.mori_transport import CAPABILITIES, ROWS_MAX, MoriConfig, MoriTransport
+from kvbaton_proof.fakes.fake_mori import (
     BackendType,
     FakeMori,
     IOEngine,
@@ -26,16 +35,7 @@ from kvbaton.proof.fakes.fake_mori import (
     MemoryLocationType,
     StatusCode,
 )
-from kvbaton.proof.fakes.fake_mori_wire import INVALID_ARGS, RDMA_OP
-from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.testing import Case, InProcessHarness, Log, Pair, Side, check_transport
-from kvbaton.transports.core.device_memory import DeviceMemory
-from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested
-from kvbaton.transports.mori import mori_engine, mori_mover
-from kvbaton.transports.mori.mori_endpoint import ENDPOINT_BYTES_MAX, VERSION, MoriEndpoint, name_engine, pack, parse
-from kvbaton.transports.mori.mori_engine import DISORDER, MoriMissing
-from kvbaton.transports.mori.mori_transport import CAPABILITIES, ROWS_MAX, MoriConfig, MoriTransport
+from kvbaton_proof.fakes.fake_mori_wire import INVALID_ARGS, RDMA_OP
 
 HALF = SMALL_BYTES // 2
 DIAL = "MORI_IO_CP_TIMEOUT_MS"
