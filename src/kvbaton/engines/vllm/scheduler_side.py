@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.control.joining.enrolment import Enrolment
+from kvbaton.control.joining.key_source import Enrolment
 from kvbaton.control.registry.registry_messages import Role
 from kvbaton.engines.vllm import interpreter, prompt_counting, request_content
 from kvbaton.engines.vllm.before_ranks import BeforeRanks
