@@ -13,7 +13,7 @@ import msgspec
 from guided import Target
 from mutators import Shape
 
-from kvbaton.control.moriio import registration  # noqa: F401 - loads the control layer before the planes
+from kvbaton.control.plain.announcer import registration  # noqa: F401 - loads the control layer before the planes
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import ProtocolError, Reason

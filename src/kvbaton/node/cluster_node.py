@@ -34,11 +34,9 @@ from kvbaton.control.address_book import AddressBook
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.joining.certificate import Membership
 from kvbaton.control.joining.join_client import JoinedMember
-from kvbaton.control.joining.join_messages import JoinFault
-from kvbaton.control.joining.signed_card import opened
+from kvbaton.control.joining.join_messages import JoinFault, opened_card
 from kvbaton.control.keyring import Keyring
-from kvbaton.control.registry.held_report import HeldReport
-from kvbaton.control.registry.member import MemberState
+from kvbaton.control.registry.member import HeldReport, MemberState
 from kvbaton.control.registry.registry_client import OnDrain
 from kvbaton.control.registry.registry_group import RegistryGroup
 from kvbaton.control.registry.registry_messages import DirectoryEntry, Registration, Role, addresses
@@ -333,7 +331,7 @@ class ClusterNode:
             self._member.take(certificate, card)
         if card:
             with contextlib.suppress(JoinFault):
-                told = opened(card, self.keyring.admission)
+                told = opened_card(card, self.keyring.admission)
                 self.control.add_removed(map(WorkerId, told.removed), told.removed_keys)
 
     def _take_membership(self, keyring: Keyring) -> None:

@@ -23,12 +23,11 @@ from kvbaton.api.http import serving
 from kvbaton.api.http_common import run
 from kvbaton.api.params import Mode
 from kvbaton.api.tokens import guard
-from kvbaton.control.joining.enrolment import enrolled
 from kvbaton.control.joining.join_client import JoinedMember
+from kvbaton.control.joining.key_source import enrolled
 from kvbaton.control.keyring import Keyring
-from kvbaton.control.moriio import FORGET_S
-from kvbaton.control.registry.held_report import HeldReport
-from kvbaton.control.registry.member import MemberState
+from kvbaton.control.plain.announcer import FORGET_S
+from kvbaton.control.registry.member import HeldReport, MemberState
 from kvbaton.control.registry.registry_group import RegistryGroup
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.announcing import Herald, announcement

@@ -20,10 +20,10 @@ from typing import Literal
 
 from kvbaton.control.address_book import moriio_address
 from kvbaton.control.addressing import ControlError
-from kvbaton.control.joining.enrolment import Enrolment
+from kvbaton.control.joining.key_source import Enrolment
 from kvbaton.control.keyring import Keyring
-from kvbaton.control.moriio import FORGET_S, MoriioAnnouncer
-from kvbaton.control.moriio import registration as moriio_registration
+from kvbaton.control.plain.announcer import FORGET_S, MoriioAnnouncer
+from kvbaton.control.plain.announcer import registration as moriio_registration
 from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings, Moriio
 from kvbaton.engines.vllm.config.data_parallel import DataParallelPlace

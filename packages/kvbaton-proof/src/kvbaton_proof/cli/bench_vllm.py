@@ -26,7 +26,8 @@ import kvbaton_proof.bench.vllm.vllm_load as bench_load
 import kvbaton_proof.bench.vllm.vllm_rows as bench_rows
 import kvbaton_proof.bench.vllm.vllm_table as bench_table
 from kvbaton.cli import progress
-from kvbaton.cli.screen import note, stdout
+from kvbaton.cli.progress import note
+from kvbaton.cli.screen import stdout
 from kvbaton.local_cluster import vllm_cluster, vllm_engine
 from kvbaton.local_cluster.vllm_engine import ServerOptions, fetch
 from kvbaton.observe.metrics.scraping import figures

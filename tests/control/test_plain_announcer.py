@@ -12,9 +12,8 @@ import pytest
 import zmq
 
 from kvbaton.api.request_ids import MoriioAddress, parse_address
-from kvbaton.control import moriio
 from kvbaton.control.addressing import ControlError
-from kvbaton.control.moriio import MoriioAnnouncer, MoriioRegistration, p2p_nccl_registration, registration
+from kvbaton.control.plain.announcer import MoriioAnnouncer, MoriioRegistration, p2p_nccl_registration, registration
 
 from .rig import STALL_S, costs_less, steady_bind, until
 
@@ -250,7 +249,7 @@ def test_whoever_else_had_the_address_keeps_no_worker_from_the_router_that_comes
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A router with keys, say: libzmq dials nobody again who greeted by another mechanism."""
-    monkeypatch.setattr(moriio, "REDIAL_S", 0.3)
+    monkeypatch.setattr("kvbaton.control.plain.announcer.REDIAL_S", 0.3)
     with router() as probe:
         endpoint = probe.endpoint
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\x01" + bytes(31)

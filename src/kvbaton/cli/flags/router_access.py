@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.cli.router_way import OPERATOR_KEY_VARIABLE
+from kvbaton.cli.flags.router_way import OPERATOR_KEY_VARIABLE
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.front_access import (
     ANY,

@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from kvbaton.cli.arguments import Parser, meant
-from kvbaton.cli.screen import note
-from kvbaton.cli.settings_file import FileSetting, Problem, SettingsFile, read
+from kvbaton.cli.progress import note
+from kvbaton.cli.settings.file import FileSetting, Problem, SettingsFile, read
 from kvbaton.processes.operator_errors import CommandError
 
 CONFIGURED = ("up", "router", "registry", "worker", "store")
