@@ -3,7 +3,7 @@
     python tools/cuda_ptx.py [path of libnvrtc] [--set TEAM=32 --set LOADS=2 --to other.ptx]
 
 Another shape of the kernel, by `--set`, goes to a file of its own, for `python -m
-kvbaton.proof.bench.device.device_share --ptx`.
+kvbaton_proof.bench.device.device_share --ptx`.
 NVRTC 12.4 is what the PTX here was made by: newer ones write PTX that older drivers refuse.
 
 PTX is assembler for a virtual machine: the driver of whatever GPU is there translates it when it is loaded, so nothing

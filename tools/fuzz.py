@@ -40,7 +40,7 @@ def one(name: str, options: list[str]) -> None:
 
     module = module_of(name)
     with atheris.instrument_imports(
-        include=["kvbaton"], exclude=["kvbaton.proof.sim"]
+        include=["kvbaton"], exclude=["kvbaton_proof.sim"]
     ):  # slow: only what this one needs
         targets = importlib.import_module(module).TARGETS
     from mutators import mutated

@@ -1,4 +1,4 @@
-"""Hunts all mutants and writes src/kvbaton/proof/sim/mutants/mutants_generated.txt and mutants_seeds.txt (those
+"""Hunts all mutants and writes the proof's sim/mutants/mutants_generated.txt and mutants_seeds.txt (those
 written by hand).
 
     python tools/kept_mutants.py                    # those whose remembered seed catches them no longer, from seed 0
@@ -18,11 +18,11 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton.proof.sim.campaign import default_jobs
-from kvbaton.proof.sim.mutants import kept, mutating
-from kvbaton.proof.sim.mutants.handwritten import MUTANTS
-from kvbaton.proof.sim.mutants.hunting import HINT_FROM, Catch, run_mutants
-from kvbaton.proof.sim.mutants.mutating import Place
+from kvbaton_proof.sim.campaign import default_jobs
+from kvbaton_proof.sim.mutants import kept, mutating
+from kvbaton_proof.sim.mutants.handwritten import MUTANTS
+from kvbaton_proof.sim.mutants.hunting import HINT_FROM, Catch, run_mutants
+from kvbaton_proof.sim.mutants.mutating import Place
 
 RULES = Path(__file__).with_name("protocol_rules.txt")
 FILE = Path(kept.__file__).with_name(kept.FILE)

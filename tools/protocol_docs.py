@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvbaton.proof.sim.mutants.handwritten import MUTANTS
-from kvbaton.proof.sim.mutants.mutation import Mutant
 from kvbaton.protocol.errors import MEANING
 from kvbaton.protocol.machines.inbound import INTAKE
 from kvbaton.protocol.machines.lease import LEASE, READER
@@ -34,6 +32,8 @@ from kvbaton.protocol.machines.puts import PUT
 from kvbaton.protocol.table import Table, Verdict
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.versions import SPOKEN
+from kvbaton_proof.sim.mutants.handwritten import MUTANTS
+from kvbaton_proof.sim.mutants.mutation import Mutant
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "protocol.md"
@@ -197,9 +197,9 @@ def rule_text(rule: Rule, mutants: list[Mutant], scenarios: list[str], tests: li
 
 def all_mutants() -> list[Mutant]:
     """Those written by hand, and those kept of the generated ones."""
-    if importlib.util.find_spec("kvbaton.proof.sim.mutants.kept") is None:
+    if importlib.util.find_spec("kvbaton_proof.sim.mutants.kept") is None:
         return list(MUTANTS)
-    kept = importlib.import_module("kvbaton.proof.sim.mutants.kept")
+    kept = importlib.import_module("kvbaton_proof.sim.mutants.kept")
     return [*MUTANTS, *(kept.mutant(each) for each in kept.read())]
 
 
@@ -264,7 +264,7 @@ def named_rules(text: str) -> list[str]:
 def place(where: str) -> str:
     """`protocol/machines/lease.py: judge`, if there is such a thing."""
     module, _, path = where.partition(":")
-    found = importlib.import_module(f"kvbaton.{module}")
+    found = importlib.import_module(module if module.startswith("kvbaton_proof.") else f"kvbaton.{module}")
     for name in path.split("."):
         if not hasattr(found, name) and name not in getattr(found, "__struct_fields__", ()):
             raise SystemExit(f"{where}: there is no {name}")

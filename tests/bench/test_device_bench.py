@@ -12,12 +12,14 @@ import pytest
 
 from kvbaton.cli.main import main
 from kvbaton.control import keyring
-from kvbaton.proof.bench.device import device_page
-from kvbaton.proof.bench.device.device_nixl import Reads
-from kvbaton.proof.bench.device.device_peer import make_plane
-from kvbaton.proof.bench.device.device_side import DeviceSide
-from kvbaton.proof.bench.device.device_ways import Bus, DeviceReport, Size
-from kvbaton.proof.bench.device.device_world import (
+from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.cuda import cuda_driver
+from kvbaton_proof.bench.device import device_page
+from kvbaton_proof.bench.device.device_nixl import Reads
+from kvbaton_proof.bench.device.device_peer import make_plane
+from kvbaton_proof.bench.device.device_side import DeviceSide
+from kvbaton_proof.bench.device.device_ways import Bus, DeviceReport, Size
+from kvbaton_proof.bench.device.device_world import (
     BLOCK_BYTES,
     BLOCKS,
     REGION_BYTES,
@@ -27,8 +29,6 @@ from kvbaton.proof.bench.device.device_world import (
     spans_of,
     weave_of,
 )
-from kvbaton.transports.core.device_memory import DeviceMemory
-from kvbaton.transports.cuda import cuda_driver
 
 from ..transports.fake_gpu import FakeGpu
 

@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from kvbaton.proof.bench.device import device_checksums, device_share
-from kvbaton.proof.bench.device.device_checksums import Cost
-from kvbaton.proof.bench.device.device_share import Mover, Row
 from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.transports.cuda import cuda_launch
 from kvbaton.transports.cuda.cuda_driver import CudaError
+from kvbaton_proof.bench.device import device_checksums, device_share
+from kvbaton_proof.bench.device.device_checksums import Cost
+from kvbaton_proof.bench.device.device_share import Mover, Row
 
 from ..transports.fake_gpu import FakeGpu
 

@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from kvbaton.cli import bench_router, bench_router_arguments
 from kvbaton.cli import main as cli
-from kvbaton.cli.bench_router import RouterFindings
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton.proof.bench.kit import run_facts
-from kvbaton.proof.bench.router import router_targets as targets
-from kvbaton.proof.bench.router.router_rows import (
+from kvbaton_proof.bench.kit import run_facts
+from kvbaton_proof.bench.router import router_targets as targets
+from kvbaton_proof.bench.router.router_rows import (
     DIRECT,
     KVBATON,
     KVBATON_2,
@@ -29,7 +27,9 @@ from kvbaton.proof.bench.router.router_rows import (
     Row,
     Streams,
 )
-from kvbaton.proof.bench.router.router_toy import to_prefill
+from kvbaton_proof.bench.router.router_toy import to_prefill
+from kvbaton_proof.cli import bench_router, bench_router_arguments
+from kvbaton_proof.cli.bench_router import RouterFindings
 
 SITE = targets.Site(targets.Backends(1111, 2222), "/somewhere/vllm-router")
 PORTS = targets.Ports(3333, 4444, 5555)

@@ -9,11 +9,11 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from kvbaton.proof.bench.router import router_backends as backends
-from kvbaton.proof.bench.router.router_answer import Answer, dechunked
-from kvbaton.proof.bench.router.router_backends import Backend, Counts, Desk
-from kvbaton.proof.bench.router.router_client import carry_out, get
-from kvbaton.proof.bench.router.router_load import Order, Outcome, request
+from kvbaton_proof.bench.router import router_backends as backends
+from kvbaton_proof.bench.router.router_answer import Answer, dechunked
+from kvbaton_proof.bench.router.router_backends import Backend, Counts, Desk
+from kvbaton_proof.bench.router.router_client import carry_out, get
+from kvbaton_proof.bench.router.router_load import Order, Outcome, request
 
 STREAM = b"".join(backends.STREAM)
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from kvbaton.proof.bench.router import router_page
-from kvbaton.proof.bench.router import router_rows as rows_of
-from kvbaton.proof.bench.router.router_meters import Cpu, cpu_s, descended, family
-from kvbaton.proof.bench.router.router_rows import DIRECT, KVBATON, KVBATON_2, MORIIO, NIXL, TOY, Level, Row, Streams
+from kvbaton_proof.bench.router import router_page
+from kvbaton_proof.bench.router import router_rows as rows_of
+from kvbaton_proof.bench.router.router_meters import Cpu, cpu_s, descended, family
+from kvbaton_proof.bench.router.router_rows import DIRECT, KVBATON, KVBATON_2, MORIIO, NIXL, TOY, Level, Row, Streams
 
 ONE, MANY, STREAMING = Level(False, 1), Level(False, 64), Level(True, 512)
 

@@ -20,7 +20,7 @@ import pytest
 from aiohttp import web
 
 from kvbaton.cli.main import main
-from kvbaton.proof.bench.serve.serve_report import Report
+from kvbaton_proof.bench.serve.serve_report import Report
 
 COMMAND = [sys.executable, "-m", "kvbaton.cli.main", "bench", "serve"]
 MODE = "x-kvbaton-mode"

@@ -11,11 +11,11 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from kvbaton.proof.bench.serve import serve_load
-from kvbaton.proof.bench.serve.serve_load import CUT_OFF, LATE, Aim, Load, Pace, answer, body_of, session, warm_up
-from kvbaton.proof.bench.serve.serve_meter import ERRORS_IN_A_ROW_MAX, Meter
-from kvbaton.proof.bench.serve.serve_plan import Ask, Lengths, Piece, Shape, drawn, prompt
-from kvbaton.proof.bench.serve.serve_stream import NO_END, SHORT, Told
+from kvbaton_proof.bench.serve import serve_load
+from kvbaton_proof.bench.serve.serve_load import CUT_OFF, LATE, Aim, Load, Pace, answer, body_of, session, warm_up
+from kvbaton_proof.bench.serve.serve_meter import ERRORS_IN_A_ROW_MAX, Meter
+from kvbaton_proof.bench.serve.serve_plan import Ask, Lengths, Piece, Shape, drawn, prompt
+from kvbaton_proof.bench.serve.serve_stream import NO_END, SHORT, Told
 
 TOKEN = b'data: {"choices": [{"text": "a", "finish_reason": null}]}\n\n'
 DONE = b"data: [DONE]\n\n"

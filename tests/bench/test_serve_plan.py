@@ -8,7 +8,7 @@ import statistics
 import msgspec
 import pytest
 
-from kvbaton.proof.bench.serve.serve_plan import IDS, Ask, Lengths, Piece, Shape, drawn, prompt, turns
+from kvbaton_proof.bench.serve.serve_plan import IDS, Ask, Lengths, Piece, Shape, drawn, prompt, turns
 
 SHAPE = Shape(requests=200, seed=3, input=Lengths(10, 50), output=Lengths(4, 4), rate=20.0)
 

@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from kvbaton.proof.bench.serve.serve_meter import Meter, Part, Used, part, together
-from kvbaton.proof.bench.serve.serve_page import page, plot
-from kvbaton.proof.bench.serve.serve_report import Report, Spread, base_of, complaints, ratios, tables
-from kvbaton.proof.bench.serve.serve_stats import quantiles
-from kvbaton.proof.bench.serve.serve_stream import Told
-from kvbaton.proof.bench.serve.serve_summary import notes
+from kvbaton_proof.bench.serve.serve_meter import Meter, Part, Used, part, together
+from kvbaton_proof.bench.serve.serve_page import page, plot
+from kvbaton_proof.bench.serve.serve_report import Report, Spread, base_of, complaints, ratios, tables
+from kvbaton_proof.bench.serve.serve_stats import quantiles
+from kvbaton_proof.bench.serve.serve_stream import Told
+from kvbaton_proof.bench.serve.serve_summary import notes
 
 
 def a_part(number: int, target: str, req_per_s: float = 10.0, ttft_ms: float = 100.0, **more: Any) -> Part:

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from kvbaton.proof.bench.serve.serve_meter import ERROR_KINDS_MAX, ERRORS_IN_A_ROW_MAX, Meter, Used, part, together
-from kvbaton.proof.bench.serve.serve_stats import Reservoir, Slo, figures, quantiles
-from kvbaton.proof.bench.serve.serve_stream import Told
+from kvbaton_proof.bench.serve.serve_meter import ERROR_KINDS_MAX, ERRORS_IN_A_ROW_MAX, Meter, Used, part, together
+from kvbaton_proof.bench.serve.serve_stats import Reservoir, Slo, figures, quantiles
+from kvbaton_proof.bench.serve.serve_stream import Told
 
 
 def told(ttft_s: float = 0.1, gaps_s: tuple[float, ...] = (0.02, 0.04), digest: bytes = b"x") -> Told:

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvbaton.proof.bench.serve.serve_stream import LONG, MALFORMED, NO_END, SHORT, Stream, Told, refusal
+from kvbaton_proof.bench.serve.serve_stream import LONG, MALFORMED, NO_END, SHORT, Stream, Told, refusal
 
 DONE = b"data: [DONE]\n\n"
 LAST = b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n\n'

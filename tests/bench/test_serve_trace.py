@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.proof.bench.serve.serve_plan import Lengths, Shape, drawn, prompt
-from kvbaton.proof.bench.serve.serve_trace import LINE_BYTES_MAX, TraceError, read, written
+from kvbaton_proof.bench.serve.serve_plan import Lengths, Shape, drawn, prompt
+from kvbaton_proof.bench.serve.serve_trace import LINE_BYTES_MAX, TraceError, read, written
 
 GOOD = b'{"timestamp": 3000, "input_length": 1100, "output_length": 7, "hash_ids": [5, 6, 7]}'
 NEXT = b'{"timestamp": 3500, "input_length": 600, "output_length": 9, "hash_ids": [5, 9], "model": "any"}'

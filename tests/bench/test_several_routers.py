@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.proof.bench.router.several_routers import ROUTERS, SeveralLoad, as_lines, several_routers
 from kvbaton.router import policy
+from kvbaton_proof.bench.router.several_routers import ROUTERS, SeveralLoad, as_lines, several_routers
 
 LOAD = SeveralLoad(requests=800)
 

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from kvbaton.cli import main as cli
-from kvbaton.proof.bench.store.store_moves import SHAPES, Shape, measure, settled
-from kvbaton.proof.bench.store.store_page import Report, complaints, page
-from kvbaton.proof.bench.store.store_ttft import Ttft
-from kvbaton.proof.contracts.store_harness import FaultyBackend
 from kvbaton.store.memory_backend import MemoryBackend
+from kvbaton.testing.store_harness import FaultyBackend
+from kvbaton_proof.bench.store.store_moves import SHAPES, Shape, measure, settled
+from kvbaton_proof.bench.store.store_page import Report, complaints, page
+from kvbaton_proof.bench.store.store_ttft import Ttft
 
 SMALL = Shape(8, 3, 1 << 10)
 

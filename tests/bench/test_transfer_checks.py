@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.proof.bench.transfer.transfer_checks import check, judge, judge_idle
+from kvbaton_proof.bench.transfer.transfer_checks import check, judge, judge_idle
 
 GOOD = {
     ("shm_2_threads", "memcpy"): 0.9,

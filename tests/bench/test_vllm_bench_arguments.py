@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.cli import bench_arguments
 from kvbaton.cli import main as cli
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton.proof.bench.vllm import vllm_targets
-from kvbaton.proof.bench.vllm.vllm_rows import Level
+from kvbaton_proof.bench.vllm import vllm_targets
+from kvbaton_proof.bench.vllm.vllm_rows import Level
+from kvbaton_proof.cli import bench_arguments
 
 
 def test_levels_have_their_default_requests_and_others_two_for_each_at_once() -> None:

@@ -14,9 +14,9 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from kvbaton.engines.vllm import nixl_shim
-from kvbaton.proof.bench.vllm import vllm_load
-from kvbaton.proof.bench.vllm.vllm_load import Load, Outcome
-from kvbaton.proof.bench.vllm.vllm_rows import Level
+from kvbaton_proof.bench.vllm import vllm_load
+from kvbaton_proof.bench.vllm.vllm_load import Load, Outcome
+from kvbaton_proof.bench.vllm.vllm_rows import Level
 from tests.bench.test_vllm_bench_rows import TOLD
 
 LOAD = Load(

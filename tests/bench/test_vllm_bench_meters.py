@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from kvbaton.observe.metrics.scraping import samples
-from kvbaton.proof.bench.vllm import vllm_meters
+from kvbaton_proof.bench.vllm import vllm_meters
 
 RESTING = """\
 # HELP vllm:kv_cache_usage_perc KV-cache usage.

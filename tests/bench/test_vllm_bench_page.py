@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbaton.proof.bench.kit.run_facts import public
+from kvbaton_proof.bench.kit.run_facts import public
 
 
 def test_a_page_does_not_tell_where_things_lie_on_this_machine() -> None:

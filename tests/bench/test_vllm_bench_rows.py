@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbaton.proof.bench.kit import text_tables
-from kvbaton.proof.bench.vllm import vllm_page, vllm_rows, vllm_table
-from kvbaton.proof.bench.vllm.vllm_rows import BadResultError, Row, Told
+from kvbaton_proof.bench.kit import text_tables
+from kvbaton_proof.bench.vllm import vllm_page, vllm_rows, vllm_table
+from kvbaton_proof.bench.vllm.vllm_rows import BadResultError, Row, Told
 
 TOLD: dict[str, Any] = {
     "date": "20261115-063000", "backend": "openai", "num_prompts": 3, "duration": 1.5, "completed": 3, "failed": 0,

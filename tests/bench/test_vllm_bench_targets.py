@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from kvbaton.cli.bench_vllm import VllmBenchPlan
 from kvbaton.local_cluster.vllm_engine import ServerOptions
 from kvbaton.processes.child_process import Program
-from kvbaton.proof.bench.vllm import vllm_targets
-from kvbaton.proof.bench.vllm.vllm_rows import Level
-from kvbaton.proof.bench.vllm.vllm_targets import TARGETS, Setup
+from kvbaton_proof.bench.vllm import vllm_targets
+from kvbaton_proof.bench.vllm.vllm_rows import Level
+from kvbaton_proof.bench.vllm.vllm_targets import TARGETS, Setup
+from kvbaton_proof.cli.bench_vllm import VllmBenchPlan
 
 SETUP = Setup(server=ServerOptions(python="py", model="/m", served_name="tiny"), prefix_caching=False)
 

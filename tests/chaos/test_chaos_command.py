@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from kvbaton.cli.main import main
-from kvbaton.proof.chaos import chaos_plan as plans
-from kvbaton.proof.chaos import draw
-from kvbaton.proof.chaos.chaos_plan import Plan, Step, to_json
-from kvbaton.proof.chaos.fault_catalogue import BY_NAME, PROMISES, Moment
+from kvbaton_proof.chaos import chaos_plan as plans
+from kvbaton_proof.chaos import draw
+from kvbaton_proof.chaos.chaos_plan import Plan, Step, to_json
+from kvbaton_proof.chaos.fault_catalogue import BY_NAME, PROMISES, Moment
 
 RUN_S = 240.0
 

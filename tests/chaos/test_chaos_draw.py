@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from kvbaton.proof.chaos.chaos_plan import Plan, from_json, to_json
-from kvbaton.proof.chaos.draw import GAP_S, RESTARTING, Size, draw
-from kvbaton.proof.chaos.fault_catalogue import BY_NAME, FAULTS, Moment, Target
-from kvbaton.proof.chaos.injuries import CHANGES, INJURIES
+from kvbaton_proof.chaos.chaos_plan import Plan, from_json, to_json
+from kvbaton_proof.chaos.draw import GAP_S, RESTARTING, Size, draw
+from kvbaton_proof.chaos.fault_catalogue import BY_NAME, FAULTS, Moment, Target
+from kvbaton_proof.chaos.injuries import CHANGES, INJURIES
 
 TWO = Size(2, 2)
 

@@ -13,19 +13,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbaton.proof.chaos.chaos_plan import Plan, Step, from_json, to_json
-from kvbaton.proof.chaos.chaos_report import bare, markdown
-from kvbaton.proof.chaos.draw import Size, draw
-from kvbaton.proof.chaos.liars import liar_fault, lies
-from kvbaton.proof.chaos.liars.liar_main import TELLINGS
-from kvbaton.proof.chaos.liars.liar_post import honest_card, said
-from kvbaton.proof.chaos.liars.lies import ALWAYS, BY_NAME, EACH, LIAR, LIES, Count, Guise, Tally
-from kvbaton.proof.chaos.liars.lies_in_shapes import huge_layout
-from kvbaton.proof.chaos.members import Ports, Spec
-from kvbaton.proof.chaos.outcome import Outcome
 from kvbaton.protocol.ids import PeerId
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import FRAME_BYTES_MAX, decode
+from kvbaton_proof.chaos.chaos_plan import Plan, Step, from_json, to_json
+from kvbaton_proof.chaos.chaos_report import bare, markdown
+from kvbaton_proof.chaos.draw import Size, draw
+from kvbaton_proof.chaos.liars import liar_fault, lies
+from kvbaton_proof.chaos.liars.liar_main import TELLINGS
+from kvbaton_proof.chaos.liars.liar_post import honest_card, said
+from kvbaton_proof.chaos.liars.lies import ALWAYS, BY_NAME, EACH, LIAR, LIES, Count, Guise, Tally
+from kvbaton_proof.chaos.liars.lies_in_shapes import huge_layout
+from kvbaton_proof.chaos.members import Ports, Spec
+from kvbaton_proof.chaos.outcome import Outcome
 
 TWO = Size(2, 2)
 ROLES = TWO.roles()
@@ -186,7 +186,7 @@ class _Printing:
 
     def command(self, name: str, argv: Sequence[str]) -> list[str]:
         assert name == LIAR
-        assert argv[1:3] == ["-m", "kvbaton.proof.chaos.liars.liar_main"]
+        assert argv[1:3] == ["-m", "kvbaton_proof.chaos.liars.liar_main"]
         return self._words
 
 

@@ -13,15 +13,15 @@ import msgspec
 import pytest
 
 from kvbaton.control.zmq import ZmqControl
-from kvbaton.proof.chaos.fault_catalogue import Moment
-from kvbaton.proof.chaos.moments import Hand, Reached
-from kvbaton.proof.chaos.worker_main import HalvedTransport, Held, half, hold_messages, put_clock_off
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId
 from kvbaton.protocol.wire.codec import encode
 from kvbaton.protocol.wire.messages import Commit
+from kvbaton_proof.chaos.fault_catalogue import Moment
+from kvbaton_proof.chaos.moments import Hand, Reached
+from kvbaton_proof.chaos.worker_main import HalvedTransport, Held, half, hold_messages, put_clock_off
 
 WITHIN_S = 20.0
 
@@ -47,7 +47,7 @@ def _with_line(tmp_path: Path, act: Callable[[Hand, Held], Any]) -> Any:
 
 
 def test_whoever_is_at_the_moment_waits_until_it_is_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbaton.proof.chaos.worker_main.HOLD_S", WITHIN_S)
+    monkeypatch.setattr("kvbaton_proof.chaos.worker_main.HOLD_S", WITHIN_S)
 
     async def act(hand: Hand, held: Held) -> None:
         came = threading.Event()
@@ -83,7 +83,7 @@ def test_who_is_hurt_may_be_the_one_who_is_held(tmp_path: Path) -> None:
 
 
 def test_nobody_waits_for_a_conductor_that_says_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbaton.proof.chaos.worker_main.HOLD_S", 0.01)
+    monkeypatch.setattr("kvbaton_proof.chaos.worker_main.HOLD_S", 0.01)
 
     async def act(hand: Hand, held: Held) -> None:
         async with hand.caught(Moment.MID_COPY, "d0", 0.0):
@@ -203,7 +203,7 @@ def test_half_of_a_copy_is_made_and_then_all_of_it() -> None:
 
 
 def test_a_half_that_does_not_end_stands_for_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbaton.proof.chaos.worker_main.HALF_S", 0.01)
+    monkeypatch.setattr("kvbaton_proof.chaos.worker_main.HALF_S", 0.01)
     plane = _Plane(ends=False)
     halved = HalvedTransport(plane, _Looking())  # type: ignore[arg-type]
     assert halved.submit(_copy())

@@ -15,15 +15,15 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from kvbaton.proof.chaos import client_injuries, rest_oracle
-from kvbaton.proof.chaos.board import Board, Ended, Verdict
-from kvbaton.proof.chaos.chaos_plan import Plan
-from kvbaton.proof.chaos.fleet import Fleet, FleetError
-from kvbaton.proof.chaos.judged_request import Found, Prompt, Way, ask, judged
-from kvbaton.proof.chaos.members import Ports, Spec, Surroundings
-from kvbaton.proof.chaos.outcome import Outcome, Row
-from kvbaton.proof.chaos.resources import Usage, is_there, usage
-from kvbaton.proof.chaos.seen import AtRest, Finds, Sample, Seen, seen
+from kvbaton_proof.chaos import client_injuries, rest_oracle
+from kvbaton_proof.chaos.board import Board, Ended, Verdict
+from kvbaton_proof.chaos.chaos_plan import Plan
+from kvbaton_proof.chaos.fleet import Fleet, FleetError
+from kvbaton_proof.chaos.judged_request import Found, Prompt, Way, ask, judged
+from kvbaton_proof.chaos.members import Ports, Spec, Surroundings
+from kvbaton_proof.chaos.outcome import Outcome, Row
+from kvbaton_proof.chaos.resources import Usage, is_there, usage
+from kvbaton_proof.chaos.seen import AtRest, Finds, Sample, Seen, seen
 
 PROMPT = Prompt("hello", "abcd", 4)
 QUIET: Mapping[str, Any] = {

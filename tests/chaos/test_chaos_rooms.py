@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvbaton.proof.chaos.network import rooms
+from kvbaton_proof.chaos.network import rooms
 
 END_S = 30.0
 

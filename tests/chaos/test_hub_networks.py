@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from kvbaton.proof.chaos.network import networks
-from kvbaton.proof.chaos.network.networks import NetworkError, WiredNetwork
+from kvbaton_proof.chaos.network import networks
+from kvbaton_proof.chaos.network.networks import NetworkError, WiredNetwork
 
 AGENT = Path(__file__).with_name("chaos_agent.py")
 BEST, _ = networks.available()
@@ -188,7 +188,7 @@ def alive(pid: int) -> bool:
 def test_a_network_goes_with_a_conductor_that_is_killed(kind: str) -> None:
     conduct = f"""
 import subprocess, time
-from kvbaton.proof.chaos.network import networks
+from kvbaton_proof.chaos.network import networks
 network = networks.start({kind!r}, ["p0"])
 member = subprocess.Popen(network.command("p0", ["sh", "-c", "echo up; exec sleep 600"]), stdout=subprocess.PIPE)
 member.stdout.readline()
@@ -226,7 +226,7 @@ def test_a_program_becomes_the_client_and_stays_itself(kind: str) -> None:
     """With threads running, as a program that has imported numpy has them."""
     program = f"""
 import os, subprocess, sys, threading, time, urllib.request
-from kvbaton.proof.chaos.network import networks
+from kvbaton_proof.chaos.network import networks
 print(os.getpid(), flush=True)
 network = networks.adopt(os.environ)
 if network is None:

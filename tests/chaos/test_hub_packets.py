@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvbaton.proof.chaos.network.hub import PACKETS_PER_TURN_MAX, Hub
-from kvbaton.proof.chaos.network.hub_policy import Switch, Wires
-from kvbaton.proof.chaos.network.namespaces import Host
-from kvbaton.proof.chaos.network.net_control import Ask, Lines
+from kvbaton_proof.chaos.network.hub import PACKETS_PER_TURN_MAX, Hub
+from kvbaton_proof.chaos.network.hub_policy import Switch, Wires
+from kvbaton_proof.chaos.network.namespaces import Host
+from kvbaton_proof.chaos.network.net_control import Ask, Lines
 
 WAIT_S = 30.0
 

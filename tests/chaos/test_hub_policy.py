@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.proof.chaos.network.hub_policy import Switch, Wires
-from kvbaton.proof.chaos.network.net_control import Ask, Cut, Heal, Mend, Reply, Slow, carry_out
+from kvbaton_proof.chaos.network.hub_policy import Switch, Wires
+from kvbaton_proof.chaos.network.net_control import Ask, Cut, Heal, Mend, Reply, Slow, carry_out
 
 WAY, BACK, OTHER = ("p0", "d0"), ("d0", "p0"), ("p0", "d1")
 NAMES = ("client", "p0", "d0", "d1")

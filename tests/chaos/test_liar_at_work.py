@@ -19,11 +19,6 @@ import pytest
 from kvbaton.control import keyring
 from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker, reference_answers
 from kvbaton.engines.embedded.worker_options import WorkerOptions
-from kvbaton.proof.chaos.liars import lies, lies_to_readers
-from kvbaton.proof.chaos.liars.liar_http import ANSWERS, ODD, Door, Question
-from kvbaton.proof.chaos.liars.liar_post import Asked, Errand, Member, Post, honest_card
-from kvbaton.proof.chaos.liars.liar_reach import CHUNKS
-from kvbaton.proof.chaos.liars.lies import Count, Guise
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import (
     HandoffId,
@@ -40,6 +35,11 @@ from kvbaton.protocol.wire.codec import Envelope, decode
 from kvbaton.router.kv_params import handover
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction
 from kvbaton.transports.tcp.tcp_transport import TcpEndpoint
+from kvbaton_proof.chaos.liars import lies, lies_to_readers
+from kvbaton_proof.chaos.liars.liar_http import ANSWERS, ODD, Door, Question
+from kvbaton_proof.chaos.liars.liar_post import Asked, Errand, Member, Post, honest_card
+from kvbaton_proof.chaos.liars.liar_reach import CHUNKS
+from kvbaton_proof.chaos.liars.lies import Count, Guise
 from tests.e2e.cluster import some_prompts
 from tests.e2e.pair import Pair
 
@@ -224,7 +224,7 @@ def test_real_workers_believe_no_liar_and_answer_as_before(tmp_path: Path) -> No
         "d0": Member("decode", d.node.control.endpoint, "127.0.0.1:1"),
     }
     told = ("write-all@d0", "read-all@p0", "forged-tickets@p0", "others-leases@d0")
-    words = [sys.executable, "-m", "kvbaton.proof.chaos.liars.liar_main"]
+    words = [sys.executable, "-m", "kvbaton_proof.chaos.liars.liar_main"]
     words.append(msgspec.json.encode(_errand(directory, members, told)).decode())
 
     async def story() -> bytes:

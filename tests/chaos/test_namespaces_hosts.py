@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.proof.chaos.network import networks
-from kvbaton.proof.chaos.network.networks import NetworkError, WiredNetwork
+from kvbaton_proof.chaos.network import networks
+from kvbaton_proof.chaos.network.networks import NetworkError, WiredNetwork
 
 BEST, _ = networks.available()
 HERE = BEST == "namespaces"
@@ -99,7 +99,7 @@ def test_whoever_is_at_the_door_when_the_network_closes_does_not_come_in(own_use
     """It holds the host open already, so the kernel would let it in, and the network's last look did not find it."""
     late = """
 import os, sys
-from kvbaton.proof.chaos.network import enter
+from kvbaton_proof.chaos.network import enter
 
 class Libc:
     def __init__(self, *arguments, **options):

@@ -12,8 +12,8 @@ from types import ModuleType
 
 import pytest
 
-from kvbaton.proof.chaos.network import networks, relay_enter
-from kvbaton.proof.chaos.network.networks import WiredNetwork
+from kvbaton_proof.chaos.network import networks, relay_enter
+from kvbaton_proof.chaos.network.networks import WiredNetwork
 
 SITE = Path(relay_enter.__file__).parent / "relay_site" / "sitecustomize.py"
 WAIT_S = 30.0

@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvbaton.proof.chaos.outcome import Outcome, Row
-from kvbaton.proof.chaos.vllm import fault_table
+from kvbaton_proof.chaos.outcome import Outcome, Row
+from kvbaton_proof.chaos.vllm import fault_table
 
 GOOD = Row(at_s=1, title="flood", fault="flood", promises=(2, 3, 4), requests=9, right=9, recover_s=0.5)
 BAD = Row(

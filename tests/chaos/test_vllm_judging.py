@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.proof.chaos import strangers
-from kvbaton.proof.chaos.chaos_plan import Step
-from kvbaton.proof.chaos.fault_catalogue import Moment
-from kvbaton.proof.chaos.outcome import Row
-from kvbaton.proof.chaos.vllm import vllm_judge, vllm_run, vllm_steps
-from kvbaton.proof.chaos.vllm.vllm_client import Tally, Told, ask
-from kvbaton.proof.chaos.vllm.vllm_judge import Well, row_of
-from kvbaton.proof.chaos.vllm.vllm_pair import Pair
-from kvbaton.proof.chaos.vllm.vllm_plan import standard
-from kvbaton.proof.chaos.vllm.vllm_process import EngineError
+from kvbaton_proof.chaos import strangers
+from kvbaton_proof.chaos.chaos_plan import Step
+from kvbaton_proof.chaos.fault_catalogue import Moment
+from kvbaton_proof.chaos.outcome import Row
+from kvbaton_proof.chaos.vllm import vllm_judge, vllm_run, vllm_steps
+from kvbaton_proof.chaos.vllm.vllm_client import Tally, Told, ask
+from kvbaton_proof.chaos.vllm.vllm_judge import Well, row_of
+from kvbaton_proof.chaos.vllm.vllm_pair import Pair
+from kvbaton_proof.chaos.vllm.vllm_plan import standard
+from kvbaton_proof.chaos.vllm.vllm_process import EngineError
 from tests.chaos.vllm_stand_in import Habits, right, stand_ins
 
 SHORT_S = 0.05

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from kvbaton.proof.chaos.chaos_plan import from_json, to_json
-from kvbaton.proof.chaos.fault_catalogue import BY_NAME, FAULTS, ON_VLLM
-from kvbaton.proof.chaos.vllm.vllm_plan import MUTATIONS, standard
-from kvbaton.proof.chaos.vllm.vllm_poison import poisoned
-from kvbaton.proof.chaos.vllm.vllm_steps import DO
+from kvbaton_proof.chaos.chaos_plan import from_json, to_json
+from kvbaton_proof.chaos.fault_catalogue import BY_NAME, FAULTS, ON_VLLM
+from kvbaton_proof.chaos.vllm.vllm_plan import MUTATIONS, standard
+from kvbaton_proof.chaos.vllm.vllm_poison import poisoned
+from kvbaton_proof.chaos.vllm.vllm_steps import DO
 
 GIVEN: dict[str, dict[str, Any]] = {
     "kvbaton": {"do_remote_prefill": True, "mode": "pull", "ticket": "abcdef"},

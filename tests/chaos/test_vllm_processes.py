@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 from kvbaton.observe.metrics.scraping import figures
-from kvbaton.proof.chaos.vllm.vllm_pair import BLOCKS, handed, held
-from kvbaton.proof.chaos.vllm.vllm_process import Engine
+from kvbaton_proof.chaos.vllm.vllm_pair import BLOCKS, handed, held
+from kvbaton_proof.chaos.vllm.vllm_process import Engine
 
 TWO_PROCESSES = """
 import os, time

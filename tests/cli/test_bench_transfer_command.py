@@ -12,11 +12,11 @@ import msgspec
 import pytest
 
 from kvbaton.cli import main as cli
-from kvbaton.proof.bench.kit.piped_children import ChildFailed
-from kvbaton.proof.bench.transfer import idle, transfer_rounds, whole_handoff
-from kvbaton.proof.bench.transfer.transfer_checks import Check
-from kvbaton.proof.bench.transfer.transfer_rounds import Result
-from kvbaton.proof.bench.transfer.whole_handoff import HandoffResult
+from kvbaton_proof.bench.kit.piped_children import ChildFailed
+from kvbaton_proof.bench.transfer import idle, transfer_rounds, whole_handoff
+from kvbaton_proof.bench.transfer.transfer_checks import Check
+from kvbaton_proof.bench.transfer.transfer_rounds import Result
+from kvbaton_proof.bench.transfer.whole_handoff import HandoffResult
 
 SPEEDS = {"memcpy": 10.0, "shm_2_threads": 15.0, "tcp": 4.0, "raw_sockets": 4.5}
 RATIOS = {"shm_2_threads": 1.5, "tcp": 0.9}

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.cli import conformance
 from kvbaton.cli import main as cli
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton.proof.conformance import conformance_run
-from kvbaton.proof.conformance.case_registry import CaseVerdict
-from kvbaton.proof.conformance.stalls import STALL_S, StallMeter
+from kvbaton_proof.cli import conformance
+from kvbaton_proof.conformance import conformance_run
+from kvbaton_proof.conformance.case_registry import CaseVerdict
+from kvbaton_proof.conformance.stalls import STALL_S, StallMeter
 
 
 class GoneError(Exception):
@@ -145,7 +145,7 @@ def test_a_process_that_was_stopped_is_seen_to_have_stood_still() -> None:
         [
             sys.executable,
             "-c",
-            "import sys; from kvbaton.proof.conformance.stalls import StallMeter\n"
+            "import sys; from kvbaton_proof.conformance.stalls import StallMeter\n"
             "with StallMeter() as meter: print('begun', flush=True); sys.stdin.readline()\n"
             "print(meter.stalled, flush=True)",
         ],
@@ -166,7 +166,7 @@ def test_a_thread_that_waits_for_a_processor_is_seen_though_the_meter_is_run() -
     """Two busy processes on one core each get half of it; whoever sleeps in between is woken in time."""
     said = (
         "import os, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from kvbaton.proof.conformance.stalls import STALL_S, StallMeter\n"
+        "from kvbaton_proof.conformance.stalls import STALL_S, StallMeter\n"
         "rival = os.fork()\n"
         "if not rival:\n"
         "    while os.getppid() > 1 and time.process_time() < 60: pass\n"

@@ -150,10 +150,10 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: Any) -> int:
         raise RuntimeError("a bug")
 
-    module: Any = types.ModuleType("kvbaton.cli.bench")
+    module: Any = types.ModuleType("kvbaton_proof.cli.bench")
     module.add_arguments = lambda _: None
     module.run = fail
-    monkeypatch.setitem(sys.modules, "kvbaton.cli.bench", module)
+    monkeypatch.setitem(sys.modules, "kvbaton_proof.cli.bench", module)
 
 
 @pytest.mark.usefixtures("broken")

@@ -24,7 +24,7 @@ UNGROUPED_MAX = 16
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Every parser below `kvbaton`, by the words that lead to it."""
-    modules = {name: importlib.import_module(f"kvbaton.cli.{name}") for name in cli.COMMANDS}
+    modules = {name: cli.module_of(name) for name in cli.COMMANDS}
     todo: list[tuple[str, argparse.ArgumentParser]] = [("", cli.parser_of(modules))]
     while todo:
         path, parser = todo.pop()
@@ -155,10 +155,10 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
     def fail(_: Any) -> int:
         raise found[0]
 
-    module: Any = types.ModuleType("kvbaton.cli.bench")
+    module: Any = types.ModuleType("kvbaton_proof.cli.bench")
     module.add_arguments = lambda _: None
     module.run = fail
-    monkeypatch.setitem(sys.modules, "kvbaton.cli.bench", module)
+    monkeypatch.setitem(sys.modules, "kvbaton_proof.cli.bench", module)
     return found
 
 

@@ -21,10 +21,10 @@ SAYS_MUCH = [
     "-c",
     "import sys, types\n"
     "from kvbaton.cli.main import main\n"
-    "module = types.ModuleType('kvbaton.cli.bench')\n"
+    "module = types.ModuleType('kvbaton_proof.cli.bench')\n"
     "module.add_arguments = lambda parser: None\n"
     "module.run = lambda args: print('a line\\n' * 100_000) or 0\n"
-    "sys.modules['kvbaton.cli.bench'] = module\n"
+    "sys.modules['kvbaton_proof.cli.bench'] = module\n"
     "sys.exit(main(['bench']))\n",
 ]
 

@@ -19,13 +19,13 @@ from kvbaton.cli import main as cli
 from kvbaton.control import key_rotation, keyring
 from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics.metric_names import Where
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.machines.origins import mark_of
 from kvbaton.ranks.store_address import bytes_of, opener, store_place
 from kvbaton.ranks.store_trust import trust_of
 from kvbaton.store.interface import Backend
 from kvbaton.store.store_client import ServerSilent
 from kvbaton.store.value_header import FRAME_BYTES, seal_all
+from kvbaton.testing.transport_harness import poll
 
 WORDS = [sys.executable, "-m", "kvbaton.cli.main", "store", "--port", "0", "--json"]
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from docs_commands import ROOT, Command
 
-from kvbaton.cli.main import COMMANDS, build_parser
+from kvbaton.cli.main import COMMANDS, build_parser, module_of
 from kvbaton.engines.vllm.connector_settings import ConnectorSettings
 
 OPERATORS = {"|", ">", ">>", "2>", "&", "&&", ";", "<"}
@@ -74,7 +74,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
     if name not in COMMANDS:
         raise DocsError(f"kvbaton has no command {name}")
     try:
-        module = importlib.import_module(f"kvbaton.cli.{name}")
+        module = module_of(name)
     except ModuleNotFoundError:
         raise DocsError(f"kvbaton {name} is not there yet") from None
     said = io.StringIO()

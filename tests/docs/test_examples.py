@@ -9,8 +9,8 @@ import pytest
 from docs_commands import ROOT, blocks
 from docs_examples import example
 
-from kvbaton.proof.contracts.transport_case import offered
 from kvbaton.testing import Case, EngineCase, EngineRig, InProcessHarness, check_engine, check_transport
+from kvbaton.testing.transport_case import offered
 from kvbaton.transports import external_entries
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.proof.chaos.network import networks
-from kvbaton.proof.chaos.network.networks import WiredNetwork
+from kvbaton_proof.chaos.network import networks
+from kvbaton_proof.chaos.network.networks import WiredNetwork
 from tests.certificates import write_certificate
 from tests.e2e.cluster import wait_for
 

@@ -14,10 +14,10 @@ import pytest
 
 from kvbaton.engines.embedded import store_access
 from kvbaton.engines.embedded.embedded_worker import reference_answers
-from kvbaton.proof.contracts.store_harness import FaultyBackend
 from kvbaton.store.interface import Backend
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
+from kvbaton.testing.store_harness import FaultyBackend
 from tests.e2e.storehouse import House, house, key_directory
 from tests.mooncake_store.mooncake_processes import Master, Owner
 

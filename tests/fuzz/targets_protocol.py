@@ -10,7 +10,6 @@ import msgspec
 from guided import Target
 from mutators import Shape
 
-from kvbaton.proof.sim.world.sim_memory import Shape as Memory
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.ids import (
@@ -27,6 +26,7 @@ from kvbaton.protocol.ids import (
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import decode, encode, pack_blocks, unpack_blocks
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX, Ticket, seal, unseal
+from kvbaton_proof.sim.world.sim_memory import Shape as Memory
 
 KEY = b"the key of the fuzzed cluster..."
 WALL_S = 1_700_000_000.0

@@ -1,1 +1,1 @@
-"""`kvbaton.proof.gpu_test`: its logic, without an engine."""
+"""`kvbaton_proof.gpu_test`: its logic, without an engine."""

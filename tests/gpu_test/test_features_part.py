@@ -14,12 +14,12 @@ import msgspec
 import pytest
 
 from kvbaton.engines.vllm.tiny_model import KINDS
-from kvbaton.proof.gpu_test import command, feature_trial, gpu_client, gpu_features, servers
-from kvbaton.proof.gpu_test.feature_trial import Drafts, alike, rate
-from kvbaton.proof.gpu_test.gpu_features import FEATURES, ServerRoom, specs
-from kvbaton.proof.gpu_test.gpu_record import Book
-from kvbaton.proof.gpu_test.servers import Spec
-from kvbaton.proof.gpu_test.sizes import CPU, QUICK, STANDARD
+from kvbaton_proof.gpu_test import command, feature_trial, gpu_client, gpu_features, servers
+from kvbaton_proof.gpu_test.feature_trial import Drafts, alike, rate
+from kvbaton_proof.gpu_test.gpu_features import FEATURES, ServerRoom, specs
+from kvbaton_proof.gpu_test.gpu_record import Book
+from kvbaton_proof.gpu_test.servers import Spec
+from kvbaton_proof.gpu_test.sizes import CPU, QUICK, STANDARD
 
 ANSWER = ("a", "b", "c", "d")
 SIZES = msgspec.structs.replace(CPU, feature_tokens=(2, 5, 9), damaged=2)

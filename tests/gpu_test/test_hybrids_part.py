@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from kvbaton.engines.vllm.tiny_hybrids import HYBRIDS
-from kvbaton.proof.gpu_test import gpu_client, gpu_hybrids, gpu_oracle
-from kvbaton.proof.gpu_test.gpu_oracle import Right
-from kvbaton.proof.gpu_test.gpu_record import Book
-from kvbaton.proof.gpu_test.sizes import CPU, STANDARD
+from kvbaton_proof.gpu_test import gpu_client, gpu_hybrids, gpu_oracle
+from kvbaton_proof.gpu_test.gpu_oracle import Right
+from kvbaton_proof.gpu_test.gpu_record import Book
+from kvbaton_proof.gpu_test.sizes import CPU, STANDARD
 
 ANSWER = ("a", "b", "c", "d")
 SIZES = msgspec.structs.replace(CPU, hybrids=("mamba2",), hybrid_tokens=(2, 5, 9), damaged=2)

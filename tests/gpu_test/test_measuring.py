@@ -13,14 +13,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvbaton.proof.gpu_test import exact, gpu_client, gpu_load, gpu_machine, servers, timing
-from kvbaton.proof.gpu_test.exact import difference
-from kvbaton.proof.gpu_test.gpu_answers import runner_of
-from kvbaton.proof.gpu_test.gpu_client import Streamed, streamed
-from kvbaton.proof.gpu_test.gpu_record import Book
-from kvbaton.proof.gpu_test.gpu_watching import Order, watching
-from kvbaton.proof.gpu_test.servers import Site, Spec, anywhere, last_words, made
-from kvbaton.proof.gpu_test.sizes import CPU, STANDARD
+from kvbaton_proof.gpu_test import exact, gpu_client, gpu_load, gpu_machine, servers, timing
+from kvbaton_proof.gpu_test.exact import difference
+from kvbaton_proof.gpu_test.gpu_answers import runner_of
+from kvbaton_proof.gpu_test.gpu_client import Streamed, streamed
+from kvbaton_proof.gpu_test.gpu_record import Book
+from kvbaton_proof.gpu_test.gpu_watching import Order, watching
+from kvbaton_proof.gpu_test.servers import Site, Spec, anywhere, last_words, made
+from kvbaton_proof.gpu_test.sizes import CPU, STANDARD
 
 
 @asynccontextmanager

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
-from kvbaton.proof.chaos.vllm.vllm_client import NOT_FOR_D, Tally, Told, ask
-from kvbaton.proof.gpu_test import gpu_answers, gpu_faults, gpu_oracle
-from kvbaton.proof.gpu_test.gpu_oracle import MARGIN, Right
-from kvbaton.proof.gpu_test.gpu_record import Book
-from kvbaton.proof.gpu_test.sizes import CPU
+from kvbaton_proof.chaos.vllm.vllm_client import NOT_FOR_D, Tally, Told, ask
+from kvbaton_proof.gpu_test import gpu_answers, gpu_faults, gpu_oracle
+from kvbaton_proof.gpu_test.gpu_oracle import MARGIN, Right
+from kvbaton_proof.gpu_test.gpu_record import Book
+from kvbaton_proof.gpu_test.sizes import CPU
 from tests.gpu_test.test_measuring import serving
 
 SURE, NEAR = MARGIN * 2, MARGIN / 2

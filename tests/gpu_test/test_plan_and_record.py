@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.proof.gpu_test import command, gpu_answers, gpu_faults, gpu_record, page, timing
-from kvbaton.proof.gpu_test.gpu_plan import ABOUT, acts
-from kvbaton.proof.gpu_test.gpu_record import Book
-from kvbaton.proof.gpu_test.sizes import CPU, QUICK, STANDARD, sizes_of
+from kvbaton_proof.gpu_test import command, gpu_answers, gpu_faults, gpu_record, page, timing
+from kvbaton_proof.gpu_test.gpu_plan import ABOUT, acts
+from kvbaton_proof.gpu_test.gpu_record import Book
+from kvbaton_proof.gpu_test.sizes import CPU, QUICK, STANDARD, sizes_of
 
 
 def book(directory: Path, plan: str = "standard", device: str = "cuda") -> Book:
-    return Book(directory, plan, device, {"gpu": "one"}, "python -m kvbaton.proof.gpu_test")
+    return Book(directory, plan, device, {"gpu": "one"}, "python -m kvbaton_proof.gpu_test")
 
 
 class TestActs:

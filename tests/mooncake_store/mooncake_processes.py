@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvbaton.proof.contracts.transport_harness import poll
+from kvbaton.testing.transport_harness import poll
 
 DEADLINE_S = 30.0
 SEGMENT_BYTES = 64 << 20
@@ -25,8 +25,8 @@ from kvbaton.ranks.store_trust import trust_of
 from kvbaton.store.threaded_store import KeptStore
 from kvbaton.store.interface import OrderId, Put, StoreSettings
 from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
-from kvbaton.proof.contracts.store_case import VALUE_BYTES, names, values
-from kvbaton.proof.contracts.store_harness import Ends, PinBook
+from kvbaton.testing.store_case import VALUE_BYTES, names, values
+from kvbaton.testing.store_harness import Ends, PinBook
 backend = MooncakeBackend(MooncakeSettings(master=sys.argv[1], segment_bytes=int(sys.argv[2])))
 store, pins = KeptStore(backend, PinBook(), StoreSettings(value_bytes_max=VALUE_BYTES)), PinBook()
 store.set_trust(trust_of(Keyring("owner", "", "", {}, ())).trust)  # as of any engine without keys

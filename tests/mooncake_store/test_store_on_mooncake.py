@@ -16,14 +16,14 @@ from mooncake.store import MooncakeDistributedStore
 from mooncake_processes import Master, Owner
 
 from kvbaton.control.keyring import Keyring
-from kvbaton.proof.contracts.store_case import NOTHING, StoreCase, blank, data, engine, names, values
-from kvbaton.proof.contracts.store_contract import check_store
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.ranks.store_trust import trust_of
 from kvbaton.store.interface import Backend
 from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
+from kvbaton.testing.store_case import NOTHING, StoreCase, blank, data, engine, names, values
+from kvbaton.testing.store_contract import check_store
+from kvbaton.testing.transport_harness import poll
 
 pytestmark = pytest.mark.library("mooncake")
 

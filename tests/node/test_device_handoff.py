@@ -14,17 +14,17 @@ import pytest
 from kvbaton.node.doorway import Doorway, DoorwayConfig, LoadReport, MatchState, UnpinBlocks
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import Node
-from kvbaton.proof.contracts.transport_harness import poll
-from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.ids import HandoffId, Incarnation, PeerId, RequestId, TransferId, WorkerId, rank_peer
 from kvbaton.protocol.machines.context import Identity
 from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.ticket import Ticket, seal
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.staged.staged_listener import Carrier
 from kvbaton.transports.staged.staged_transport import StagedConfig, StagedTransport
+from kvbaton_proof.sim.world.sim_memory import Shape
 from tests.node.test_node import FakeControl
 from tests.transports.fake_gpu import FakeGpu
 

@@ -14,7 +14,6 @@ import pytest
 from kvbaton.node.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport, MatchState, UnpinBlocks
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import AGAIN_S, FAULTS_LOGGED_MAX, Node, log_fault
-from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.effects import Copy, Disconnect, Invitation
 from kvbaton.protocol.errors import Reason
@@ -38,6 +37,7 @@ from kvbaton.protocol.wire.codec import decode
 from kvbaton.protocol.wire.messages import ClaimRefused, Goodbye, Granted, Message
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.transports.core.transport import FenceEnded, Loan, OpenFailed, PageTable, TransportEvent
+from kvbaton_proof.sim.world.sim_memory import Shape
 
 KEY, DIGEST, TOKENS = b"key of the cluster", b"digest", 5
 TCP = Capabilities(

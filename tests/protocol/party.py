@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvbaton.proof.sim.world.sim_memory import Shape, page_stamp, same_tokens
-from kvbaton.proof.sim.world.sim_transport import TCP
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.capabilities import Capabilities
@@ -45,6 +43,8 @@ from kvbaton.protocol.wire.messages import ALL_FEATURES, Joined, Welcome
 from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
 from kvbaton.protocol.wire.versions import SPOKEN, Versions
 from kvbaton.transports.core.written import WriteRecord
+from kvbaton_proof.sim.world.sim_memory import Shape, page_stamp, same_tokens
+from kvbaton_proof.sim.world.sim_transport import TCP
 
 if TYPE_CHECKING:
     from pair import Pair

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry.progress import GroupProgress
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PeerId, ReservationId, WorkerId
@@ -27,6 +26,7 @@ from kvbaton.protocol.wire.codec import (
     unpack_blocks,
 )
 from kvbaton.protocol.wire.versions import NEWEST, Versions
+from kvbaton_proof.sim.world.sim_memory import Shape
 
 ME = PeerId(WorkerId("d"), Incarnation(7))
 CARD = m.Card(0, 7, "host", {"model": "m"}, Shape().layout(), ("tcp",))

@@ -9,8 +9,6 @@ import pytest
 from pair import Pair
 from party import Load, transfer
 
-from kvbaton.proof.sim.world.sim_memory import Shape
-from kvbaton.proof.sim.world.sim_transport import CMA, RDMA
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.effects import CancelCopy, DropHold, MatchFailed, MatchFound, Report, StartCopy
 from kvbaton.protocol.errors import Reason
@@ -42,6 +40,8 @@ from kvbaton.protocol.wire.messages import (
     Stale,
     Written,
 )
+from kvbaton_proof.sim.world.sim_memory import Shape
+from kvbaton_proof.sim.world.sim_transport import CMA, RDMA
 
 Make = Callable[..., Pair]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from array import array
 
-from kvbaton.proof.sim.world.sim_memory import Shape
-from kvbaton.proof.sim.world.sim_transport import SHM, TCP
 from kvbaton.protocol.effects import CancelCopy, Direction, StartCopy
 from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.geometry.spans import Move
@@ -14,6 +12,8 @@ from kvbaton.protocol.machines.context import Identity, LedgerContext, Parts
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import ALL_FEATURES
 from kvbaton.protocol.wire.versions import version_bit
+from kvbaton_proof.sim.world.sim_memory import Shape
+from kvbaton_proof.sim.world.sim_transport import SHM, TCP
 
 PEER = PeerId(WorkerId("p"), Incarnation(5))
 MOVES = [Move(0, 0, 0, array("q", (0, 0, 8))), Move(1, 0, 0, array("q", (8, 0, 8)))]

@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 
-from kvbaton.proof.sim.mutants.handwritten import MUTANTS
-from kvbaton.proof.sim.mutants.mutation import Mutant
 from kvbaton.protocol.errors import Reason
+from kvbaton_proof.sim.mutants.handwritten import MUTANTS
+from kvbaton_proof.sim.mutants.mutation import Mutant
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,8 +8,6 @@ import pytest
 from pair import Pair
 from party import Load
 
-from kvbaton.proof.sim.world.sim_memory import Shape
-from kvbaton.proof.sim.world.sim_transport import RDMA, SHM, TCP
 from kvbaton.protocol.effects import Connect, Disconnect, GivenUp, StartCopy
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Departed, PlaneFailed
@@ -17,6 +15,8 @@ from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.machines.backoff import Shunned
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import Claim, Commit, Goodbye, Hello, Joined, Linked, Welcome
+from kvbaton_proof.sim.world.sim_memory import Shape
+from kvbaton_proof.sim.world.sim_transport import RDMA, SHM, TCP
 
 Make = Callable[..., Pair]
 BOTH = (SHM, TCP)

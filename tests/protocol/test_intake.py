@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry.progress import GroupProgress, Progress, whole
 from kvbaton.protocol.ids import LeaseId
 from kvbaton.protocol.machines.inbound import INTAKE, WAITED_FOR, IntakeEvent, IntakeState, Source
 from kvbaton.protocol.table import Verdict
+from kvbaton_proof.sim.world.sim_memory import Shape
 
 LIVE = [state for state in IntakeState if (state, IntakeEvent.FAILED) in INTAKE.next]
 OVER = [state for state in IntakeState if state not in LIVE]

@@ -11,7 +11,6 @@ import pytest
 from pair import Pair
 from party import Load
 
-from kvbaton.proof.sim.world.sim_transport import LENT_TCP, RDMA, TCP
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.capabilities import Capabilities
@@ -23,6 +22,7 @@ from kvbaton.protocol.machines import movement
 from kvbaton.protocol.machines.context import Parts
 from kvbaton.protocol.privileges import Role
 from kvbaton.protocol.wire.messages import Commit, Offer, Written
+from kvbaton_proof.sim.world.sim_transport import LENT_TCP, RDMA, TCP
 
 Make = Callable[..., Pair]
 

@@ -9,7 +9,6 @@ import pytest
 from pair import Pair
 from party import Load
 
-from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.protocol.effects import Connect, Disconnect, StartFence
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Departed, LineRefused, RankFenced
@@ -29,6 +28,7 @@ from kvbaton.protocol.wire.messages import (
     Revoke,
     Welcome,
 )
+from kvbaton_proof.sim.world.sim_memory import Shape
 
 Make = Callable[..., Pair]
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.proof.sim.world.sim_memory import Shape
-from kvbaton.proof.sim.world.sim_transport import TCP
 from kvbaton.protocol.effects import Direction, StartCopy
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry.layout import EngineLayout
@@ -17,6 +15,8 @@ from kvbaton.protocol.machines import movement
 from kvbaton.protocol.machines.context import Identity, LedgerContext, Parts
 from kvbaton.protocol.machines.movement import Cargo, Route, moves, start
 from kvbaton.protocol.settings import Settings
+from kvbaton_proof.sim.world.sim_memory import Shape
+from kvbaton_proof.sim.world.sim_transport import TCP
 
 from layout_builders import engine, group  # isort: skip
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvbaton.proof.sim.world.sim_memory import Shape
-from kvbaton.proof.sim.world.sim_transport import RDMA, SHM, TCP
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.machines.context import Identity
 from kvbaton.protocol.machines.pairing_state import check_card, pair_as_source, pair_as_target
 from kvbaton.protocol.wire.messages import Card, Feature
+from kvbaton_proof.sim.world.sim_memory import Shape
+from kvbaton_proof.sim.world.sim_transport import RDMA, SHM, TCP
 
 ME = PeerId(WorkerId("p"), Incarnation(1))
 

@@ -8,7 +8,6 @@ import pytest
 from pair import Pair
 from party import KEY, WALL_S, Load, transfer
 
-from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.effects import MatchFailed, MatchFound, Unpin
 from kvbaton.protocol.errors import Reason
@@ -32,6 +31,7 @@ from kvbaton.protocol.wire.messages import (
     Stale,
 )
 from kvbaton.protocol.wire.ticket import Ticket, seal
+from kvbaton_proof.sim.world.sim_memory import Shape
 
 Make = Callable[..., Pair]
 

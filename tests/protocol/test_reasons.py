@@ -9,7 +9,6 @@ import pytest
 from pair import Pair
 from party import Load, transfer
 
-from kvbaton.proof.sim.world.sim_transport import RDMA, TCP
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, LeaseId, ReservationId, WorkerId
@@ -17,6 +16,7 @@ from kvbaton.protocol.privileges import Role
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import pack_blocks
+from kvbaton_proof.sim.world.sim_transport import RDMA, TCP
 
 Make = Callable[..., Pair]
 STORY: dict[Reason, Callable[[Make], Load]] = {}

@@ -8,7 +8,6 @@ import msgspec
 import pytest
 from pair import Pair
 
-from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.protocol.effects import Connect, Disconnect
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Departed
@@ -16,6 +15,7 @@ from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.protocol.machines.pairing_source import Sessions
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import Commit, Goodbye, Hello, HelloRefused, Joined, Linked, Reset, Welcome
+from kvbaton_proof.sim.world.sim_memory import Shape
 
 Make = Callable[..., Pair]
 

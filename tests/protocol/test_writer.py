@@ -12,8 +12,6 @@ import pytest
 from pair import Pair
 from party import Load, Source
 
-from kvbaton.proof.sim.world.sim_memory import Shape
-from kvbaton.proof.sim.world.sim_transport import SHM
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.effects import CancelCopy, Direction, Disconnect, StartCopy, Unpin
 from kvbaton.protocol.errors import Reason
@@ -33,6 +31,8 @@ from kvbaton.protocol.wire.messages import (
     Revoke,
     Written,
 )
+from kvbaton_proof.sim.world.sim_memory import Shape
+from kvbaton_proof.sim.world.sim_transport import SHM
 
 Make = Callable[..., Pair]
 

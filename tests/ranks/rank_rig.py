@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.ranks import rank_host
 from kvbaton.ranks.rank_host import RankHost
 from kvbaton.ranks.rank_link import RankLinks
 from kvbaton.ranks.rank_messages import RankInvitation
 from kvbaton.testing import InProcessHarness, Log, Pair, Side
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import Transport

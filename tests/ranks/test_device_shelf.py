@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvbaton.proof.contracts.store_harness import FaultyBackend
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.content import Content
 from kvbaton.protocol.errors import Reason
 from kvbaton.ranks import device_store
@@ -24,6 +22,8 @@ from kvbaton.store.content_keys import Space, chain
 from kvbaton.store.interface import Backend, OrderEnded, OrderId
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.value_trust import ALONE
+from kvbaton.testing.store_harness import FaultyBackend
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton.transports.cuda.cuda_table import PIECE_BYTES, ROW_BYTES_MAX, ROWS_MAX

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbaton.proof.contracts.transport_case import offered
 from kvbaton.ranks import rank_endpoints
 from kvbaton.testing import Case, check_transport
+from kvbaton.testing.transport_case import offered
 from kvbaton.transports.core import jobs
 
 from .rank_rig import LinkedHarness, LinkedProcessHarness

@@ -16,7 +16,6 @@ import msgspec
 import pytest
 import zmq
 
-from kvbaton.proof.contracts.transport_case import READ, WRITE, copy, flat
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.effects import Loan
 from kvbaton.protocol.errors import Reason
@@ -44,6 +43,7 @@ from kvbaton.ranks.rank_planes import HostedPlane
 from kvbaton.ranks.rank_stream import Stream
 from kvbaton.ranks.rank_transport import COPIES_MAX, RemoteTransport
 from kvbaton.testing import Side
+from kvbaton.testing.transport_case import READ, WRITE, copy, flat
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, FenceEnded, OpenFailed, TransportEvent
 from kvbaton.transports.local.region_listener import ShmEndpoint
 from kvbaton.transports.tcp.tcp_transport import CAPABILITIES as TCP

@@ -11,8 +11,6 @@ import pytest
 from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
 from kvbaton.engines.embedded.kv_layout import engine_layout
 from kvbaton.engines.embedded.kv_memory import KvGeometry
-from kvbaton.proof.contracts.store_harness import FaultyBackend
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.content import Content
 from kvbaton.protocol.errors import Reason
 from kvbaton.ranks.rank_store import LocalShelf, shelf_settings
@@ -20,6 +18,8 @@ from kvbaton.ranks.rank_values import rank_values
 from kvbaton.store.content_keys import chain
 from kvbaton.store.interface import OrderEnded, OrderId
 from kvbaton.store.memory_backend import MemoryBackend
+from kvbaton.testing.store_harness import FaultyBackend
+from kvbaton.testing.transport_harness import poll
 
 BLOCKS, TIMEOUT_S = 12, 10.0
 HASHES = list(chain(Content(list(range(64)), 64), 16))

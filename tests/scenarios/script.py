@@ -14,8 +14,6 @@ from party import Party, Source, digest_of, transfer
 from stage import Stage
 from transcript import lines
 
-from kvbaton.proof.sim.world.sim_memory import Shape
-from kvbaton.proof.sim.world.sim_transport import KINDS, LENT_TCP, TCP
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.progress import GroupProgress
@@ -24,6 +22,8 @@ from kvbaton.protocol.privileges import Role
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.versions import Versions
+from kvbaton_proof.sim.world.sim_memory import Shape
+from kvbaton_proof.sim.world.sim_transport import KINDS, LENT_TCP, TCP
 
 HABITS = {"copies": "copies", "fences": "fences", "blocks": "allocates", "store": "store"}
 

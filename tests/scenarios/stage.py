@@ -14,18 +14,18 @@ from party import transfer
 from transcript import effect_text, message_text
 
 from kvbaton.node.doorway import DropBlocks, LoadReport, UnpinBlocks
-from kvbaton.proof.sim.checks.checkers import _check_life
-from kvbaton.proof.sim.world.life import TICKET_KEY, Character, Life
-from kvbaton.proof.sim.world.sim_memory import Shape
-from kvbaton.proof.sim.world.sim_network import Network, NetworkFaults
-from kvbaton.proof.sim.world.sim_request import SimRequest
-from kvbaton.proof.sim.world.sim_transport import Fabric, TransportFaults
-from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol.ids import RequestId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.codec import decode
 from kvbaton.protocol.wire.ticket import Ticket, seal
+from kvbaton_proof.sim.checks.checkers import _check_life
+from kvbaton_proof.sim.world.life import TICKET_KEY, Character, Life
+from kvbaton_proof.sim.world.sim_memory import Shape
+from kvbaton_proof.sim.world.sim_network import Network, NetworkFaults
+from kvbaton_proof.sim.world.sim_request import SimRequest
+from kvbaton_proof.sim.world.sim_transport import Fabric, TransportFaults
+from kvbaton_proof.sim.world.world import World
 
 REST_S, LAST_S = 0.05, 3.0
 

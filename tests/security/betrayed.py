@@ -29,11 +29,11 @@ from kvbaton.control.registry import RegistryServer, RegistrySettings
 from kvbaton.engines.embedded.embedded_worker import reference_answers
 from kvbaton.engines.embedded.worker_options import WorkerOptions, argv_of
 from kvbaton.processes.free_ports import free_ports
-from kvbaton.proof.chaos.board import Board, Counts
-from kvbaton.proof.chaos.judged_request import Prompt, Way, ask
-from kvbaton.proof.chaos.liars.false_registry import FalseRegistry
-from kvbaton.proof.chaos.liars.liar_http import Door
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
+from kvbaton_proof.chaos.board import Board, Counts
+from kvbaton_proof.chaos.judged_request import Prompt, Way, ask
+from kvbaton_proof.chaos.liars.false_registry import FalseRegistry
+from kvbaton_proof.chaos.liars.liar_http import Door
 from tests.e2e import warm_workers
 from tests.vllm.forking import Forked
 
@@ -41,7 +41,7 @@ START_S = 90.0
 ANSWER_TOKENS = 8
 LATE_S = 30.0
 HONEST, FALSE = "registry-a", "registry-b"
-FALSE_WORKER = ("-m", "kvbaton.proof.chaos.liars.false_worker")
+FALSE_WORKER = ("-m", "kvbaton_proof.chaos.liars.false_worker")
 SETTINGS = RegistrySettings(suspect_s=4.0, evict_s=8.0, settle_s=1.0)
 _salts = itertools.count()
 

@@ -13,7 +13,7 @@ import random
 import resource
 import sys
 
-from kvbaton.proof.chaos.strangers import crowd, visit
+from kvbaton_proof.chaos.strangers import crowd, visit
 
 
 async def main(told: dict) -> None:

@@ -12,12 +12,12 @@ import pytest
 
 from kvbaton.api.api_errors import ApiError
 from kvbaton.engines.embedded.http_worker import worker_app
-from kvbaton.proof.chaos.strangers_visits import ADMIN
 from kvbaton.router.app import router_app
 from kvbaton.router.dashboard_page import live_page
 from kvbaton.router.route_table import ROUTES, Treatment
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import ListedEngine
+from kvbaton_proof.chaos.strangers_visits import ADMIN
 from tests.engines.embedded.test_server import FakeBackend
 
 DOC = Path(__file__).parents[2] / "docs" / "security.md"

@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvbaton.proof.chaos.liars import lies
-from kvbaton.proof.chaos.liars.liar_post import Errand, Member
 from kvbaton.protocol.ids import WorkerId
+from kvbaton_proof.chaos.liars import lies
+from kvbaton_proof.chaos.liars.liar_post import Errand, Member
 from tests.security.betrayed import betrayed, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
@@ -56,7 +56,7 @@ def test_a_greeting_alone_maps_no_memory(tmp_path: Path) -> None:
             seconds=2.0,
             seed=1,
         )
-        words = [sys.executable, "-m", "kvbaton.proof.chaos.liars.liar_main", msgspec.json.encode(errand).decode()]
+        words = [sys.executable, "-m", "kvbaton_proof.chaos.liars.liar_main", msgspec.json.encode(errand).decode()]
         done = subprocess.run(words, capture_output=True, timeout=60, check=True)
         tally = lies.decode(done.stdout)
         assert tally.of("map-all").told

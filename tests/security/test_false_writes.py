@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbaton.proof.chaos.liars.false_worker import WRITES
+from kvbaton_proof.chaos.liars.false_worker import WRITES
 from tests.security.betrayed import Betrayed, betrayed, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

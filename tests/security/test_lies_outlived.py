@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.proof.chaos.liars.false_worker import BAIT
+from kvbaton_proof.chaos.liars.false_worker import BAIT
 from tests.security.betrayed import Betrayed, betrayed, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbaton.proof.chaos.liars.false_registry import LIES, SEALS
+from kvbaton_proof.chaos.liars.false_registry import LIES, SEALS
 from tests.security.betrayed import Betrayed, betrayed, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -23,8 +23,8 @@ from aiohttp import web
 from kvbaton.api.http import json_response, new_app, read_body, serving
 from kvbaton.control import keyring
 from kvbaton.control.registry import RegistryServer
-from kvbaton.proof.chaos.strangers import crowd
-from kvbaton.proof.chaos.strangers_ports import Place, listening
+from kvbaton_proof.chaos.strangers import crowd
+from kvbaton_proof.chaos.strangers_ports import Place, listening
 from tests.e2e.cluster import wait_for
 from tests.security.besieged import protocol_of, until, use_of
 

@@ -18,9 +18,9 @@ import zmq
 from aiohttp import web
 
 from kvbaton.api.http import json_response, serving
-from kvbaton.proof.chaos.strangers import KINDS, LET_IN, crowd, visit
-from kvbaton.proof.chaos.strangers_ports import Place, family, is_local, listening
-from kvbaton.proof.contracts.transport_harness import poll
+from kvbaton.testing.transport_harness import poll
+from kvbaton_proof.chaos.strangers import KINDS, LET_IN, crowd, visit
+from kvbaton_proof.chaos.strangers_ports import Place, family, is_local, listening
 
 BY_NAME = {kind.name: kind for kind in KINDS}
 

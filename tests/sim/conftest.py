@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbaton.proof.sim import run
-from kvbaton.proof.sim.checks.hearing import Hearing
-from kvbaton.proof.sim.run import run_seed
 from kvbaton.protocol.machines.lease import Lease
 from kvbaton.protocol.machines.producer import Producer
+from kvbaton_proof.sim import run
+from kvbaton_proof.sim.checks.hearing import Hearing
+from kvbaton_proof.sim.run import run_seed
 
 from .seen_seeds import SeenSeeds
 

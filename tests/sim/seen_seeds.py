@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections import Counter
 
-from kvbaton.proof.sim.hardship.world_plan import Plan, draw
-from kvbaton.proof.sim.run import Result
-from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.machines.lease import Lease
+from kvbaton_proof.sim.hardship.world_plan import Plan, draw
+from kvbaton_proof.sim.run import Result
+from kvbaton_proof.sim.world.world import World
 
 
 @functools.cache

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbaton.proof.sim.checks.cards import absurdity
-from kvbaton.proof.sim.mutants.hunting import find
-from kvbaton.proof.sim.run import run_seed
-from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.protocol.geometry.layout import EngineLayout, GroupKind
+from kvbaton_proof.sim.checks.cards import absurdity
+from kvbaton_proof.sim.mutants.hunting import find
+from kvbaton_proof.sim.run import run_seed
+from kvbaton_proof.sim.world.sim_memory import Shape
 
 from .seen_seeds import plan_of
 

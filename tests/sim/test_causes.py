@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.proof.sim.checks.causes import CAUSES, LIE, Causes
-from kvbaton.proof.sim.checks.tables import check_tables
-from kvbaton.proof.sim.hardship.world_plan import draw
-from kvbaton.proof.sim.looking import look
-from kvbaton.proof.sim.mutants.hunting import find, hunt
-from kvbaton.proof.sim.promises import NEEDLESS, RULE, Broken
-from kvbaton.proof.sim.world.life import Life
-from kvbaton.proof.sim.world.sim_cluster import Cluster
-from kvbaton.proof.sim.world.touches import pair
-from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import HandoffId, RequestId, WorkerId
 from kvbaton.protocol.marks import Begun
+from kvbaton_proof.sim.checks.causes import CAUSES, LIE, Causes
+from kvbaton_proof.sim.checks.tables import check_tables
+from kvbaton_proof.sim.hardship.world_plan import draw
+from kvbaton_proof.sim.looking import look
+from kvbaton_proof.sim.mutants.hunting import find, hunt
+from kvbaton_proof.sim.promises import NEEDLESS, RULE, Broken
+from kvbaton_proof.sim.world.life import Life
+from kvbaton_proof.sim.world.sim_cluster import Cluster
+from kvbaton_proof.sim.world.touches import pair
+from kvbaton_proof.sim.world.world import World
 
 HANDOFF = HandoffId("00" * 16 + ".0")
 WAITED_S = 100.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.proof.sim.mutants.hunting import hunt
-from kvbaton.proof.sim.mutants.mutants_checkers import CHECKER_MUTANTS
-from kvbaton.proof.sim.promises import DEATH, HANG, LEAK, NEEDLESS, RULE, WRONG
+from kvbaton_proof.sim.mutants.hunting import hunt
+from kvbaton_proof.sim.mutants.mutants_checkers import CHECKER_MUTANTS
+from kvbaton_proof.sim.promises import DEATH, HANG, LEAK, NEEDLESS, RULE, WRONG
 
 SEEN = {
     "settled_for_the_oldest": (RULE, "and both speak 2"),

@@ -6,22 +6,22 @@ from collections import defaultdict
 
 import pytest
 
-from kvbaton.proof.sim.checks.witness import Witness
-from kvbaton.proof.sim.mutants.hunting import hunt
-from kvbaton.proof.sim.mutants.mutants_device import DEVICE_MUTANTS
-from kvbaton.proof.sim.promises import WRONG, Broken
-from kvbaton.proof.sim.world.life import Character, Life
-from kvbaton.proof.sim.world.sim_device import Device, Step, Work
-from kvbaton.proof.sim.world.sim_engine import SimEngine
-from kvbaton.proof.sim.world.sim_memory import Shape
-from kvbaton.proof.sim.world.sim_network import Network, NetworkFaults
-from kvbaton.proof.sim.world.sim_request import Phase, SimRequest
-from kvbaton.proof.sim.world.sim_transport import Fabric, TransportFaults
-from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.effects import Direction
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, RequestId, WorkerId
 from kvbaton.protocol.settings import Settings
 from kvbaton.transports.core.transport import Loan
+from kvbaton_proof.sim.checks.witness import Witness
+from kvbaton_proof.sim.mutants.hunting import hunt
+from kvbaton_proof.sim.mutants.mutants_device import DEVICE_MUTANTS
+from kvbaton_proof.sim.promises import WRONG, Broken
+from kvbaton_proof.sim.world.life import Character, Life
+from kvbaton_proof.sim.world.sim_device import Device, Step, Work
+from kvbaton_proof.sim.world.sim_engine import SimEngine
+from kvbaton_proof.sim.world.sim_memory import Shape
+from kvbaton_proof.sim.world.sim_network import Network, NetworkFaults
+from kvbaton_proof.sim.world.sim_request import Phase, SimRequest
+from kvbaton_proof.sim.world.sim_transport import Fabric, TransportFaults
+from kvbaton_proof.sim.world.world import World
 
 SHAPE = Shape(ranks=2, group_layers=(2, 1), block_tokens=4)
 READER = PeerId(WorkerId("d"), Incarnation(7))

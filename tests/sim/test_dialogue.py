@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.proof.sim.mutants.hunting import hunt
-from kvbaton.proof.sim.mutants.mutants_dialogue import DIALOGUE_MUTANTS
-from kvbaton.proof.sim.promises import HANG, RULE, WRONG
+from kvbaton_proof.sim.mutants.hunting import hunt
+from kvbaton_proof.sim.mutants.mutants_dialogue import DIALOGUE_MUTANTS
+from kvbaton_proof.sim.promises import HANG, RULE, WRONG
 
 SEEN = {
     "accepted_unheard": (RULE, "says Offer again, and was answered"),

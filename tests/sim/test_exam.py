@@ -8,12 +8,12 @@ from collections import Counter
 
 import pytest
 
-from kvbaton.proof.sim.looking import look
-from kvbaton.proof.sim.mutants import mutating
-from kvbaton.proof.sim.promises import Broken
-from kvbaton.proof.sim.questions import exam
-from kvbaton.proof.sim.questions.exam_bank import BANK
 from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton_proof.sim.looking import look
+from kvbaton_proof.sim.mutants import mutating
+from kvbaton_proof.sim.promises import Broken
+from kvbaton_proof.sim.questions import exam
+from kvbaton_proof.sim.questions.exam_bank import BANK
 
 
 def test_every_question_is_answered_as_it_should_be() -> None:

@@ -6,18 +6,18 @@ import random
 
 import pytest
 
-from kvbaton.proof.sim.hardship import hardships
-from kvbaton.proof.sim.hardship.world_plan import Plan
-from kvbaton.proof.sim.mutants.hunting import hunt
-from kvbaton.proof.sim.mutants.mutants_worlds import WORLD_MUTANTS
-from kvbaton.proof.sim.promises import Broken
-from kvbaton.proof.sim.world.sim_device import Device
-from kvbaton.proof.sim.world.sim_memory import Shape, page_stamp, same_tokens
-from kvbaton.proof.sim.world.sim_pool import Pool
-from kvbaton.proof.sim.world.sim_store import SimStore
-from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.geometry.layout import GroupKind, Per
 from kvbaton.protocol.ids import PutId
+from kvbaton_proof.sim.hardship import hardships
+from kvbaton_proof.sim.hardship.world_plan import Plan
+from kvbaton_proof.sim.mutants.hunting import hunt
+from kvbaton_proof.sim.mutants.mutants_worlds import WORLD_MUTANTS
+from kvbaton_proof.sim.promises import Broken
+from kvbaton_proof.sim.world.sim_device import Device
+from kvbaton_proof.sim.world.sim_memory import Shape, page_stamp, same_tokens
+from kvbaton_proof.sim.world.sim_pool import Pool
+from kvbaton_proof.sim.world.sim_store import SimStore
+from kvbaton_proof.sim.world.world import World
 
 from .seen_seeds import SeenSeeds, plan_of
 

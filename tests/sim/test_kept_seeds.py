@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.proof.sim import kept_seeds
-from kvbaton.proof.sim.kept_seeds import KeptSeed
-from kvbaton.proof.sim.looking import Seen
-from kvbaton.proof.sim.mutants.hunting import find
+from kvbaton_proof.sim import kept_seeds
+from kvbaton_proof.sim.kept_seeds import KeptSeed
+from kvbaton_proof.sim.looking import Seen
+from kvbaton_proof.sim.mutants.hunting import find
 
 LINES = [
     KeptSeed(1, "a hang"),

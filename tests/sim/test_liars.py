@@ -12,22 +12,22 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvbaton.proof.sim.hardship.world_plan import FAULTY_S, _honest, draw
-from kvbaton.proof.sim.liars.liar_fields import KINDS, Fields, Seen, all_places, kind_of, shape_of
-from kvbaton.proof.sim.liars.liar_plan import LIARS, SHARE
-from kvbaton.proof.sim.liars.sim_liar import role_in, temper_of
-from kvbaton.proof.sim.mutants.mutants_liars import LIAR_MUTANTS, edited
-from kvbaton.proof.sim.promises import Broken
-from kvbaton.proof.sim.run import run_seed
-from kvbaton.proof.sim.world.sim_cluster import Cluster
-from kvbaton.proof.sim.world.sim_memory import Shape
-from kvbaton.proof.sim.world.watched_timers import BoundedTimers
-from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.privileges import may_say
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import decode, encode
+from kvbaton_proof.sim.hardship.world_plan import FAULTY_S, _honest, draw
+from kvbaton_proof.sim.liars.liar_fields import KINDS, Fields, Seen, all_places, kind_of, shape_of
+from kvbaton_proof.sim.liars.liar_plan import LIARS, SHARE
+from kvbaton_proof.sim.liars.sim_liar import role_in, temper_of
+from kvbaton_proof.sim.mutants.mutants_liars import LIAR_MUTANTS, edited
+from kvbaton_proof.sim.promises import Broken
+from kvbaton_proof.sim.run import run_seed
+from kvbaton_proof.sim.world.sim_cluster import Cluster
+from kvbaton_proof.sim.world.sim_memory import Shape
+from kvbaton_proof.sim.world.watched_timers import BoundedTimers
+from kvbaton_proof.sim.world.world import World
 
 from .seen_seeds import plan_of
 

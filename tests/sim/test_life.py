@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.proof.sim.world.life import Character, Life
-from kvbaton.proof.sim.world.sim_memory import Shape
-from kvbaton.proof.sim.world.sim_network import Network, NetworkFaults
-from kvbaton.proof.sim.world.sim_transport import Fabric, TransportFaults
-from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.settings import Settings
+from kvbaton_proof.sim.world.life import Character, Life
+from kvbaton_proof.sim.world.sim_memory import Shape
+from kvbaton_proof.sim.world.sim_network import Network, NetworkFaults
+from kvbaton_proof.sim.world.sim_transport import Fabric, TransportFaults
+from kvbaton_proof.sim.world.world import World
 
 
 @pytest.mark.parametrize("drift", [-0.05, 0.05])

@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from kvbaton.proof.sim import cover, reach
-from kvbaton.proof.sim.campaign import run_seeds
-from kvbaton.proof.sim.looking import Seen, look
-from kvbaton.proof.sim.mutants import hunting, kept, mutating, mutation, mutation_operators, survey, under_test
-from kvbaton.proof.sim.mutants.handwritten import MUTANTS
-from kvbaton.proof.sim.mutants.mutation import Mutant
-from kvbaton.proof.sim.mutants.mutation_operators import Edit
 from kvbaton.protocol.geometry import progress
 from kvbaton.protocol.machines import lease
 from kvbaton.protocol.table import Verdict
+from kvbaton_proof.sim import cover, reach
+from kvbaton_proof.sim.campaign import run_seeds
+from kvbaton_proof.sim.looking import Seen, look
+from kvbaton_proof.sim.mutants import hunting, kept, mutating, mutation, mutation_operators, survey, under_test
+from kvbaton_proof.sim.mutants.handwritten import MUTANTS
+from kvbaton_proof.sim.mutants.mutation import Mutant
+from kvbaton_proof.sim.mutants.mutation_operators import Edit
 
 
 def arguments_of(function: Any) -> list[inspect.Parameter]:
@@ -338,7 +338,7 @@ def test_a_kept_line_says_what_it_must():
 
 
 def test_a_mutant_that_never_returns_is_seen_and_the_next_world_is_well(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("kvbaton.proof.sim.looking.SEED_CPU_S", 2.0)
+    monkeypatch.setattr("kvbaton_proof.sim.looking.SEED_CPU_S", 2.0)
     name = next(
         place.name
         for place in mutating.places("protocol.clock")

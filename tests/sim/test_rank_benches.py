@@ -6,14 +6,14 @@ import random
 
 import pytest
 
-from kvbaton.proof.sim import run
-from kvbaton.proof.sim.looking import _Endless, _limited, look
-from kvbaton.proof.sim.mutants import mutating
-from kvbaton.proof.sim.mutants.survey import draw
-from kvbaton.proof.sim.promises import RULE, Broken
-from kvbaton.proof.sim.quiet import quietly
-from kvbaton.proof.sim.rank_models.rank_bench import ANYTHING, Raised, outcome, same
-from kvbaton.proof.sim.rank_models.rank_benches import BENCHES, BENCHES_PER_SEED, run_benches
+from kvbaton_proof.sim import run
+from kvbaton_proof.sim.looking import _Endless, _limited, look
+from kvbaton_proof.sim.mutants import mutating
+from kvbaton_proof.sim.mutants.survey import draw
+from kvbaton_proof.sim.promises import RULE, Broken
+from kvbaton_proof.sim.quiet import quietly
+from kvbaton_proof.sim.rank_models.rank_bench import ANYTHING, Raised, outcome, same
+from kvbaton_proof.sim.rank_models.rank_benches import BENCHES, BENCHES_PER_SEED, run_benches
 
 PARTS = {
     "ranks.rank_endpoints": ("port",),

@@ -10,20 +10,20 @@ from collections import Counter
 
 import pytest
 
-from kvbaton.proof.sim import run
-from kvbaton.proof.sim.hardship.rank_faults import RankLot
-from kvbaton.proof.sim.looking import look
-from kvbaton.proof.sim.mutants.handwritten import MUTANTS
-from kvbaton.proof.sim.mutants.hunting import find, hunt
-from kvbaton.proof.sim.mutants.mutants_ranks import RANK_MUTANTS
-from kvbaton.proof.sim.promises import HANG, NEEDLESS, STRANGER, WRONG, Broken
-from kvbaton.proof.sim.world.rank_links import LinkedRanks, RankTraits
-from kvbaton.proof.sim.world.sim_transport import KINDS, Fabric, SimTransport, TransportFaults
-from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId, rank_peer
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction, FenceEnded, TransportEvent
+from kvbaton_proof.sim import run
+from kvbaton_proof.sim.hardship.rank_faults import RankLot
+from kvbaton_proof.sim.looking import look
+from kvbaton_proof.sim.mutants.handwritten import MUTANTS
+from kvbaton_proof.sim.mutants.hunting import find, hunt
+from kvbaton_proof.sim.mutants.mutants_ranks import RANK_MUTANTS
+from kvbaton_proof.sim.promises import HANG, NEEDLESS, STRANGER, WRONG, Broken
+from kvbaton_proof.sim.world.rank_links import LinkedRanks, RankTraits
+from kvbaton_proof.sim.world.sim_transport import KINDS, Fabric, SimTransport, TransportFaults
+from kvbaton_proof.sim.world.world import World
 
 from .seen_seeds import SeenSeeds, plan_of
 

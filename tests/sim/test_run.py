@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from kvbaton.proof.sim.hardship.world_plan import PROFILES
-from kvbaton.proof.sim.liars.liar_plan import LIARS
-from kvbaton.proof.sim.mutants.handwritten import MUTANTS
-from kvbaton.proof.sim.mutants.hunting import hunt
-from kvbaton.proof.sim.run import run_seed
+from kvbaton_proof.sim.hardship.world_plan import PROFILES
+from kvbaton_proof.sim.liars.liar_plan import LIARS
+from kvbaton_proof.sim.mutants.handwritten import MUTANTS
+from kvbaton_proof.sim.mutants.hunting import hunt
+from kvbaton_proof.sim.run import run_seed
 
 REGRESSIONS = {
     26: "a fresh ticket was refused because the link was still to the prefiller's previous life",
@@ -33,7 +33,7 @@ def test_every_promise_holds(seed, seen):
 
 
 def test_the_same_seed_gives_the_same_trace_in_any_process(seen):
-    script = "from kvbaton.proof.sim.run import run_seed; r = run_seed(5); print(r.trace_hash, r.events, r.handoffs)"
+    script = "from kvbaton_proof.sim.run import run_seed; r = run_seed(5); print(r.trace_hash, r.events, r.handoffs)"
     here = run_seed(5)
     said = {f"{here.trace_hash} {here.events} {here.handoffs}\n"}
     for hash_seed in ("1", "12345"):

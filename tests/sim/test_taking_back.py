@@ -6,19 +6,19 @@ from collections.abc import Callable
 
 import pytest
 
-from kvbaton.proof.sim.mutants.hunting import hunt
-from kvbaton.proof.sim.mutants.mutants_discard import DISCARD_MUTANTS
-from kvbaton.proof.sim.promises import LEAK, Broken
-from kvbaton.proof.sim.world.life import TICKET_KEY, Character, Life
-from kvbaton.proof.sim.world.sim_memory import Shape
-from kvbaton.proof.sim.world.sim_network import Network, NetworkFaults
-from kvbaton.proof.sim.world.sim_router import STRAYS, Errand, Router
-from kvbaton.proof.sim.world.sim_transport import Fabric, TransportFaults
-from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.effects import Unpin
 from kvbaton.protocol.ids import LeaseId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.ticket import Ticket, seal
+from kvbaton_proof.sim.mutants.hunting import hunt
+from kvbaton_proof.sim.mutants.mutants_discard import DISCARD_MUTANTS
+from kvbaton_proof.sim.promises import LEAK, Broken
+from kvbaton_proof.sim.world.life import TICKET_KEY, Character, Life
+from kvbaton_proof.sim.world.sim_memory import Shape
+from kvbaton_proof.sim.world.sim_network import Network, NetworkFaults
+from kvbaton_proof.sim.world.sim_router import STRAYS, Errand, Router
+from kvbaton_proof.sim.world.sim_transport import Fabric, TransportFaults
+from kvbaton_proof.sim.world.world import World
 
 from .seen_seeds import SeenSeeds
 

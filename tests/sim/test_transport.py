@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
-from kvbaton.proof.contracts.transport_case import offered
-from kvbaton.proof.sim.world.sim_transport import CMA, LENT_TCP, RDMA, SHM, TCP, Fabric, SimTransport, TransportFaults
-from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Case, Pair, Side, check_transport
+from kvbaton.testing.transport_case import offered
 from kvbaton.transports.core.loans import lend_everything
+from kvbaton_proof.sim.world.sim_transport import CMA, LENT_TCP, RDMA, SHM, TCP, Fabric, SimTransport, TransportFaults
+from kvbaton_proof.sim.world.world import World
 
 STEP_S = 0.01
 

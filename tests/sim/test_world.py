@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from kvbaton.proof.sim.world.sim_memory import Shape, page_stamp
-from kvbaton.proof.sim.world.sim_network import Network, NetworkFaults, SimControl
-from kvbaton.proof.sim.world.world import World
 from kvbaton.protocol.ids import WorkerId
+from kvbaton_proof.sim.world.sim_memory import Shape, page_stamp
+from kvbaton_proof.sim.world.sim_network import Network, NetworkFaults, SimControl
+from kvbaton_proof.sim.world.world import World
 
 A, B = WorkerId("a"), WorkerId("b")
 

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvbaton.proof.contracts import store_case, store_failing, store_harness
-from kvbaton.proof.contracts.store_contract import check_store
-from kvbaton.proof.contracts.store_harness import FaultyBackend
 from kvbaton.store import backend_threads, order_scripts, threaded_store
 from kvbaton.store.breaker import Breaker
 from kvbaton.store.interface import OrderEnded, Pins, Put
@@ -18,6 +15,9 @@ from kvbaton.store.order_scripts import BackendCall, OrderKind, Script, Task
 from kvbaton.store.threaded_store import KeptStore
 from kvbaton.store.value_header import HeaderClaim
 from kvbaton.store.value_trust import ALONE
+from kvbaton.testing import store_case, store_failing, store_harness
+from kvbaton.testing.store_contract import check_store
+from kvbaton.testing.store_harness import FaultyBackend
 
 CASES = {case.name: case for case in check_store.cases}
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.proof.contracts.store_case import VALUE_BYTES, blank, data, names, values
-from kvbaton.proof.contracts.store_harness import Ends, PinBook
 from kvbaton.store import disk_tier
 from kvbaton.store.disk_tier import DiskError, DiskTier, _name
 from kvbaton.store.interface import Get, OrderEnded, OrderId, Put, StoreSettings
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.threaded_store import KeptStore
+from kvbaton.testing.store_case import VALUE_BYTES, blank, data, names, values
+from kvbaton.testing.store_harness import Ends, PinBook
 
 
 def test_a_value_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

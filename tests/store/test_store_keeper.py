@@ -7,13 +7,13 @@ import random
 import msgspec
 import pytest
 
-from kvbaton.proof.contracts.store_case import VALUE_BYTES, blank, data, names, values
-from kvbaton.proof.contracts.store_harness import PinBook
 from kvbaton.protocol.errors import Reason
 from kvbaton.store.interface import Get, Lookup, Order, OrderEnded, OrderId, Put, StoreSettings
 from kvbaton.store.order_scheduler import Keeper
 from kvbaton.store.order_scripts import BackendCall, CallAnswer, OrderKind, Task
 from kvbaton.store.value_header import FRAME_BYTES
+from kvbaton.testing.store_case import VALUE_BYTES, blank, data, names, values
+from kvbaton.testing.store_harness import PinBook
 
 SETTINGS = StoreSettings(value_bytes_max=VALUE_BYTES, values_per_call_max=2, stuck_max=2, retry_s_min=1, retry_s_max=4)
 DOWN = RuntimeError("down")

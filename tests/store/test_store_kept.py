@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 
-from kvbaton.proof.contracts.store_case import VALUE_BYTES, blank, data, names, values
-from kvbaton.proof.contracts.store_harness import Ends, FaultyBackend, PinBook
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import Reason
 from kvbaton.store.backend_threads import perform
 from kvbaton.store.interface import Get, Lookup, OrderId, Put, StoreSettings
@@ -19,6 +16,9 @@ from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.order_scripts import BackendCall, OrderKind
 from kvbaton.store.threaded_store import KeptStore
 from kvbaton.store.value_header import FRAME_BYTES
+from kvbaton.testing.store_case import VALUE_BYTES, blank, data, names, values
+from kvbaton.testing.store_harness import Ends, FaultyBackend, PinBook
+from kvbaton.testing.transport_harness import poll
 
 SETTINGS = StoreSettings(value_bytes_max=VALUE_BYTES, close_s=0.3)
 

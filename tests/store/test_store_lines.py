@@ -14,10 +14,6 @@ import zmq
 
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.zmq import ZmqControl
-from kvbaton.proof.contracts.store_case import StoreCase, engine, names, values
-from kvbaton.proof.contracts.store_contract import check_store
-from kvbaton.proof.contracts.store_harness import FaultyBackend
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.security.handshake import NONCE_BYTES, PROOF_BYTES
@@ -30,6 +26,10 @@ from kvbaton.store.store_server import StoreServer
 from kvbaton.store.tcp_backend import LinedBackend
 from kvbaton.store.tcp_connection import _HELLO, LineError, Op, StoreConnection, admit, greet
 from kvbaton.store.tcp_server_side import LineServer
+from kvbaton.testing.store_case import StoreCase, engine, names, values
+from kvbaton.testing.store_contract import check_store
+from kvbaton.testing.store_harness import FaultyBackend
+from kvbaton.testing.transport_harness import poll
 
 SERVER = WorkerId("store")
 VALUE_BYTES_MAX = 5 << 20

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.proof.contracts.store_case import StoreCase
-from kvbaton.proof.contracts.store_contract import check_store
 from kvbaton.store.disk_tier import DiskTier
 from kvbaton.store.interface import Backend
 from kvbaton.store.memory_backend import KEY_COST_BYTES, MemoryBackend, SpareRoom
+from kvbaton.testing.store_case import StoreCase
+from kvbaton.testing.store_contract import check_store
 
 
 class Shared:

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbaton.proof.contracts.store_case import StoreCase
-from kvbaton.proof.contracts.store_contract import check_store
 from kvbaton.store.interface import Backend
 from kvbaton.store.mooncake_backend import ALREADY_THERE, NOT_FOUND, MooncakeBackend, MooncakeError, MooncakeSettings
+from kvbaton.testing.store_case import StoreCase
+from kvbaton.testing.store_contract import check_store
 
 
 class FakeMaster:

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.privileges import Act, Role, may
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.store_messages import Dial, encode
 from kvbaton.store.store_server import StoreServer
 from kvbaton.store.tcp_server_side import LineServer
+from kvbaton.testing.transport_harness import poll
 
 
 class Port:

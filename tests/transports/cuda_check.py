@@ -16,8 +16,6 @@ import unittest
 from array import array
 from typing import cast
 
-from kvbaton.proof.contracts.transport_case import READ, SMALL_BYTES, Case, Cases, copy, fill, moved
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.ranks.device_store import DeviceRankStore
 from kvbaton.ranks.rank_values import RankValues, Run
@@ -25,6 +23,8 @@ from kvbaton.store.content_keys import Space
 from kvbaton.store.interface import OrderEnded, OrderId
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.testing import Log, TransportHarness, check_transport
+from kvbaton.testing.transport_case import READ, SMALL_BYTES, Case, Cases, copy, fill, moved
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports import catalogue
 from kvbaton.transports.catalogue import SUMS
 from kvbaton.transports.core.device_memory import DeviceMemory

@@ -9,10 +9,10 @@ import ctypes
 from collections.abc import Callable
 from typing import cast
 
-from kvbaton.proof.contracts.transport_harness import Drives, poll
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
+from kvbaton.testing.transport_harness import Drives, poll
 from kvbaton.transports.checksum.checksum_transport import summed
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.loans import lend_everything

@@ -7,10 +7,10 @@ import traceback
 import unittest
 from array import array
 
-from kvbaton.proof.contracts.transport_case import READ, SMALL_BYTES, copy, fill
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.testing import Log, TransportHarness
+from kvbaton.testing.transport_case import READ, SMALL_BYTES, copy, fill
 from kvbaton.transports.cuda import cuda_launch
 from kvbaton.transports.cuda.cuda_digest import digest_of
 from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvbaton.proof.contracts.transport_harness import DEADLINE_S, poll
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
+from kvbaton.testing.transport_harness import DEADLINE_S, poll
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import Copy, FenceEnded, Loan, Transport, TransportEvent

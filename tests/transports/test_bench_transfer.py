@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvbaton.proof.bench.kit.piped_children import ChildFailed, PipedChild
-from kvbaton.proof.bench.transfer import idle, machine_ways, peers, transfer_rounds
-from kvbaton.proof.bench.transfer.transfer_rounds import Rounds
-from kvbaton.proof.bench.transfer.workload import WrongBytes
+from kvbaton_proof.bench.kit.piped_children import ChildFailed, PipedChild
+from kvbaton_proof.bench.transfer import idle, machine_ways, peers, transfer_rounds
+from kvbaton_proof.bench.transfer.transfer_rounds import Rounds
+from kvbaton_proof.bench.transfer.workload import WrongBytes
 
 pytestmark = pytest.mark.slow
 
@@ -141,7 +141,7 @@ def test_a_peer_that_cannot_be_loaded_is_an_error_that_says_how_to_get_it() -> N
 
 def test_a_child_that_ends_early_is_told_with_what_it_said_last() -> None:
     with (
-        PipedChild("kvbaton.proof.bench.transfer.idle", "read", "pigeon") as child,
+        PipedChild("kvbaton_proof.bench.transfer.idle", "read", "pigeon") as child,
         pytest.raises(ChildFailed) as error,
     ):
         child.hear(int)
@@ -150,6 +150,6 @@ def test_a_child_that_ends_early_is_told_with_what_it_said_last() -> None:
 
 
 def test_a_child_that_says_nothing_has_a_deadline() -> None:
-    silent = PipedChild("kvbaton.proof.bench.transfer.peers", "read", "nixl")
+    silent = PipedChild("kvbaton_proof.bench.transfer.peers", "read", "nixl")
     with silent as child, pytest.raises(ChildFailed, match="said nothing within"):
         child.hear(int, 0.05)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvbaton.proof.contracts.transport_case import offered
 from kvbaton.protocol.ids import PeerId
 from kvbaton.testing import Case, InProcessHarness, check_transport
+from kvbaton.testing.transport_case import offered
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import Transport
 from kvbaton.transports.shm import shm_transport

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbaton.proof.contracts.transport_case import READ, SMALL_BYTES, copy, fill
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing import Case, Log, Pair
+from kvbaton.testing.transport_case import READ, SMALL_BYTES, copy, fill
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.refusals import Cause

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import JobId
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction, Spans

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbaton.proof.contracts import transport_ending
-from kvbaton.proof.contracts.transport_case import offered
-from kvbaton.testing import Case, check_transport
+from kvbaton.testing import Case, check_transport, transport_ending
+from kvbaton.testing.transport_case import offered
 from kvbaton.transports.catalogue import SUMS
 
 from .device_harness import DeviceHarness

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.proof.contracts.transport_case import offered
 from kvbaton.testing import Case, InProcessHarness, check_transport
+from kvbaton.testing.transport_case import offered
 from kvbaton.transports import catalogue, external_entries
 from kvbaton.transports.catalogue import PlaneError, PlaneSettings
 from kvbaton.transports.core.shared_memory import Region, allocate

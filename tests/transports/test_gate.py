@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from kvbaton.proof.contracts.transport_harness import poll
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.device_event_wait import DeviceEventWait
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbaton.proof.contracts.transport_harness import poll
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.net.socket_loop import IN, SocketLoop
 
 

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.ids import JobId
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core import adoption
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.shared_memory import Region, adopt, allocate, region_of

@@ -16,11 +16,11 @@ from itertools import count
 import msgspec
 import pytest
 
-from kvbaton.proof.contracts.transport_case import LARGE_BYTES, READ, SMALL_BYTES, WRITE, copy, fill, noise, offered
-from kvbaton.proof.contracts.transport_harness import DEADLINE_S, poll
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing import Case, InProcessHarness, Log, Pair, check_transport
+from kvbaton.testing.transport_case import LARGE_BYTES, READ, SMALL_BYTES, WRITE, copy, fill, noise, offered
+from kvbaton.testing.transport_harness import DEADLINE_S, poll
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested
 from kvbaton.transports.mooncake import mooncake_engine, mooncake_link

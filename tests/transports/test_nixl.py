@@ -12,7 +12,10 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvbaton.proof.contracts.transport_case import (
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
+from kvbaton.testing import Case, InProcessHarness, Log, Pair, check_transport
+from kvbaton.testing.transport_case import (
     LARGE_BYTES,
     READ,
     SMALL_BYTES,
@@ -23,9 +26,6 @@ from kvbaton.proof.contracts.transport_case import (
     offered,
     scatter,
 )
-from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.testing import Case, InProcessHarness, Log, Pair, check_transport
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.nixl import nixl_endpoint
 from kvbaton.transports.nixl.nixl_transport import CAPABILITIES, NixlConfig, NixlTransport

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.core.span_tables import Rows

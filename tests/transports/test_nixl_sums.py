@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbaton.proof.contracts.corrupting import CorruptingTransport, some_byte
-from kvbaton.proof.contracts.transport_case import LARGE_BYTES, READ, SMALL_BYTES, WRITE, copy, fill
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Case, InProcessHarness, Log, check_transport
+from kvbaton.testing.corrupting import CorruptingTransport, some_byte
+from kvbaton.testing.transport_case import LARGE_BYTES, READ, SMALL_BYTES, WRITE, copy, fill
 from kvbaton.transports.checksum.checksum_endpoint import BYTES_MAX
 from kvbaton.transports.checksum.checksum_portions import Checksum
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport

@@ -10,8 +10,8 @@ from functools import partial
 
 import pytest
 
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.net import reception
 from kvbaton.transports.net.connection_handshake import Admitted, greet
 from kvbaton.transports.net.reception import Reception

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.ranks import rank_host
 from kvbaton.ranks.rank_messages import RankRefusals as RefusalNews
 from kvbaton.ranks.rank_planes import HostedPlane
 from kvbaton.security import handshake
 from kvbaton.security.sealing import Encrypt
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.checksum import checksum_endpoint
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
 from kvbaton.transports.core.delayed import DelayedTransport

@@ -13,13 +13,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.security import sealing
 from kvbaton.security.handshake import PLAIN
 from kvbaton.security.sealing import Encrypt
 from kvbaton.testing import check_transport
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports import catalogue
 from kvbaton.transports.catalogue import PlaneSettings
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing import Log
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.shared_memory import Region, allocate

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.refusals import refusals_of

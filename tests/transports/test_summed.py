@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.proof.contracts.corrupting import CorruptingTransport, Strike, some_byte
-from kvbaton.proof.contracts.transport_case import READ, WRITE, copy, fill
-from kvbaton.proof.contracts.transport_harness import InProcessHarness, poll
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing import Log, Side
+from kvbaton.testing.corrupting import CorruptingTransport, Strike, some_byte
+from kvbaton.testing.transport_case import READ, WRITE, copy, fill
+from kvbaton.testing.transport_harness import InProcessHarness, poll
 from kvbaton.transports.checksum import checksum_transport
 from kvbaton.transports.checksum.checksum_endpoint import BYTES_MAX, VERSION, SumEndpoint, is_summed, parse
 from kvbaton.transports.checksum.checksum_memory import HostSums

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvbaton.proof.contracts.transport_case import offered
 from kvbaton.protocol.ids import PeerId
 from kvbaton.testing import Case, InProcessHarness, check_transport
+from kvbaton.testing.transport_case import offered
 from kvbaton.transports.checksum.checksum_portions import Checksum
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
 from kvbaton.transports.core.shared_memory import Region, allocate

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.checksum.checksum_device import PART_BYTES, PIECE_BYTES, DeviceSums
 from kvbaton.transports.checksum.checksum_endpoint import parse
 from kvbaton.transports.checksum.checksum_memory import Tell

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from kvbaton.proof.bench.transfer import checksum_cost
-from kvbaton.proof.bench.transfer.workload import WrongBytes
+from kvbaton_proof.bench.transfer import checksum_cost
+from kvbaton_proof.bench.transfer.workload import WrongBytes
 
 pytestmark = pytest.mark.slow
 

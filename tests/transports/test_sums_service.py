@@ -13,8 +13,8 @@ import msgspec
 import pytest
 import xxhash
 
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.checksum.checksum_endpoint import SumEndpoint, parse
 from kvbaton.transports.checksum.checksum_memory import HostSums
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core import jobs
 from kvbaton.transports.core.loans import EVERYTHING, lend_everything
 from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceEvent, Direction

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.ids import JobId
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.loans import EVERYTHING, lend_everything
 from kvbaton.transports.core.transport import FenceEnded
 from kvbaton.transports.net.transfer_frames import WINDOW_MAX, Frame, FrameKind, FrameStatus

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.delayed import DelayedTransport, faulty, misplaced
 from kvbaton.transports.core.late_identity import UnnamedTransport
 from kvbaton.transports.core.loans import lend_everything

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.errors import ProtocolError, Reason
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.mover import choose_mover
 from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.stream_socket import Bytes, ByteStrip, Script, Skip, Wire, take

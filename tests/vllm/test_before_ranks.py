@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvbaton.control import keyring
-from kvbaton.proof.conformance import configs
-from kvbaton.proof.conformance.configs import EngineShape
+from kvbaton_proof.conformance import configs
+from kvbaton_proof.conformance.configs import EngineShape
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -10,17 +10,17 @@ import time
 import pytest
 
 from kvbaton.engines.vllm import drafting
-from kvbaton.proof.conformance import configs
-from kvbaton.proof.conformance.case_registry import all_cases, run_case
-from kvbaton.proof.conformance.conformance_engine import LabEngine, StepOutcome
-from kvbaton.proof.conformance.conformance_oracle import WrongKvError, answer
-from kvbaton.proof.conformance.interleave import run_seed
-from kvbaton.proof.conformance.lab import Lab, prompt_of
+from kvbaton_proof.conformance import configs
+from kvbaton_proof.conformance.case_registry import all_cases, run_case
+from kvbaton_proof.conformance.conformance_engine import LabEngine, StepOutcome
+from kvbaton_proof.conformance.conformance_oracle import WrongKvError, answer
+from kvbaton_proof.conformance.interleave import run_seed
+from kvbaton_proof.conformance.lab import Lab, prompt_of
 
 configs.prepare()
 pytestmark = pytest.mark.timeout(300)  # the first import of vLLM alone takes a minute on a busy machine
 
-PROBE = "kvbaton.proof.conformance.probe"
+PROBE = "kvbaton_proof.conformance.probe"
 SHAPES = {
     "plain": configs.EngineShape(),
     "two groups": configs.EngineShape(windows=(0, 8)),

@@ -13,8 +13,8 @@ import prometheus_client
 import pytest
 
 from kvbaton.engines.vllm import guard
-from kvbaton.proof.conformance import configs
-from kvbaton.proof.conformance.lab import Lab, prompt_of
+from kvbaton_proof.conformance import configs
+from kvbaton_proof.conformance.lab import Lab, prompt_of
 from tests.vllm.forking import run_forked
 
 configs.prepare()

@@ -13,7 +13,7 @@ import pytest
 
 from kvbaton.engines.vllm import weights_epoch
 from kvbaton.engines.vllm.weights_epoch import REPLACING, WeightsEpoch, salted
-from kvbaton.proof.conformance import configs
+from kvbaton_proof.conformance import configs
 
 configs.prepare()
 pytestmark = pytest.mark.timeout(300)  # the first import of vLLM alone takes a minute on a busy machine

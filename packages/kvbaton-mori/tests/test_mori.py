@@ -26,10 +26,10 @@ from fake_mori import (
 )
 from fake_mori_wire import INVALID_ARGS, RDMA_OP
 
-from kvbaton.proof.contracts.transport_case import LARGE_BYTES, READ, SMALL_BYTES, STRANGER, WRITE, copy, fill
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing import Case, InProcessHarness, Log, Pair, Side, check_transport
+from kvbaton.testing.transport_case import LARGE_BYTES, READ, SMALL_BYTES, STRANGER, WRITE, copy, fill
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested
 from kvbaton_mori import engine as mori_engine

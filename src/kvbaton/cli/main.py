@@ -48,6 +48,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "completion": "print a shell completion script",
     },
 }
+PROOF = frozenset(GROUPS["prove and measure it"])
+"""Commands of the distribution kvbaton-proof: an engine's host has no simulator, and no code that attacks a cluster."""
 COMMANDS: Mapping[str, str] = {name: text for group in GROUPS.values() for name, text in group.items()}
 _FAILED = 1
 _INTERRUPTED = 130  # 128 + SIGINT, as in a shell
@@ -143,10 +145,13 @@ def parser_of(modules: Mapping[str, ModuleType]) -> Parser:
 
 
 def module_of(command: str | None) -> ModuleType:
-    name = f"kvbaton.cli.{command}"
+    name = f"kvbaton_proof.cli.{command}" if command in PROOF else f"kvbaton.cli.{command}"
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        if error.name == "kvbaton_proof":
+            get = f"pip install kvbaton-proof=={kvbaton.__version__}"
+            raise CommandError(f"kvbaton {command} is part of the distribution kvbaton-proof: {get}") from None
         if said := installed.lacking(error):
             raise CommandError(said) from None
         if error.name == name:

@@ -76,7 +76,7 @@ ORDER = tuple(PLANES)
 CHECKSUMS: tuple[ChecksumMode, ...] = ("off", "sample", "full")
 BETWEEN_HOSTS: ChecksumMode = "off"
 """What `auto` is for device memory between hosts: `full` where that costs at most a tenth of a handoff, as
-`python -m kvbaton.proof.bench.device.device_checksums` measures it."""
+`python -m kvbaton_proof.bench.device.device_checksums` measures it."""
 
 MadeT = TypeVar("MadeT")
 

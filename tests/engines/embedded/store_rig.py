@@ -13,8 +13,6 @@ from kvbaton.engines.embedded.engine_request import Output
 from kvbaton.engines.embedded.kv_layout import engine_layout
 from kvbaton.node.doorway import Doorway, DoorwayConfig
 from kvbaton.node.epochs import EpochTable
-from kvbaton.proof.contracts.store_harness import FaultyBackend
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId
@@ -22,6 +20,8 @@ from kvbaton.ranks.engine_store import EngineStore, ShelfSettings
 from kvbaton.ranks.rank_store import LocalShelf
 from kvbaton.ranks.rank_values import rank_values
 from kvbaton.store.interface import Backend
+from kvbaton.testing.store_harness import FaultyBackend
+from kvbaton.testing.transport_harness import poll
 
 from .helpers import TINY, engine
 

@@ -14,9 +14,9 @@ from kvbaton.engines.embedded.engine_request import EngineRequest, Sampling
 from kvbaton.engines.embedded.kv_layout import engine_layout
 from kvbaton.engines.embedded.kv_memory import KvGeometry
 from kvbaton.node.doorway import Doorway
-from kvbaton.proof.contracts.engine_contract import EngineCase, check_engine
-from kvbaton.proof.contracts.engine_harness import EngineRig
 from kvbaton.protocol.ids import RequestId
+from kvbaton.testing.engine_contract import EngineCase, check_engine
+from kvbaton.testing.engine_harness import EngineRig
 
 CONFIG = EngineConfig(cache=CacheConfig(blocks=64, block_tokens=8), prefix_caching=False)
 GEOMETRY = KvGeometry(CONFIG.model, CONFIG.cache)

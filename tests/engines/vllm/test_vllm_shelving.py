@@ -17,7 +17,6 @@ from kvbaton.engines.vllm.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.second_loads import SecondLoads
 from kvbaton.engines.vllm.store_setup import keyring_of, rank_identity, rank_shelf
 from kvbaton.engines.vllm.vllm_layout import GroupFacts, RankFacts
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.geometry.layout import Cell, GroupKind, Place, Plane
 from kvbaton.ranks import device_store
 from kvbaton.ranks.device_store import DeviceRankStore
@@ -27,6 +26,7 @@ from kvbaton.store.interface import OrderEnded, OrderId
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.store_server import StoreServer
 from kvbaton.store.tcp_server_side import LineServer
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.device_memory import DeviceMemory
 from tests.transports.fake_gpu import FakeGpu
 

@@ -21,9 +21,9 @@ from kvbaton.observe.metrics.exposition import render
 from kvbaton.observe.metrics.handoff_metrics import OBSERVED, HandoffMetrics
 from kvbaton.observe.metrics.metric_names import BY_NAME, MetricKind, Where
 from kvbaton.observe.metrics.worker_metrics import NOT_METRICS, RENAMED, render_worker
-from kvbaton.proof.contracts.transport_harness import poll
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.router.router_stats import RouterStats, count
+from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.refusals import Cause, refusals_of
 from kvbaton.transports.tcp.tcp_transport import TcpEndpoint
 

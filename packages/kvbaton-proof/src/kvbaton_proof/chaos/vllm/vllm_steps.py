@@ -1,0 +1,332 @@
+"""How each fault of the standard plan is applied to a P and a D on real vLLM, the same for both connectors.
+
+Laws: a step counts every request that it makes, and waits for all of them. It returns when the fault is over: what was
+killed serves again, what was stopped goes on. It leaves no task and no connection behind, but those it hands over to be
+closed when the row is judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+
+from kvbaton.engines.vllm.launching import HOST
+from kvbaton_proof.chaos import strangers
+from kvbaton_proof.chaos.chaos_plan import Step
+from kvbaton_proof.chaos.fault_catalogue import Moment
+from kvbaton_proof.chaos.vllm.vllm_client import TO_PREFILL, Tally, Told, ask, both_legs
+from kvbaton_proof.chaos.vllm.vllm_judge import request_id
+from kvbaton_proof.chaos.vllm.vllm_pair import LONG, USUAL, Pair
+from kvbaton_proof.chaos.vllm.vllm_plan import UNDER_LOAD, USED, D, P
+from kvbaton_proof.chaos.vllm.vllm_poison import poisoned
+
+DEADLINE_S = 30.0
+CROWDED_DEADLINE_S = 60.0  # where requests queue because there are many, not because anything is wrong
+POISON_DEADLINE_S = 15.0
+CLIENTS = 8
+RETRY_S = 0.5
+LOADED_S = 4.0
+MID_COPY = 8
+PENDING_S = 2.0
+HELD = 32
+FREE_S = 45.0
+LATE = 24
+LATE_S = 36.0  # NIXL's lease is 30 s, kvbaton's 15 s: both by default
+REUSES = 64
+ABORT_CLIENTS, ABORT_LOAD_S, ABORT_SHARE, ABORT_AFTER_S = 32, 10.0, 0.7, 1.5
+FLOOD = 160
+REPLAYS = 8
+RESETS, RESET_S = 12, 0.5
+RESET_KINDS: Sequence[Mapping[str, str]] = ({}, {"reset_running_requests": "true"}, {"reset_external": "true"})
+STRANGERS_S, IDLE = 5.0, 50
+SETTLE_S = 1.0  # an engine that is killed by a request says so a moment later
+
+
+@dataclass(slots=True)
+class Scene:
+    """One step under way."""
+
+    pair: Pair
+    step: Step
+    rng: random.Random
+    later: contextlib.AsyncExitStack  # closed once the row is judged
+    tally: Tally = field(default_factory=Tally)
+    note: str = ""
+    problems: list[str] = field(default_factory=list)  # broken promises that are no count of a row
+    late_s: float = LATE_S
+    clients: int = ABORT_CLIENTS
+    share: float = ABORT_SHARE  # of the clients that hang up
+
+    async def request(self, number: int, deadline_s: float = DEADLINE_S) -> bool:
+        """Both legs of one prompt, counted."""
+        pair = self.pair
+        told = await both_legs(
+            pair.session, pair.p.url, pair.d.url, pair.prompts[number], deadline_s=deadline_s,
+            request_id=request_id(pair),
+        )  # fmt: skip
+        return pair.count(self.tally, told, number)
+
+    async def prefill(self, number: int) -> dict[str, Any] | None:
+        """P's leg; what it gives for D. A failure is counted."""
+        pair = self.pair
+        told = await ask(
+            pair.session, pair.p.url, pair.prompts[number], tokens=1, params=dict(TO_PREFILL), deadline_s=DEADLINE_S,
+            request_id=request_id(pair),
+        )  # fmt: skip
+        if told.error:
+            self.tally.count(told, ())
+        return told.params
+
+    async def decode(self, number: int, params: object, deadline_s: float = DEADLINE_S) -> Told:
+        """D's leg, counted."""
+        pair = self.pair
+        told = await ask(
+            pair.session, pair.d.url, pair.prompts[number], params=params, deadline_s=deadline_s,
+            request_id=request_id(pair),
+        )  # fmt: skip
+        pair.count(self.tally, told, number)
+        return told
+
+    async def prefills(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
+        found = await asyncio.gather(*map(self.prefill, numbers))
+        return {number: params for number, params in zip(numbers, found, strict=True) if params is not None}
+
+    async def reuse(self) -> None:
+        """Other prompts on P alone, all at once and for several tokens: vLLM gives out first what was freed last, so
+        that fewer would take turns in a few blocks and leave the rest of the pool as it was.
+        """
+        pair = self.pair
+        told = await asyncio.gather(*(
+            ask(pair.session, pair.p.url, pair.prompts[number][::-1], deadline_s=CROWDED_DEADLINE_S)
+            for number in range(REUSES)
+        ))  # fmt: skip
+        for each in told:
+            if each.error:
+                self.tally.count(each, ())
+
+    @contextlib.asynccontextmanager
+    async def load(self, clients: int = CLIENTS, deadline_s: float = DEADLINE_S) -> AsyncIterator[None]:
+        """Clients that never stop asking; at the end each ends its request."""
+        over = asyncio.Event()
+
+        async def client(number: int) -> None:
+            turn = number
+            while not over.is_set():
+                if not await self.request(turn % USUAL, deadline_s):
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(over.wait(), RETRY_S)
+                turn += clients
+
+        tasks = [asyncio.create_task(client(number)) for number in range(clients)]
+        try:
+            yield
+        finally:
+            over.set()
+            await asyncio.gather(*tasks)
+
+
+Do = Callable[[Scene], Awaitable[None]]
+
+
+async def kill(scene: Scene) -> None:
+    if scene.step.moment is Moment.MID_COPY:
+        await _kill_mid_copy(scene)
+    elif scene.step.moment is Moment.BEFORE_CLAIM:
+        await _kill_before_claim(scene)
+    else:
+        async with scene.load():
+            await asyncio.sleep(LOADED_S)
+            await scene.pair.restart(scene.step.target)
+
+
+async def _kill_mid_copy(scene: Scene) -> None:
+    """P falls silent with eight prompts prefilled, D is asked for all of them, and then P is gone."""
+    pair = scene.pair
+    async with scene.load() if scene.step.detail == UNDER_LOAD else contextlib.nullcontext():
+        if scene.step.detail == UNDER_LOAD:
+            await asyncio.sleep(LOADED_S)
+        handed = await scene.prefills(range(MID_COPY))
+        pair.p.send(signal.SIGSTOP)
+        asked = [asyncio.create_task(scene.decode(number, params)) for number, params in handed.items()]
+        await asyncio.sleep(PENDING_S)
+        pair.p.kill()
+        told = await asyncio.gather(*asked)
+    scene.note = f"answers took up to {max((each.seconds for each in told), default=0):.1f} s"
+    await pair.restart(P)
+
+
+async def _kill_before_claim(scene: Scene) -> None:
+    """D is gone before it asks for any of what P keeps for it."""
+    pair, loop = scene.pair, asyncio.get_running_loop()
+    handed = await scene.prefills(range(HELD))
+    begun, before = loop.time(), await pair.used(P)
+    pair.d.kill()
+    starting = asyncio.create_task(pair.restart(D))
+    try:
+        while await pair.used(P) != 0 and loop.time() < begun + FREE_S:
+            await asyncio.sleep(0.2)
+        scene.note = (
+            f"P held {before} blocks for {len(handed)} prompts, and was free of them {loop.time() - begun:.0f} s after"
+        )
+    finally:
+        await starting
+
+
+async def stop(scene: Scene) -> None:
+    if scene.step.moment is Moment.MID_COPY:
+        await _stop_mid_copy(scene)
+        return
+    async with scene.load():
+        await asyncio.sleep(LOADED_S)
+        await _stopped(scene)
+        await asyncio.sleep(LOADED_S)
+
+
+async def _stopped(scene: Scene) -> None:
+    engine = scene.pair.engines[scene.step.target]
+    engine.send(signal.SIGSTOP)
+    try:
+        await asyncio.sleep(scene.step.seconds)
+    finally:
+        engine.send(signal.SIGCONT)
+
+
+async def _stop_mid_copy(scene: Scene) -> None:
+    """P falls silent for longer than clients wait; D has eight prompts of it by then."""
+    pair = scene.pair
+    handed = await scene.prefills(range(MID_COPY))
+    pair.p.send(signal.SIGSTOP)
+    try:
+        over = asyncio.create_task(asyncio.sleep(scene.step.seconds))
+        told = await asyncio.gather(*(scene.decode(number, params) for number, params in handed.items()))
+        slowest = max((each.seconds for each in told), default=0)
+        await over
+        kept = await pair.used(D)
+    finally:
+        pair.p.send(signal.SIGCONT)
+    scene.note = f"slowest {slowest:.1f} s; D held {kept} blocks when P went on"
+
+
+async def late_decode(scene: Scene) -> None:
+    """D is asked when the lease is over and others have written over P's blocks."""
+    loop = asyncio.get_running_loop()
+    handed = await scene.prefills(range(LATE))
+    begun = loop.time()
+    await asyncio.sleep(scene.late_s)
+    await scene.reuse()
+    scene.note = f"D asked {loop.time() - begun:.0f} s after P"
+    await asyncio.gather(*(scene.decode(number, params) for number, params in handed.items()))
+
+
+async def abort(scene: Scene) -> None:
+    loop = asyncio.get_running_loop()
+    end = loop.time() + ABORT_LOAD_S
+    left = 0
+
+    async def client(number: int) -> None:
+        nonlocal left
+        turn = number
+        while loop.time() < end:
+            leaves = scene.rng.random() < scene.share
+            patience_s = scene.rng.uniform(0.0, ABORT_AFTER_S) if leaves else DEADLINE_S + 1
+            task = asyncio.create_task(scene.request(turn % USUAL))
+            done, _ = await asyncio.wait([task], timeout=patience_s)
+            if not done:
+                left += 1
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+            turn += scene.clients
+
+    await asyncio.gather(*map(client, range(scene.clients)))
+    scene.note = f"{left} more hung up"
+
+
+async def reset(scene: Scene) -> None:
+    """Again and again under load: plainly, with all that runs thrown out, and with all that the connector holds. vLLM
+    may refuse while blocks are in use; what it does not refuse must hurt nobody."""
+    url = f"{scene.pair.engines[scene.step.target].url}/reset_prefix_cache"
+    told: Counter[str] = Counter()
+    async with scene.load():
+        for number in range(RESETS):
+            await asyncio.sleep(RESET_S)
+            how = RESET_KINDS[number % len(RESET_KINDS)]
+            told["asked"] += 1
+            with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError, ValueError, AttributeError):
+                async with asyncio.timeout(DEADLINE_S), scene.pair.session.post(url, params=how) as answer:
+                    told["done"] += bool((await answer.json(content_type=None)).get("success"))
+    scene.note = f"{told['done']} of {told['asked']} resets done, others refused"
+
+
+async def flood(scene: Scene) -> None:
+    await asyncio.gather(*(scene.request(number % USUAL, CROWDED_DEADLINE_S) for number in range(FLOOD)))
+
+
+async def exhausted(scene: Scene) -> None:
+    await asyncio.gather(*(scene.request(USUAL + number, CROWDED_DEADLINE_S) for number in range(LONG)))
+
+
+async def replay(scene: Scene) -> None:
+    numbers = list(range(REPLAYS))
+    handed = await scene.prefills(numbers)
+    if scene.step.detail == USED:
+        await asyncio.gather(*(scene.decode(number, params) for number, params in handed.items()))
+        await scene.reuse()
+        shown = handed
+    else:
+        shown = {number: handed[number ^ 1] for number in numbers if number ^ 1 in handed}
+    await asyncio.gather(*(scene.decode(number, params) for number, params in shown.items()))
+
+
+async def poison(scene: Scene) -> None:
+    """Then what P really gave: a request that was not forged is served, and P need not keep its prompt."""
+    number = scene.rng.randrange(USUAL)
+    params = await scene.prefill(number)
+    if params is None:
+        return
+    bad = poisoned(scene.step.detail, scene.pair.connector, params)
+    told = await scene.decode(number, bad, POISON_DEADLINE_S)
+    scene.note = "no answer" if told.late else told.error or f"answered in {told.seconds:.1f} s"
+    await asyncio.sleep(SETTLE_S)
+    if await scene.pair.d.is_well(scene.pair.session):
+        await scene.decode(number, params, POISON_DEADLINE_S)
+
+
+async def visited(scene: Scene) -> None:
+    """Strangers at the ports where engines speak to each other, while others are served; then a D that is new there."""
+    pair = scene.pair
+    ports = [(HOST, engine.side_port) for engine in pair.engines.values()]
+    async with scene.load(4):
+        told = await strangers.visit(ports, STRANGERS_S, scene.rng)
+        await scene.later.enter_async_context(strangers.crowd(ports, IDLE))
+    let_in = told[strangers.LET_IN]
+    scene.note = f"{told['visits']} visits, {let_in} let in, {IDLE} idle connections to each"
+    if let_in:
+        scene.problems.append(f"strangers were let in {let_in} times")
+    await pair.restart(D)
+
+
+async def reconfigure(scene: Scene) -> None:
+    """P comes back with other weights under the same name; then with the right ones."""
+    pair = scene.pair
+    pair.serve_weights(1)
+    try:
+        await pair.restart(P)
+        await asyncio.gather(*(scene.request(number) for number in range(LATE)))
+    finally:
+        pair.serve_weights(0)
+    await pair.restart(P)
+
+
+DO: Mapping[str, Do] = {
+    "kill": kill, "stop": stop, "late-decode": late_decode, "abort": abort, "flood": flood, "exhausted": exhausted,
+    "reset": reset, "replay": replay, "poison": poison, "strangers": visited, "reconfigure": reconfigure,
+}  # fmt: skip

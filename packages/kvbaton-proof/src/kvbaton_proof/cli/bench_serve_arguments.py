@@ -1,0 +1,221 @@
+"""The options of `kvbaton bench serve`.
+
+Law: an invalid value is refused by its name, before anything is started.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from kvbaton.cli.arguments import planes_choice, seconds, url, whole
+from kvbaton.processes.operator_errors import CommandError
+from kvbaton_proof.bench.serve.serve_plan import AGGREGATED, REQUESTS, SINGLE
+
+ENGINES = ("embedded", "vllm")
+MODES = ("pull", "stream", "push")
+COMPARED = (AGGREGATED, *MODES, SINGLE)
+DEFAULT_COMPARED = (AGGREGATED, *MODES)
+CONCURRENCY, ROUNDS = 8, 6
+INPUT_LEN, OUTPUT_LEN = "256", "32"
+CONCURRENCY_MAX, ROUNDS_MAX, TARGETS_MAX, WARMUPS_MAX = 2048, 100, 16, 1024
+_NAME = re.compile(r"[\w.-]{1,40}")
+_OWN = ("engine", "compare", "prefill", "decode", "transport", "blocks", "vllm_python", "kv_gib", "max_model_len")
+_ONLY = {"embedded": ("blocks",), "vllm": ("vllm_python", "kv_gib", "max_model_len")}
+
+T = TypeVar("T")
+
+
+class Given(msgspec.Struct, frozen=True):
+    """A running server. `mode` is sent as a header, for a kvbaton router."""
+
+    name: str
+    url: str
+    mode: str | None = None
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    _where(parser.add_argument_group("targets: running servers, or a cluster started for this"))
+    _load(parser.add_argument_group("load"))
+    option = parser.add_argument
+    option(
+        "--rounds",
+        type=whole(1, ROUNDS_MAX),
+        default=ROUNDS,
+        metavar="N",
+        help="rounds; each measures every target once",
+    )
+    option("--warmup", type=whole(0, WARMUPS_MAX), metavar="N", help="uncounted requests before a part (default: 4, or "
+           "two per pair)")  # fmt: skip
+    option("--slo", type=_slo, metavar="A=S,B=S", help="objectives for goodput, in seconds: ttft, tpot, itl, e2e")
+    option("--timeout-s", type=seconds, default=120.0, metavar="SECONDS", help="timeout of one request")
+    option("--part-s", type=seconds, default=600.0, metavar="SECONDS", help="deadline of a part")
+    option("--record", metavar="FILE", help="write the requests as a trace, for --trace")
+    option("--out", metavar="DIR", help="write a page, a plot and the figures there, as in docs/lab")
+    option("--name", metavar="NAME", help="base name of these files (default: DATE-serve)")
+    option("--json", action="store_true", help="print one object with the figures")
+
+
+def _where(group: argparse._ArgumentGroup) -> None:
+    option = group.add_argument
+    option("--url", type=url, action="append", default=[], metavar="URL", help="a server; several are compared")
+    option("--target", type=_target, action="append", default=[], metavar="NAME=URL[#MODE]",
+           help="the same, with a name and optionally a mode to request")  # fmt: skip
+    option("--model", metavar="NAME", help="the model's name (default: the first that the servers list)")
+    option("--no-salt", action="store_true", help="for servers without cache_salt: make prompts unique instead")
+    option("--engine", choices=ENGINES, help="what to start, without --url and --target (default: embedded)")
+    option("--compare", type=_compared, metavar="A,B", help=f"of {', '.join(COMPARED)} (default: the first four)")
+    option("--prefill", type=whole(1, 16), metavar="N", help="prefill engines (default: 1)")
+    option("--decode", type=whole(1, 16), metavar="N", help="decode engines; aggregated: as many in total (default: 1)")
+    option("--transport", type=planes_choice, metavar="NAMES", help="transports (default: auto)")
+    option("--blocks", type=whole(2, 1 << 20), metavar="N", help="embedded: KV cache blocks per engine (default: 1024)")
+    option("--vllm-python", metavar="PATH", help="vllm: the Python interpreter with vLLM (default: searched for)")
+    option("--kv-gib", type=whole(1, 1024), metavar="N", help="vllm: KV cache of each engine (default: 1)")
+    option("--max-model-len", type=whole(16, 1 << 20), metavar="N", help="vllm: tokens of a request (default: 2048)")
+
+
+def _load(group: argparse._ArgumentGroup) -> None:
+    option = group.add_argument
+    option("--rate", type=_rate, metavar="R", help="requests/s, Poisson arrivals; inf: all at once")
+    option("--concurrency", type=whole(1, CONCURRENCY_MAX), metavar="C", help=f"at most C requests in flight (without "
+           f"--rate and --trace {CONCURRENCY})")  # fmt: skip
+    option("--requests", type=whole(1, 100_000), metavar="N", help=f"per part (default: {REQUESTS}, all of a trace, or "
+           "what --seconds allows)")  # fmt: skip
+    option("--seconds", type=seconds, metavar="S", help="duration of each part")
+    option("--input-len", type=_lengths, metavar="TOKENS", help=f"of a prompt: a number, or min:max (default: "
+           f"{INPUT_LEN})")  # fmt: skip
+    option("--output-len", type=_lengths, metavar="TOKENS", help=f"of an answer, likewise (default: {OUTPUT_LEN})")
+    option("--prefix-len", type=whole(1, 1 << 20), metavar="TOKENS", help="additional shared prefix")
+    option("--prefixes", type=whole(1, 4096), metavar="K", help="number of shared prefixes (default: 1)")
+    option("--trace", metavar="FILE", help="a recorded load: JSON lines in Mooncake's trace format, or --record's")
+    option("--trace-speed", type=_factor, metavar="X", help="replay X times as fast (default: 1)")
+    option("--length-scale", type=_factor, metavar="X", help="scale a trace's lengths, for small engines (default: 1)")
+    option("--seed", type=whole(0, (1 << 32) - 1), default=0, metavar="N", help="seed of all random draws")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Fill in the defaults; refuse what does not go together."""
+    args.targets = _targets(args)
+    if args.targets:
+        for name in _OWN:
+            if getattr(args, name) is not None:
+                raise CommandError(f"argument --{_flag(name)}: running servers are not started; remove --url and "
+                                   "--target to start a cluster")  # fmt: skip
+    else:
+        _check_own(args)
+    _check_load(args)
+    if args.concurrency is None and args.rate is None and args.trace is None:
+        args.concurrency = CONCURRENCY
+    if args.name is not None and not _NAME.fullmatch(args.name):
+        raise CommandError(f"argument --name: got {args.name!r}, expected letters, digits, '.', '_' and '-'")
+    if args.name is not None and args.out is None:
+        raise CommandError("argument --name: it names the files of --out DIR; give that too")
+
+
+def _check_load(args: argparse.Namespace) -> None:
+    if args.trace is not None and args.rate is not None:
+        raise CommandError("argument --rate: a trace has its own times; give --trace-speed to change them")
+    drawn, replayed = ("input_len", "output_len", "prefix_len", "prefixes"), ("trace_speed", "length_scale")
+    for name in drawn if args.trace is not None else replayed:
+        if getattr(args, name) is not None:
+            why = (
+                "a trace has its own prompts" if args.trace is not None else "it changes a trace; give --trace FILE too"
+            )
+            raise CommandError(f"argument --{_flag(name)}: {why}")
+    if args.prefixes is not None and args.prefix_len is None:
+        raise CommandError("argument --prefixes: --prefix-len is missing; give it too")
+    args.input_len, args.output_len = args.input_len or _lengths(INPUT_LEN), args.output_len or _lengths(OUTPUT_LEN)
+    args.prefix_len, args.prefixes = args.prefix_len or 0, args.prefixes or 1
+    args.trace_speed, args.length_scale = args.trace_speed or 1.0, args.length_scale or 1.0
+
+
+def _check_own(args: argparse.Namespace) -> None:
+    args.engine = args.engine or ENGINES[0]
+    if args.no_salt or args.model is not None:
+        flag = "--no-salt" if args.no_salt else "--model"
+        raise CommandError(f"argument {flag}: only for --url and --target; started engines need none")
+    other = next(each for each in ENGINES if each != args.engine)
+    for name in _ONLY[other]:
+        if getattr(args, name) is not None:
+            raise CommandError(f"argument --{_flag(name)}: not an option of the {args.engine} engine; "
+                               f"add: --engine {other}")  # fmt: skip
+    args.compare = args.compare or DEFAULT_COMPARED
+    args.prefill, args.decode = args.prefill or 1, args.decode or 1
+    args.transport = args.transport or "auto"
+
+
+def _targets(args: argparse.Namespace) -> tuple[Given, ...]:
+    urls = [Given("url" if len(args.url) == 1 else f"url{number}", each) for number, each in enumerate(args.url, 1)]
+    found = (*args.target, *urls)
+    names = [each.name for each in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise CommandError(f"argument --target: two are named {name}; give each its own name")
+    if len(found) > TARGETS_MAX:
+        raise CommandError(f"argument --target: got {len(found)}, at most {TARGETS_MAX}")
+    return found
+
+
+def _target(text: str) -> Given:
+    name, _, rest = text.partition("=")
+    where, _, mode = rest.partition("#")
+    if not _NAME.fullmatch(name) or not where:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected NAME=http://host:port")
+    if mode and mode not in MODES:
+        raise argparse.ArgumentTypeError(f"got the mode {mode!r}, expected one of {', '.join(MODES)}")
+    return Given(name, url(where), mode or None)
+
+
+def _compared(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in COMPARED:
+            raise argparse.ArgumentTypeError(f"got {name!r}, expected some of {', '.join(COMPARED)}")
+    return names
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not (0 < value <= 100_000 or value == float("inf")):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected requests/s above 0, or inf")
+    return value
+
+
+def _factor(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1e-6 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0, such as 0.5")
+    return value
+
+
+def _parsed(parse: Callable[[str], T], text: str) -> T:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _lengths(text: str) -> Any:
+    from kvbaton_proof.bench.serve.serve_plan import Lengths
+
+    return _parsed(Lengths.parse, text)
+
+
+def _slo(text: str) -> Any:
+    from kvbaton_proof.bench.serve.serve_stats import Slo  # brings numpy, which --help can do without
+
+    return _parsed(Slo.parse, text)
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")

@@ -1,0 +1,183 @@
+"""Named cases: a sentence each, found by its function's name; some hold for several modes, transports or shapes.
+
+Law: a case gets a fresh lab and leaves it at rest; `verdict_of` tells what broke and of which kind.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from kvbaton_proof.conformance.conformance_oracle import WrongKvError
+from kvbaton_proof.conformance.lab import BrokenLabError, Lab
+
+CaseFunction = Callable[..., None]
+CASE_MODULES = (
+    "cases_moving", "cases_states", "cases_ending", "cases_waiting", "cases_resting", "cases_params", "cases_storing",
+    "cases_features", "cases_faults", "cases_pressure", "cases_turns",
+)  # fmt: skip
+MODES = ("pull", "stream", "push")
+OVERLAPPED = "overlapped"
+IN_FLIGHT = (False, True)
+_CASES: list[tuple[CaseFunction, dict[str, tuple[Any, ...]], bool, tuple[bool, ...]]] = []
+
+
+class Case(msgspec.Struct, frozen=True):
+    """One function with one set of arguments, with one step in flight or with two (overlapped)."""
+
+    name: str
+    function: CaseFunction
+    arguments: dict[str, Any]
+    settles: bool
+    overlapped: bool
+
+    @property
+    def sentence(self) -> str:
+        return self.name.replace("_", " ")
+
+
+class SwallowedFaultError(Exception):
+    """The connector raised where nothing made it, and only the guard stood between that and the engine."""
+
+
+class CaseVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """How one case or seed went."""
+
+    name: str
+    what: str = ""  # empty: it holds
+    kind: str = ""  # wrong, assertion, broken, error
+    trace: str = ""
+    seconds: float = 0.0
+    steps: int = 0
+    handoffs: int = 0
+    delivered: int = 0
+    failed: int = 0
+    stale: int = 0  # of the failed
+    blocks_left: int = 0
+    hook_errors: int = 0
+    faults: int = 0  # exceptions that the connector's guard swallowed
+    run_again: int = 0  # times, see `stalls`
+
+    @property
+    def holds(self) -> bool:
+        return not self.what
+
+
+def case(
+    *, settles: bool = True, overlapped: tuple[bool, ...] = IN_FLIGHT, **variants: tuple[Any, ...]
+) -> Callable[[CaseFunction], CaseFunction]:
+    """Make a function a case, once for each combination of `variants`, and where steps overlap and where not."""
+
+    def note(function: CaseFunction) -> CaseFunction:
+        missing = [name for name in variants if name not in inspect.signature(function).parameters]
+        assert not missing, f"{function.__name__} has no {missing}"
+        _CASES.append((function, variants, settles, overlapped))
+        return function
+
+    return note
+
+
+def all_cases(*, pairwise: bool = False) -> list[Case]:
+    """Every case with every combination of its arguments, or with every pair of them; in the order of the files."""
+    for module in CASE_MODULES:  # they register themselves
+        importlib.import_module(f"kvbaton_proof.conformance.{module}")
+
+    return [
+        Case(_name(function, chosen, overlaps), function, chosen, settles, overlaps)
+        for function, variants, settles, overlapped in _CASES
+        for overlaps, *values in (pairs if pairwise else itertools.product)(overlapped, *variants.values())
+        for chosen in [dict(zip(variants, values, strict=True))]
+    ]
+
+
+def pairs(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """As few combinations as it finds in which every two values of two arguments meet; in the product's order.
+
+    What fails for a combination of three and for no pair is rare, and `kvbaton conformance vllm` still runs them all.
+    """
+    combinations = list(itertools.product(*map(range, map(len, choices))))
+    meetings = [set(itertools.combinations(enumerate(each), 2)) for each in combinations]
+    if len(choices) < 3:
+        return list(itertools.product(*choices))
+    chosen: set[int] = set()
+    unmet = set().union(*meetings)
+    while unmet:
+        best = max(range(len(combinations)), key=lambda at: len(meetings[at] & unmet))
+        chosen.add(best)
+        unmet -= meetings[best]
+    return [
+        tuple(values[at] for values, at in zip(choices, combinations[each], strict=True)) for each in sorted(chosen)
+    ]
+
+
+def _name(function: CaseFunction, chosen: dict[str, Any], overlaps: bool) -> str:
+    told = ",".join([*(str(value) for value in chosen.values()), *([OVERLAPPED] if overlaps else [])])
+    return f"{function.__name__}[{told}]" if told else function.__name__
+
+
+def run_case(one: Case) -> CaseVerdict:
+    """Run a case in a lab of its own."""
+    from kvbaton.engines.vllm import guard
+
+    lab, begun, before = Lab(overlapped=one.overlapped), time.monotonic(), sum(guard.faults.values())
+    what, kind, trace = "", "", ""
+    try:
+        one.function(lab, **one.arguments)
+        if one.settles:
+            lab.settle()
+            demand_no_faults(before)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is this case's verdict
+        what, kind = f"{type(error).__name__}: {error}", kind_of(error)
+        trace = traceback.format_exc(limit=-12)
+    finally:
+        lab.close()
+    return verdict_of(one.name, lab, time.monotonic() - begun, before, what=what, kind=kind, trace=trace)
+
+
+def demand_no_faults(before: int) -> None:
+    """Where no fault was put in, an exception that the guard had to swallow is a bug."""
+    from kvbaton.engines.vllm import guard
+
+    swallowed = sum(guard.faults.values()) - before
+    if swallowed:
+        raise SwallowedFaultError(f"the guard swallowed {swallowed} exceptions: {dict(guard.faults)}")
+
+
+def kind_of(error: Exception) -> str:
+    if isinstance(error, WrongKvError):
+        return "wrong"
+    if isinstance(error, AssertionError):
+        return "assertion"
+    return "broken" if isinstance(error, BrokenLabError) else "error"
+
+
+def verdict_of(
+    name: str, lab: Lab, seconds: float, faults_before: int, *, what: str = "", kind: str = "", trace: str = ""
+) -> CaseVerdict:
+    from kvbaton.engines.vllm import guard
+
+    everyone = [*lab.engines.values(), *lab.retired]
+    failed = sum(len(engine.watch.failed) for engine in everyone)
+    received = sum(len(engine.watch.received) for engine in everyone)
+    return CaseVerdict(
+        name=name,
+        what=what,
+        kind=kind,
+        trace=trace,
+        seconds=round(seconds, 3),
+        steps=sum(engine.steps for engine in everyone),
+        handoffs=sum(len(engine.watch.loads) for engine in everyone),
+        delivered=received - failed,
+        failed=failed,
+        stale=sum(engine.ends["stale"] for engine in everyone),
+        blocks_left=sum(engine.blocks_left for engine in lab.engines.values()),
+        hook_errors=sum(len(engine.watch.errors) for engine in everyone),
+        faults=sum(guard.faults.values()) - faults_before,
+    )

@@ -1,0 +1,270 @@
+"""The command line: which parts, on what, and where the results go. The exit status is the verdict."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from kvbaton.engines.vllm import launching
+from kvbaton.engines.vllm.tiny_hybrids import HYBRIDS
+from kvbaton_proof.gpu_test import (
+    exact,
+    gpu_answers,
+    gpu_faults,
+    gpu_features,
+    gpu_handoff,
+    gpu_hybrids,
+    gpu_load,
+    gpu_machine,
+    gpu_record,
+    gpu_turns,
+    page,
+    timing,
+)
+from kvbaton_proof.gpu_test.gpu_features import FEATURES
+from kvbaton_proof.gpu_test.gpu_plan import ABOUT, acts
+from kvbaton_proof.gpu_test.gpu_record import Book, Page
+from kvbaton_proof.gpu_test.servers import Group, Say, Site, Spec, has_nixl, standing
+from kvbaton_proof.gpu_test.sizes import Sizes, sizes_of
+
+PAGE = "gpu-test.md"
+Groups = dict[str, Group]
+
+
+@dataclass(slots=True)
+class Stage:
+    """What a part is given."""
+
+    sizes: Sizes
+    site: Site
+    groups: Groups
+    session: aiohttp.ClientSession
+    say: Say
+
+
+Run = Callable[[Stage, Page], Awaitable[None]]
+
+
+async def _answers(stage: Stage, found: Page) -> None:
+    await gpu_answers.run(stage.sizes, stage.groups, stage.session, found, stage.say)
+
+
+async def _bytes(stage: Stage, found: Page) -> None:
+    await exact.run(exact.BYTES, stage.sizes, stage.groups, stage.session, found, stage.say)
+
+
+async def _mla(stage: Stage, found: Page) -> None:
+    await exact.run(exact.MLA, stage.sizes, stage.groups, stage.session, found, stage.say)
+
+
+async def _hybrids(stage: Stage, found: Page) -> None:
+    await gpu_hybrids.run(stage.sizes, stage.groups, stage.session, found, stage.say)
+
+
+async def _features(stage: Stage, found: Page) -> None:
+    await gpu_features.run(stage.sizes, stage.site, stage.session, found, stage.say)
+
+
+async def _turns(stage: Stage, found: Page) -> None:
+    await gpu_turns.run(stage.sizes, stage.groups, stage.session, found, stage.say, stage.site.device == "cuda")
+
+
+async def _timing(stage: Stage, found: Page) -> None:
+    await timing.run(stage.sizes, stage.groups, stage.session, found, stage.say, stage.site.device == "cuda")
+
+
+async def _load(stage: Stage, found: Page) -> None:
+    await gpu_load.run(stage.sizes, stage.groups, stage.session, found, stage.say, stage.site.device == "cuda")
+
+
+async def _faults(stage: Stage, found: Page) -> None:
+    connections = aiohttp.TCPConnector(limit=0, force_close=True)  # none that a fault has broken is used again
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+    async with aiohttp.ClientSession(connector=connections, timeout=timeout) as session:
+        await gpu_faults.run(stage.sizes, stage.site, session, found, stage.say)
+
+
+async def _handoff(stage: Stage, found: Page) -> None:
+    await gpu_handoff.run(stage.sizes, found, stage.say)
+
+
+RUN: Mapping[str, Run] = {
+    "answers": _answers, "bytes": _bytes, "mla": _mla, "hybrids": _hybrids, "features": _features,
+    "turns": _turns, "timing": _timing, "load": _load, "faults": _faults, "handoff": _handoff,
+}  # fmt: skip
+
+
+def specs(name: str, sizes: Sizes) -> list[Spec]:
+    """The servers of a part; those of `faults` and `features` are their own: the one kills them, the other has more
+    than fit."""
+    if name == "answers":
+        return gpu_answers.specs(sizes)
+    if name in ("bytes", "mla"):
+        return exact.specs(exact.BYTES if name == "bytes" else exact.MLA, sizes)
+    if name == "hybrids":
+        return gpu_hybrids.specs(sizes)
+    if name == "turns":
+        return gpu_turns.specs(sizes)
+    return timing.specs(sizes) if name in ("timing", "load") else []
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="python -m kvbaton_proof.gpu_test", description="Prove kvbaton under vLLM on this machine's GPU."
+    )
+    add = made.add_argument
+    add("--part", metavar="NAME[,NAME]", default=None, help=f"only these: {', '.join(ABOUT)}")
+    add("--quick", action="store_true", help="fewer of everything: at most 4 minutes on an H200")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal at tiny sizes")
+    add("--out", type=Path, default=Path("gpu-test"), metavar="DIR", help="for results and logs (default: gpu-test)")
+    add("--vllm-python", default=None, metavar="PATH", help="the Python that has vLLM (default: looked for)")
+    add("--nixl", choices=("auto", "on", "off"), default="auto", help="vLLM's own connector beside (auto: as planned)")
+    add("--faults", metavar="TITLE[,TITLE]", default=None, help="of the part faults, only these steps")
+    add("--models", metavar="NAME[,NAME]", default=None, help=f"of the part hybrids, only these: {', '.join(HYBRIDS)}")
+    add(
+        "--features",
+        metavar="NAME[,NAME]",
+        default=None,
+        help=f"of the part features, only these: {', '.join(FEATURES)}",
+    )
+    add("--json", action="store_true", help="print the whole record on stdout at the end, all else on stderr")
+    add(
+        "--page", action="store_true", help="only draw the page again, of the record in --out: of a run that was killed"
+    )
+    add("--list", action="store_true", help="list the parts and do nothing")
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser()
+    args = options.parse_args(argv)
+    if args.list:
+        for name, what in ABOUT.items():
+            print(f"{name:10} {what}")
+        return 0
+    if args.page:
+        try:
+            found = gpu_record.read(args.out / gpu_record.FILE)
+        except (OSError, ValueError) as error:
+            options.error(str(error))
+        (args.out / PAGE).write_text(page.drawn(found))
+        return 0 if found.ok else 1
+    try:
+        wanted = acts(args.device, args.quick, None if args.part is None else args.part.split(","))
+        python = launching.find_python(args.vllm_python)
+    except (ValueError, launching.LaunchError) as error:
+        options.error(str(error))
+    if args.device == "cuda" and not gpu_machine.has_gpu():
+        options.error("there is no GPU that the driver knows of; a rehearsal without one: --device cpu")
+    sizes = _sized(args, options)
+    begun = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - begun:6.1f} {text}", file=sys.stderr if args.json else sys.stdout, flush=True)
+
+    out = args.out.resolve()
+    plan = "quick" if args.quick else "standard"
+    book = Book(out, plan, args.device, gpu_machine.described(args.device), gpu_machine.command_line())
+    asyncio.run(_run(book, wanted, sizes, args.device, python, out, say))
+    (out / PAGE).write_text(page.drawn(book.record))
+    _told(book, [name for act in wanted for name in act], out, say)
+    if args.json:
+        sys.stdout.write(msgspec.json.encode(book.record).decode() + "\n")
+    return 0 if all(book.record.parts[name].ok for act in wanted for name in act) else 1
+
+
+def _sized(args: argparse.Namespace, options: argparse.ArgumentParser) -> Sizes:
+    sizes = sizes_of(args.device, args.quick)
+    if args.nixl == "on" and not has_nixl():
+        options.error("--nixl on: there is no nixl beside this Python; install one: pip install nixl-cu13")
+    if args.nixl != "auto" or not has_nixl():
+        sizes = msgspec.structs.replace(sizes, nixl=args.nixl == "on")
+    if args.models is not None:
+        named = tuple(args.models.split(","))
+        unknown = [name for name in named if name not in HYBRIDS]
+        if unknown:
+            options.error(f"--models: got {unknown[0]!r}, expected one of {', '.join(HYBRIDS)}")
+        sizes = msgspec.structs.replace(sizes, hybrids=named)
+    try:
+        if args.features is not None:
+            sizes = msgspec.structs.replace(sizes, features=gpu_features.named(args.features.split(",")))
+        if args.faults is not None:
+            sizes = msgspec.structs.replace(sizes, faults=gpu_faults.named(args.faults.split(",")))
+    except ValueError as error:
+        options.error(str(error))
+    return sizes
+
+
+def _told(book: Book, names: Sequence[str], out: Path, say: Say) -> None:
+    for name in names:
+        part = book.record.parts[name]
+        missed = [each for each in part.verdicts if each.judged and not each.ok]
+        state = "ok" if part.ok else "NOT OK"
+        say(f"{name}: {state}, {len(part.verdicts)} verdicts, {len(missed)} missed, {part.seconds:.0f} s")
+        for each in missed:
+            say(f"  missed: {each.name}: {each.reached} (bound: {each.bound})")
+        for note in [] if part.ok else part.notes:
+            say(f"  {note}")
+    say(f"results: {book.path}, {out / PAGE}")
+
+
+async def _run(
+    book: Book, wanted: Sequence[Sequence[str]], sizes: Sizes, device: str, python: str, out: Path, say: Say
+) -> None:
+    """Every act; one that fails is told in its parts, and the next begins. SIGTERM ends all servers too."""
+    task = asyncio.current_task()
+    assert task is not None
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    connections = aiohttp.TCPConnector(limit=0, force_close=False, keepalive_timeout=4)
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
+    with tempfile.TemporaryDirectory(prefix="kvbaton-gpu-", ignore_cleanup_errors=True) as directory:
+        async with aiohttp.ClientSession(connector=connections, timeout=timeout, read_bufsize=1 << 20) as session:
+            for act in wanted:
+                logs = out / "logs"
+                logs.mkdir(parents=True, exist_ok=True)
+                site = Site("cpu" if device == "cpu" else "cuda", python, Path(directory) / act[0], logs)
+                await _act(book, act, sizes, site, session, say)
+
+
+async def _act(
+    book: Book, act: Sequence[str], sizes: Sizes, site: Site, session: aiohttp.ClientSession, say: Say
+) -> None:
+    pages = {name: book.begin(name) for name in act}
+    wanted = {spec.name: spec for name in act for spec in specs(name, sizes)}
+    say(f"{', '.join(act)}: starting {len(wanted)} groups of servers: {', '.join(wanted) or 'none'}")
+    begun = time.monotonic()
+    try:
+        async with contextlib.AsyncExitStack() as stack:
+            groups: Groups = {}
+            if wanted:
+                groups = await stack.enter_async_context(standing(site, list(wanted.values()), session, say))
+            for name, found in pages.items():
+                found.figure("servers up after", round(time.monotonic() - begun, 1))
+                say(f"part {name}")
+                await _part(name, Stage(sizes, site, groups, session, say), found)
+    except (launching.LaunchError, OSError) as error:
+        for found in pages.values():
+            if not found.part.ended:
+                found.verdict("servers started", str(error), "yes", False)
+
+
+async def _part(name: str, stage: Stage, found: Page) -> None:
+    try:
+        await RUN[name](stage, found)
+        found.end()
+    except Exception as error:  # noqa: BLE001 - whatever a part stumbles over is told, and the others are run
+        found.note("".join(traceback.format_exception(error))[-3000:])
+        found.verdict("ran to its end", f"{type(error).__name__}: {error}", "yes", False)

@@ -1,0 +1,47 @@
+"""The history of this field as one-place changes of the core: what the checkers are worth is what they catch.
+
+Each mutant replaces one function, property or table entry of the production code while it is switched on. `rule` is the
+rule of docs/protocol.md that it breaks, `story` where it comes from. `kvbaton sim --mutants` runs them all.
+"""
+
+from __future__ import annotations
+
+from kvbaton_proof.sim.mutants.mutants_checkers import CHECKER_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_device import DEVICE_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_dialogue import DIALOGUE_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_discard import DISCARD_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_door import DOOR_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_liars import LIAR_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_origins import ORIGIN_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_pins import PIN_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_planes import PLANE_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_push import PUSH_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_ranks import RANK_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_shapes import SHAPE_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_source import SOURCE_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_target import TARGET_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_turns import TURN_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_versions import VERSION_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_worlds import WORLD_MUTANTS
+from kvbaton_proof.sim.mutants.mutation import Mutant
+
+MUTANTS: tuple[Mutant, ...] = (
+    *SOURCE_MUTANTS,
+    *PUSH_MUTANTS,
+    *TARGET_MUTANTS,
+    *DOOR_MUTANTS,
+    *DISCARD_MUTANTS,
+    *DEVICE_MUTANTS,
+    *PIN_MUTANTS,
+    *PLANE_MUTANTS,
+    *RANK_MUTANTS,
+    *VERSION_MUTANTS,
+    *CHECKER_MUTANTS,
+    *WORLD_MUTANTS,
+    *LIAR_MUTANTS,
+    *DIALOGUE_MUTANTS,
+    *TURN_MUTANTS,
+    *ORIGIN_MUTANTS,
+    *SHAPE_MUTANTS,
+)
+"""Every mutant must be caught by the simulator; the clean tree by none of the same seeds."""

@@ -1,0 +1,72 @@
+"""Switches on a mutant: one function, property or table entry of the production code is replaced.
+
+Laws: after the switch the original is back, whatever happened in between. Memories of earlier results (`lru_cache`) are
+emptied on both ways, but for this tool's own, of the code as it is written and of clean worlds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+
+PACKAGE = "kvbaton."
+REMEMBERING = (PACKAGE, "kvbaton_proof.")
+TOOL = __name__.rpartition(".")[0] + "."
+Switch = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class Mutant(msgspec.Struct, frozen=True):
+    """One wrong idea, switchable."""
+
+    name: str
+    rule: str
+    story: str
+    switch: Switch
+
+
+@contextlib.contextmanager
+def _patched(owner: Any, name: Any, replacement: Any) -> Iterator[None]:
+    original = owner[name] if isinstance(owner, dict) else owner.__dict__[name]
+    put = owner.__setitem__ if isinstance(owner, dict) else lambda key, value: setattr(owner, key, value)
+    put(name, replacement)
+    forget_results()
+    try:
+        yield
+    finally:
+        put(name, original)
+        forget_results()
+
+
+def forget_results() -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith(REMEMBERING) and not name.startswith(TOOL):
+            for value in list(vars(module).values()):
+                clear: Callable[[], None] | None = getattr(value, "cache_clear", None)
+                if clear is not None:
+                    clear()
+
+
+def swap(owner: Any, name: Any, make: Callable[[Any], Any]) -> Switch:
+    """Replace `owner.name` by `make(original)` while switched on."""
+
+    def switch() -> contextlib.AbstractContextManager[None]:
+        return _patched(owner, name, make(owner[name] if isinstance(owner, dict) else owner.__dict__[name]))
+
+    return switch
+
+
+def both(*switches: Switch) -> Switch:
+    """All of them at once."""
+
+    @contextlib.contextmanager
+    def switch() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for each in switches:
+                stack.enter_context(each())
+            yield
+
+    return switch

@@ -1,0 +1,77 @@
+"""One request inside one simulated engine."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvbaton.protocol.content import Content, digest
+from kvbaton.protocol.effects import End
+from kvbaton.protocol.events import Groups
+from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId, WorkerId
+from kvbaton_proof.sim.world.touches import handoff_of
+
+
+class Phase(enum.Enum):
+    WAITING = "waiting"
+    FETCHING = "fetching"  # from a store
+    PREFILLING = "prefilling"
+    LOADING = "loading"
+    DECODING = "decoding"
+
+
+@dataclass(slots=True)
+class SimRequest:
+    """What an engine knows of a request. `computed` is what has been issued; the device may not be done with it."""
+
+    id: RequestId
+    content: int
+    tokens: int
+    role: str  # "prefill", "decode", "both"
+    on_end: Callable[[str, str], None]
+    mode: str = "pull"
+    ticket: str = ""
+    handoff: HandoffId = HandoffId("")
+    target: WorkerId = WorkerId("")
+    max_readers: int = 1
+    phase: Phase = Phase.WAITING
+    blocks: tuple[list[int], ...] = ()
+    turn: int = 0  # rises when its blocks go: outputs of steps that were issued before say nothing of it
+    computed: int = 0
+    lease: LeaseId | None = None
+    pinned: int = 0  # blocks of each group in the lease
+    reported: set[int] = field(default_factory=set)
+    failed: End | None = None
+    first_token: int = 0
+    aborted: bool = False
+    decode_left: int = 0  # outputs that are still to come
+    decode_issued: int = 0
+    remote_done: bool = False  # matched or failed once: never again
+    fetched: bool = False  # asked a store once, likewise
+    trusted: bool = True  # its ticket is genuine
+    keep: str = ""  # the ticket under which D may keep it for the next turn
+    offer: tuple[str, int] | None = None  # what a D keeps of it: the ticket, and the turn's tokens
+    prefers: tuple[int, ...] = ()  # blocks that it gets, where they are free
+    put_off_at: float | None = None  # when it was first told to wait for room to be pinned
+    rests: frozenset[str] = frozenset()  # on whose KV its own was computed, where members are removed
+    era: int = 0  # how often its engine's cache had been forgotten when it got its blocks
+
+    @property
+    def handoffs(self) -> tuple[HandoffId, ...]:
+        """That it is for, or waits for."""
+        tickets = (self.ticket, self.offer[0] if self.offer is not None else "")
+        return (self.handoff, *map(handoff_of, filter(None, tickets)))
+
+
+def one_value(request: SimRequest, blocks: Groups) -> tuple[Groups, tuple[bytes, ...]]:
+    """Of a store that keeps prompts, not blocks."""
+    return blocks, (digest_of(request),)
+
+
+def digest_of(request: SimRequest) -> bytes:
+    return digest_for(request.content, request.tokens)
+
+
+def digest_for(content: int, tokens: int) -> bytes:
+    return digest(Content((content, tokens), tokens))
