@@ -18,7 +18,7 @@ from kvbaton.engines.vllm.vllm_block_tables import Grouping
 from kvbaton.engines.vllm.vllm_layout import Parallel, RankFacts, engine_layout, rank_facts
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.pin_budget import PinBudget
-from kvbaton.node.prompt_times import PromptTimes
+from kvbaton.node.prompt_account import PromptTimes
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind, Per
 from kvbaton.protocol.geometry.plan import plan
