@@ -52,8 +52,7 @@ from kvbaton.node.cluster_node import (
     make_doorway,
     new_life,
 )
-from kvbaton.node.fullness import Fullness
-from kvbaton.node.pin_budget import budget_of
+from kvbaton.node.pin_budget import Fullness, budget_of
 from kvbaton.observe.metrics import node_metrics as node_figures
 from kvbaton.protocol.events import DrainStarted
 from kvbaton.protocol.ids import PeerId, RequestId, rank_peer

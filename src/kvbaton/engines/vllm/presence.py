@@ -30,8 +30,8 @@ from kvbaton.engines.vllm.config.data_parallel import DataParallelPlace
 from kvbaton.engines.vllm.request_states import RequestStates
 from kvbaton.engines.vllm.server_draining import DrainWatch
 from kvbaton.node.cluster_node import ClusterNode, ClusterSettings, EngineFacts, make_doorway
-from kvbaton.node.fullness import Fullness
 from kvbaton.node.observation import dump_on_signal
+from kvbaton.node.pin_budget import Fullness
 from kvbaton.node.prompt_account import PromptAccount
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.ids import WorkerId
