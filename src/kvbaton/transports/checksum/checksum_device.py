@@ -114,7 +114,7 @@ def _rows(due: DueDigest) -> Spans:
 
 
 # The digest of a range: 64-bit words, little-endian, the last padded with zeros. Each is combined with a key derived
-# derived from its position (position + 1, times 0x9E3779B97F4A7C15) and put through a mixer, and all are added, with the length,
+# from its position (position + 1, times 0x9E3779B97F4A7C15) and put through a mixer, and all are added, with length,
 # modulo 2**64. For a fixed position the mixer is one to one, so a change within one word always changes the digest.
 # Several changes cancel only by chance, one time in 2**64; so do words that swapped positions. Addition in any order
 # gives the same result, which lets thousands of threads share the work. It detects accidents, no attacker who chooses
