@@ -20,7 +20,7 @@ import pytest
 from kvbaton.cli.main import main
 from kvbaton.control import key_rotation, keyring
 from kvbaton.doctor import machine_checks, port_checks
-from kvbaton.engines.vllm.launching import CONNECTOR, PYTHON_VARIABLE
+from kvbaton.engines.vllm.launch.launching import CONNECTOR, PYTHON_VARIABLE
 from kvbaton.observe.codes.entry import Severity
 from kvbaton.observe.codes.findings import SEVERITY
 from kvbaton.processes.free_ports import free_ports
