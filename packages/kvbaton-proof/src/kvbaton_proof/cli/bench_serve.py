@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.http_common import run as run_loop
+from kvbaton.api.http.server_loop import run as run_loop
 from kvbaton.cli import screen
 from kvbaton.local_cluster.vllm_engine import ServerOptions
 from kvbaton.processes.open_files import raise_file_limit

@@ -10,7 +10,7 @@ import functools
 
 import msgspec
 
-from kvbaton.api.http_common import run as run_loop
+from kvbaton.api.http.server_loop import run as run_loop
 from kvbaton.cli import installed
 from kvbaton.cli.screen import note
 from kvbaton.local_cluster import vllm_engine
