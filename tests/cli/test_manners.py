@@ -24,7 +24,7 @@ UNGROUPED_MAX = 16
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Every parser below `kvbaton`, by the words that lead to it."""
-    modules = {name: importlib.import_module(f"kvbaton.cli.{name}") for name in cli.COMMANDS}
+    modules = {name: cli.module_of(name) for name in cli.COMMANDS}
     todo: list[tuple[str, argparse.ArgumentParser]] = [("", cli.parser_of(modules))]
     while todo:
         path, parser = todo.pop()

@@ -18,7 +18,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvbaton.control.moriio import MoriioAnnouncer, registration
+from kvbaton.control.plain.announcer import MoriioAnnouncer, registration
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.embedded_worker import reference_answers
 from tests.aiohttp_server import serving

@@ -16,7 +16,7 @@ import pytest
 from aiohttp import web
 
 from kvbaton.api.request_ids import Addresses, HostPort, MoriioAddress, PeerAddress, parse, parse_address, transfer_hex
-from kvbaton.control.moriio import (
+from kvbaton.control.plain.announcer import (
     MoriioAnnouncer,
     MoriioRegistration,
     Role,

@@ -14,7 +14,7 @@ import msgspec
 
 from kvbaton.api.http.fetch import fetch as fetch_answer
 from kvbaton.engines.embedded.worker_options import Policy
-from kvbaton.engines.vllm.launching import (
+from kvbaton.engines.vllm.launch.launching import (
     HOST,
     PROBE_S,
     PYTHON_VARIABLE,

@@ -22,7 +22,7 @@ import msgspec
 
 import kvbaton_proof.bench.router.router_page as bench_page
 from kvbaton.cli import progress
-from kvbaton.cli.screen import note
+from kvbaton.cli.progress import note
 from kvbaton.processes.child_process import ChildError
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_control import told_to_stop, unless_stopped

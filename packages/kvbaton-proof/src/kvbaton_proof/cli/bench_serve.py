@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.http.server_loop import run as run_loop
-from kvbaton.cli import screen
+from kvbaton.cli import progress, screen
 from kvbaton.local_cluster.vllm_engine import ServerOptions
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_control import told_to_stop, unless_stopped
@@ -45,7 +45,7 @@ INTERRUPTED = 130
 HURRIED_S = 0.5  # for engines to become idle after Ctrl-C
 SUFFIXES = (".md", ".svg", ".json")
 
-note = functools.partial(screen.note, "bench")
+note = functools.partial(progress.note, "bench")
 
 
 @dataclass(slots=True)
@@ -178,11 +178,12 @@ async def _part(
     is_first = not findings.parts
     gc.collect()
     label = f"{target.name} {number}/{rounds}"
-    with screen.stderr().progress(label, work.planned) as progress:
+    with progress.shown(label) as tell:
 
         def show() -> None:
             failed = meter.errors.total()
-            progress.update(meter.right + failed, f"{failed} failed" if failed else "")
+            done = f"{meter.right + failed} of {work.planned}" if work.planned else f"{meter.right + failed}"
+            tell(f"{done} {failed} failed" if failed else done)
 
         load = Load(
             aim, work.pace, meter, on_end=show,

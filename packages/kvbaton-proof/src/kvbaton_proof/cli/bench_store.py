@@ -20,7 +20,7 @@ import msgspec
 
 from kvbaton import __version__
 from kvbaton.cli import progress
-from kvbaton.cli.screen import note
+from kvbaton.cli.progress import note
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.kit import run_facts
 from kvbaton_proof.bench.kit.bench_peers import BACKENDS, MOONCAKE

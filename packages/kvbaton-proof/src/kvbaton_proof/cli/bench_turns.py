@@ -12,7 +12,7 @@ import msgspec
 
 from kvbaton.api.http.server_loop import run as run_loop
 from kvbaton.cli import installed
-from kvbaton.cli.screen import note
+from kvbaton.cli.progress import note
 from kvbaton.local_cluster import vllm_engine
 from kvbaton.local_cluster.vllm_cluster import TINY_KINDS, TINY_SEED
 from kvbaton.local_cluster.vllm_engine import ServerOptions, tiny_model

@@ -23,14 +23,14 @@ from typing import Any
 import msgspec
 
 import kvbaton_proof.bench.vllm.vllm_load as bench_load
-import kvbaton_proof.bench.vllm.vllm_meters as bench_meters
 import kvbaton_proof.bench.vllm.vllm_rows as bench_rows
 import kvbaton_proof.bench.vllm.vllm_table as bench_table
 from kvbaton.cli import progress
-from kvbaton.cli.screen import note, stdout
+from kvbaton.cli.progress import note
+from kvbaton.cli.screen import stdout
 from kvbaton.local_cluster import vllm_cluster, vllm_engine
 from kvbaton.local_cluster.vllm_engine import ServerOptions, fetch
-from kvbaton.observe.metrics.scraping import samples
+from kvbaton.observe.metrics.scraping import figures
 from kvbaton.processes.child_process import GUARD
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_control import told_to_stop, unless_stopped
@@ -41,7 +41,10 @@ from kvbaton_proof.bench.kit.text_tables import plain
 from kvbaton_proof.bench.vllm import vllm_targets
 from kvbaton_proof.bench.vllm.vllm_page import VllmFacts, page
 from kvbaton_proof.bench.vllm.vllm_rows import OURS, Level, Row
-from kvbaton_proof.bench.vllm.vllm_targets import ALONE, NIXL, TARGETS, Setup, Standing, standing
+from kvbaton_proof.bench.vllm.vllm_targets import ALONE, NIXL, TARGETS, Setup, standing
+from kvbaton_proof.rig import meters as bench_meters
+from kvbaton_proof.rig.connectors import D
+from kvbaton_proof.rig.servers import ROUTER, SERVED, Group
 
 LEVEL_S, LEVEL_EACH_S = 120.0, 0.5  # default deadline of a level; 2 to 15 requests/s were seen on two cores
 IDLE_S = 3.0  # an idle target is watched this long for busy-waiting
@@ -109,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _plan(args: argparse.Namespace, python: str) -> VllmBenchPlan:
     model = vllm_engine.tiny_model(python, vllm_cluster.TINY_KINDS[0], vllm_cluster.TINY_SEED)
-    server = ServerOptions(python=python, model=str(model), served_name="tiny", kv_gib=args.kv_gib)
+    server = ServerOptions(python=python, model=str(model), served_name=SERVED, kv_gib=args.kv_gib)
     if args.input_len + args.output_len > server.max_model_len:
         raise CommandError(f"--input-len and --output-len: more than {server.max_model_len} tokens together")
     return VllmBenchPlan(
@@ -145,32 +148,32 @@ async def _measure(plan: VllmBenchPlan) -> VllmFindings:
     return findings
 
 
-def _keep_commands(findings: VllmFindings, target: Standing) -> None:
+def _keep_commands(findings: VllmFindings, target: Group) -> None:
     """Once for all of kvbaton's targets, which differ only in the mode that the router is asked for."""
     group = OURS.rstrip("-") if target.name.startswith(OURS) else target.name
-    for each, line in target.commands.items():
+    for each, line in zip(target.engines, target.commands(), strict=True):
         findings.commands.setdefault(f"{group} {each}", line)
 
 
-async def _idle_cores(target: Standing) -> float:
+async def _idle_cores(target: Group) -> float:
     before = _cpu(target, 0)
     await asyncio.sleep(IDLE_S)
     used = before.until(_cpu(target, 0))
     return round(used.engines / used.at, 3)
 
 
-async def _all_levels(plan: VllmBenchPlan, number: int, target: Standing, findings: VllmFindings) -> None:
+async def _all_levels(plan: VllmBenchPlan, number: int, target: Group, findings: VllmFindings) -> None:
     for level in plan.levels:
         row = await _one_level(plan, number, target, level, findings)
         findings.rows.append(row)
         _note(bench_table.short(row))
         for line in bench_rows.complaints([row]):
             _note(f"  {line}")
-        if target.dead():
-            raise CommandError(f"a process ended under load: {'; '.join(target.dead())}")
+        if dead := [f"{engine.name}: {engine.tail()}" for engine in target.engines.values() if not engine.is_alive]:
+            raise CommandError(f"a process ended under load: {'; '.join(dead)}")
 
 
-async def _one_level(plan: VllmBenchPlan, number: int, target: Standing, level: Level, findings: VllmFindings) -> Row:
+async def _one_level(plan: VllmBenchPlan, number: int, target: Group, level: Level, findings: VllmFindings) -> Row:
     mode, server = TARGETS[target.name], plan.setup.server
     load = bench_load.Load(
         url=target.url, model=server.model, served_name=server.served_name, level=level, seed=level.concurrency,
@@ -180,10 +183,11 @@ async def _one_level(plan: VllmBenchPlan, number: int, target: Standing, level: 
     findings.commands.setdefault("load, here on the first target at its first level", _shown(load))
     before = await _ends(target)
     outcome = await bench_load.run(
-        load, [*GUARD, server.python], target.directory, lambda pid: _cpu(target, pid),
+        load, [*GUARD, server.python], target.flag.parent, lambda pid: _cpu(target, pid),
         deadline_s=plan.deadline_s(level),
     )  # fmt: skip
-    rest = await bench_meters.come_to_rest(target.engines, fetch, plan.rest_s)
+    engines = {engine.name: engine.url for engine in target.workers.values()}
+    rest = await bench_meters.come_to_rest(engines, fetch, plan.rest_s)
     after = await _ends(target)
     ends = {} if before is None or after is None else bench_meters.gained(before, after)
     handed_over = max(0, ends.get(bench_meters.DELIVERED, 0) - bench_load.WARMUPS)  # with caches some are not needed
@@ -205,24 +209,26 @@ async def _one_level(plan: VllmBenchPlan, number: int, target: Standing, level: 
     )  # fmt: skip
 
 
-def _used(outcome: bench_load.Outcome[bench_meters.Cpu], target: Standing) -> dict[str, float | None]:
+def _used(outcome: bench_load.Outcome[bench_meters.Cpu], target: Group) -> dict[str, float | None]:
     if outcome.began is None or outcome.ended is None:
         return {}
     used = outcome.began.until(outcome.ended)
     others = max(0.0, used.others) / max(used.at, 1e-9)
-    router = None if target.router_pid is None else used.router
+    router = used.router if ROUTER in target.engines else None
     return {"engine_cpu_s": used.engines, "router_cpu_s": router, "others_cores": others}
 
 
-def _cpu(target: Standing, load_pid: int) -> bench_meters.Cpu:
-    return bench_meters.cpu(target.engine_pids, target.router_pid, load_pid)
+def _cpu(target: Group, load_pid: int) -> bench_meters.Cpu:
+    pids = {name: engine.process.pid for name, engine in target.engines.items() if engine.process is not None}
+    router = pids.pop(ROUTER, None)
+    return bench_meters.cpu(pids.values(), router, load_pid)
 
 
-async def _ends(target: Standing) -> dict[str, int] | None:
+async def _ends(target: Group) -> dict[str, int] | None:
     """Handoffs so far on D, by how they ended; None if there is no D, or none that reports."""
-    d = target.engines.get("d0")
+    d = target.engines.get(D)
     with contextlib.suppress(OSError):
-        return None if d is None else bench_meters.ends(samples(await fetch(f"{d}/metrics")))
+        return None if d is None else bench_meters.ends(figures(await fetch(f"{d.url}/metrics")))
     return None
 
 

@@ -26,13 +26,13 @@ from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.local_cluster.embedded_cluster import ClusterPlan, Startable, places
 from kvbaton.local_cluster.vllm_cluster import TINY_KINDS, TINY_SEED, VllmPlan
 from kvbaton.local_cluster.vllm_engine import HOST, ServerOptions, VllmHandoff, fetch, tiny_model
-from kvbaton.observe.metrics.scraping import samples
+from kvbaton.observe.metrics.scraping import figures
 from kvbaton.processes.child_process import GUARD, KVBATON_ARGV, Child, Program, Say, end, ready, start
 from kvbaton.processes.free_ports import free_ports
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton_proof.bench.serve.serve_meter import Used
 from kvbaton_proof.bench.serve.serve_plan import AGGREGATED, SINGLE
-from kvbaton_proof.bench.vllm import vllm_meters
+from kvbaton_proof.rig import meters as vllm_meters
 
 DISAGGREGATED = "disaggregated"
 REST_S = 30.0
@@ -76,7 +76,7 @@ class Site:
         for url in self._engines.values():
             try:
                 if self._vllm:
-                    told = vllm_meters.ends(samples(await fetch(f"{url}/metrics")))
+                    told = vllm_meters.ends(figures(await fetch(f"{url}/metrics")))
                     total += told.get(vllm_meters.DELIVERED, 0)
                 else:
                     total += msgspec.json.decode(await fetch(f"{url}/stats"), type=_Stats).delivered_total
