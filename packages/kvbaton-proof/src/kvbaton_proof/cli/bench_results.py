@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvbaton.cli.screen import note, stdout
+from kvbaton.cli.progress import note
+from kvbaton.cli.screen import stdout
 from kvbaton.processes.operator_errors import CommandError
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.http_common import run as run_loop
-from kvbaton.cli import screen
+from kvbaton.api.http.server_loop import run as run_loop
+from kvbaton.cli import progress
 from kvbaton.cli.arguments import planes_choice, seconds, url, whole
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_errors import CommandError, StoppedError
@@ -229,8 +229,8 @@ def run(args: argparse.Namespace) -> int:
     work = serve_run.work_of(args)
     server = None if args.targets else serve_clusters.server_of(args)
     raise_file_limit()
-    watch, say = run_facts.Stopwatch(), functools.partial(screen.note, "bench")
-    measured = run_loop(serve_run.measure(args, work, server, say, screen.stderr().progress))
+    watch, say = run_facts.Stopwatch(), functools.partial(progress.note, "bench")
+    measured = run_loop(serve_run.measure(args, work, server, say, progress.shown))
     if record is not None:
         record.write_bytes(serve_run.recorded(measured))
     if not measured.turns:

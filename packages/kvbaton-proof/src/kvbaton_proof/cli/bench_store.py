@@ -11,7 +11,7 @@ import functools
 
 from kvbaton.cli import progress
 from kvbaton.cli.arguments import whole
-from kvbaton.cli.screen import note
+from kvbaton.cli.progress import note
 from kvbaton_proof.bench.kit.bench_peers import BACKENDS
 from kvbaton_proof.cli.bench_results import in_folder, names_of, show
 

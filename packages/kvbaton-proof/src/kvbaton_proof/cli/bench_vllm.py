@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvbaton.cli import progress
 from kvbaton.cli.arguments import planes_choice, seconds, whole
-from kvbaton.cli.screen import note, stdout
+from kvbaton.cli.progress import note
+from kvbaton.cli.screen import stdout
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.vllm.vllm_rows import Level

@@ -24,10 +24,9 @@ from kvbaton.control.key_room import key_room
 from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import JobId
 from kvbaton.transports.catalogue import SUMS
-from kvbaton.transports.checksum.checksum_device import PART_BYTES, PIECE_BYTES
+from kvbaton.transports.checksum.checksum_device import DIGEST_BYTES, PART_BYTES, PIECE_BYTES
 from kvbaton.transports.checksum.checksum_portions import Checksum, portions
 from kvbaton.transports.core.transport import Copy, Direction
-from kvbaton.transports.cuda.cuda_digest import DIGEST_BYTES
 from kvbaton.transports.cuda.cuda_launch import Tables
 from kvbaton.transports.cuda.cuda_table import LaunchGroup
 from kvbaton_proof.bench.device.device_peer import Offer, Order, P, Prompts, device_side

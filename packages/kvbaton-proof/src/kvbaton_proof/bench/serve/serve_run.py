@@ -41,8 +41,8 @@ from kvbaton_proof.bench.serve.serve_report import Report
 HURRIED_S = 0.5  # for engines to become idle after Ctrl-C
 WARMUPS = 4
 
-Shown = Callable[[str, int | None], AbstractContextManager[Any]]
-"""Shows how far a part is, with a label and how many requests there will be."""
+Shown = Callable[[str], AbstractContextManager[Callable[[str], None]]]
+"""Shows how far a part is, under a label."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -190,10 +190,11 @@ async def _part(
     )  # fmt: skip
     gc.collect()
     before, handed_over = None, None
-    with shown(f"{target.name} {number}/{work.rounds}", work.planned) as progress:
+    with shown(f"{target.name} {number}/{work.rounds}") as tell:
 
         def show() -> None:
-            progress.update(load.ended, f"{load.failed} failed" if load.failed else "")
+            done = f"{load.ended} of {work.planned}" if work.planned else f"{load.ended}"
+            tell(f"{done} {load.failed} failed" if load.failed else done)
 
         load = Load(aim, work.pace, on_end=show)
         if not await _unless_stopped(warm_up(aim, work.warmups), stop):
