@@ -17,9 +17,8 @@ import pytest
 from kvbaton.cli import main as cli
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.cli import conformance
-from kvbaton_proof.conformance.case_registry import CaseVerdict
+from kvbaton_proof.conformance.case_registry import STALL_S, TRIES, CaseVerdict, StallMeter, unstalled
 from kvbaton_proof.conformance.conformance_run import VERDICT, Collector, ConformanceReport
-from kvbaton_proof.conformance.stalls import STALL_S, TRIES, StallMeter, unstalled
 
 
 class GoneError(Exception):
@@ -168,7 +167,7 @@ def test_a_process_that_was_stopped_is_seen_to_have_stood_still() -> None:
         [
             sys.executable,
             "-c",
-            "import sys; from kvbaton_proof.conformance.stalls import StallMeter\n"
+            "import sys; from kvbaton_proof.conformance.case_registry import StallMeter\n"
             "with StallMeter() as meter: print('begun', flush=True); sys.stdin.readline()\n"
             "print(meter.stalled, flush=True)",
         ],
@@ -189,7 +188,7 @@ def test_a_thread_that_waits_for_a_processor_is_seen_though_the_meter_is_run() -
     """Two busy processes on one core each get half of it; whoever sleeps in between is woken in time."""
     said = (
         "import os, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from kvbaton_proof.conformance.stalls import STALL_S, TRIES, StallMeter, unstalled\n"
+        "from kvbaton_proof.conformance.case_registry import STALL_S, TRIES, StallMeter, unstalled\n"
         "rival = os.fork()\n"
         "if not rival:\n"
         "    while os.getppid() > 1 and time.process_time() < 60: pass\n"

@@ -12,9 +12,8 @@ from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton_proof.conformance import taps
 from kvbaton_proof.conformance.case_registry import case
-from kvbaton_proof.conformance.cases_faults import QUICK, called
 from kvbaton_proof.conformance.cases_features import weights_of
-from kvbaton_proof.conformance.cases_pressure import ONE, is_refused
+from kvbaton_proof.conformance.cases_pressure import ONE, QUICK, called, is_refused
 from kvbaton_proof.conformance.configs import EngineShape
 from kvbaton_proof.conformance.conformance_engine import LabEngine
 from kvbaton_proof.conformance.lab import (

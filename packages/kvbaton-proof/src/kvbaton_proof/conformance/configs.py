@@ -187,7 +187,7 @@ def vllm_config(shape: EngineShape, extra: Mapping[str, Any], *, module: str, co
     config.cache_config.cache_dtype = shape.kv_dtype
     config.cache_config.num_gpu_blocks = shape.blocks
     if shape.drafts:
-        from kvbaton_proof.conformance.lab_drafter import LabDrafter
+        from kvbaton_proof.conformance.conformance_oracle import LabDrafter
 
         config.speculative_config = LabDrafter(shape.drafts, overlapped=shape.pipelined)
     if shape.stateful:  # as vLLM itself sets them for hybrid models

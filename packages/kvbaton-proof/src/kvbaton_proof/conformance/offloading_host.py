@@ -12,7 +12,7 @@ import torch
 from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from kvbaton_proof.conformance.device_order import OrderedCopies, device_of
+from kvbaton_proof.conformance.runner import OrderedCopies, device_of
 
 OFFLOADING: dict[str, Any] = {
     "kv_connector": "OffloadingConnector",

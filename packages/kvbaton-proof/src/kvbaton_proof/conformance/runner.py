@@ -4,7 +4,8 @@ Laws: the order of hooks is that of `vllm.v1.worker.kv_connector_model_runner_mi
 `vllm.v1.worker.gpu.kv_connector` (V2), both of 0.32.0. Before a request attends to its past, the past is checked by the
 oracle. A device that is *late* has done nothing when a step was issued and its hooks were called: it reads and
 writes when the step's output is taken, or when the host waits for it; what a request finds loaded must be there at
-issue already, and then still.
+issue already, and then still. Copies of another connector begin when the steps that were issued before them have been
+run, as on a CUDA stream of their own that waits for the model's; whoever waits for one has the device catch up first.
 """
 
 from __future__ import annotations
@@ -14,11 +15,56 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from kvbaton_proof.conformance.configs import layer_index
-from kvbaton_proof.conformance.conformance_oracle import Memory, next_token, prefix_hashes
-from kvbaton_proof.conformance.device_order import DeviceOrder
-from kvbaton_proof.conformance.lab_drafter import draft
+from kvbaton_proof.conformance.conformance_oracle import Memory, draft, next_token, prefix_hashes
+
+
+class DeviceOrder:
+    """Of one rank's device: how many steps it was given, and how many it has run."""
+
+    def __init__(self) -> None:
+        self.issued = 0
+        self.run = 0
+        self.catch_up: Callable[[], None] = lambda: None
+
+    def works_on(self, tensors: Any) -> None:
+        for tensor in tensors:
+            _BY_MEMORY[tensor.untyped_storage().data_ptr()] = self
+
+
+_BY_MEMORY: WeakValueDictionary[int, DeviceOrder] = WeakValueDictionary()
+
+
+def device_of(tensor: Any) -> DeviceOrder:
+    return _BY_MEMORY[tensor.untyped_storage().data_ptr()]
+
+
+class OrderedCopies:
+    """Copies between and behind the steps of a device, one after the other; they end when somebody looks."""
+
+    def __init__(self, device: DeviceOrder) -> None:
+        self._device = device
+        self._waiting: deque[tuple[int, int, Callable[[], None]]] = deque()  # job, steps before it, what it does
+
+    def begin(self, job: int, copy: Callable[[], None]) -> None:
+        self._waiting.append((job, self._device.issued, copy))
+
+    def ended(self) -> list[int]:
+        """Jobs that have come to their end since the last look."""
+        found = []
+        while self._waiting and self._waiting[0][1] <= self._device.run:
+            job, _, copy = self._waiting.popleft()
+            copy()
+            found.append(job)
+        return found
+
+    def wait(self, jobs: set[int]) -> list[int]:
+        """The same, after all of these."""
+        if any(job in jobs for job, _, _ in self._waiting):
+            self._device.catch_up()
+        return self.ended()
 
 
 @dataclass(slots=True)

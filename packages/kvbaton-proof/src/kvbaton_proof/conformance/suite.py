@@ -14,9 +14,8 @@ import msgspec
 import pytest
 
 from kvbaton_proof.conformance import case_registry, interleave
-from kvbaton_proof.conformance.case_registry import Case, CaseVerdict
+from kvbaton_proof.conformance.case_registry import Case, CaseVerdict, unstalled
 from kvbaton_proof.conformance.conformance_run import VERDICT, wanted_cases, wanted_seeds
-from kvbaton_proof.conformance.stalls import unstalled
 
 COLLECT_EVERY = 20
 _runs = itertools.count(1)
