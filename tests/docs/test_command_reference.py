@@ -14,7 +14,7 @@ from docs_commands import ROOT
 
 from kvbaton.cli import layered_settings as layers
 from kvbaton.cli.main import COMMANDS
-from kvbaton.engines.vllm.connector_settings import ConnectorSettings
+from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.observe.tracing import export
 
 

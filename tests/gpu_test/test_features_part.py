@@ -12,7 +12,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from kvbaton.engines.vllm.tiny_model import KINDS
+from kvbaton.engines.vllm.models.tiny_model import KINDS
 from kvbaton_proof.gpu_test import command, feature_trial, gpu_features, trial
 from kvbaton_proof.gpu_test.feature_trial import Drafts, alike, rate
 from kvbaton_proof.gpu_test.gpu_features import FEATURES, ServerRoom, specs

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbaton.engines.vllm.tiny_hybrids import HYBRIDS
+from kvbaton.engines.vllm.models.tiny_hybrids import HYBRIDS
 from kvbaton_proof.gpu_test import gpu_hybrids, trial
 from kvbaton_proof.gpu_test.sizes import CPU, STANDARD
 from kvbaton_proof.rig import meters, oracle

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.engines.vllm.tiny_model import KINDS
+from kvbaton.engines.vllm.models.tiny_model import KINDS
 from kvbaton.local_cluster.vllm_engine import ServerOptions
 from kvbaton_proof.bench.vllm import vllm_targets
 from kvbaton_proof.bench.vllm.vllm_rows import Level

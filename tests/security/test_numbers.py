@@ -17,7 +17,6 @@ from kvbaton.transports.checksum import checksum_endpoint
 from kvbaton.transports.cuda import cuda_listener
 from kvbaton.transports.local import region_listener
 from kvbaton.transports.mooncake import mooncake_endpoint
-from kvbaton.transports.mori import mori_endpoint
 from kvbaton.transports.nixl import nixl_endpoint
 from kvbaton.transports.shm import shm_transport
 from kvbaton.transports.staged import staged_listener
@@ -45,7 +44,6 @@ ROOTS: dict[str, Any] = {
     "an endpoint of cuda": cuda_listener.CudaEndpoint,
     "regions of cuda": cuda_listener.Shared,
     "an endpoint of mooncake": mooncake_endpoint.MooncakeEndpoint,
-    "an endpoint of mori": mori_endpoint._Described,
     "an endpoint of nixl": nixl_endpoint.NixlEndpoint,
     "an endpoint of sums": checksum_endpoint.SumEndpoint,
 }

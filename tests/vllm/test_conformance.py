@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from kvbaton.engines.vllm import drafting
+from kvbaton.engines.vllm.content import drafting
 from kvbaton_proof.conformance import configs
 from kvbaton_proof.conformance.case_registry import all_cases, run_case
 from kvbaton_proof.conformance.conformance_engine import LabEngine, StepOutcome

@@ -1,4 +1,4 @@
-"""The file behind `--config`: sections, keys and texts, in a part of YAML that needs no library.
+"""The file behind `--config`: sections, keys and texts, in YAML.
 
     router:
       port: 8000
@@ -7,9 +7,9 @@
       transport: "shm,tcp"     # quotes are for texts that YAML would read as something else
 
 Laws: a value is the text that the flag of the same name would be given, so that both are judged by one parser, and `on`
-or `1e3` is never turned into something else first. Every file that is read here means the same to any YAML reader; all
-that YAML has beyond it (anchors, tags, documents, texts of several lines, maps within maps) is refused by its line.
-Everything is bounded, and a path that would make the reader wait (a pipe, a device) is refused.
+or `1e3` is never turned into something else first. What settings do not need of YAML (anchors, tags, documents, texts
+of several lines, maps within maps) is refused by its line. Everything is bounded, and a path that would make the reader
+wait (a pipe, a device) is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -27,10 +28,11 @@ FILE_BYTES_MAX = 256 << 10
 ITEMS_MAX = 1024
 PROBLEMS_MAX = 20
 _SHOWN_CHARS = 60
-_KEY = re.compile(r"([A-Za-z][A-Za-z0-9_-]{0,63}):(?: +(.*))?")
-_PLAIN = re.compile(r"(?!-(?: |$))[A-Za-z0-9_./:~+=$-][^'\"]*(?<!:)")  # a text that needs no quotes
-_ESCAPE = re.compile(r"\\(u[0-9a-fA-F]{4}|.)")
-_ESCAPES = {"n": "\n", "t": "\t", '"': '"', "\\": "\\", "/": "/"}
+_KEY = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+_NO_VALUE = "no value; give one, or remove the line for the default"
+_ONE_LINE = "expected a text, a number or [a, list], in one line; quote it if it is a text"
+_CARE = "indent with spaces, close quotes and brackets; a text with ': ' or ' #' in it: quote it"
+_SECTION = "where a section such as router: stands alone on its line, and its keys are indented below it"
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -60,7 +62,11 @@ class SettingsFile(msgspec.Struct, frozen=True):
 
 
 class _Misread(Exception):
-    """Says what was expected; whoever catches it knows the line."""
+    """Says what was expected, and in which line."""
+
+    def __init__(self, line: int, message: str) -> None:
+        super().__init__(message)
+        self.line = line
 
 
 def read(path: str) -> SettingsFile:
@@ -82,185 +88,117 @@ def read(path: str) -> SettingsFile:
 
 def parse(path: str, text: str) -> SettingsFile:
     reading = _Reading()
-    for number, line in enumerate(re.split(r"\r\n|\n", text), 1):
-        try:
-            reading.take(number, line)
-        except _Misread as error:
-            reading.problems.append(Problem(number, reading.section, reading.key_at(line), str(error)))
-            if len(reading.problems) >= PROBLEMS_MAX:
-                break
-    reading.end()
-    problems = sorted(reading.problems, key=lambda each: each.line)
+    try:
+        root = _composed(text)
+        if root is not None:
+            reading.take(root)
+    except _Misread as error:  # nothing below is known
+        reading.problems.append(Problem(error.line, "", "", str(error)))
+    problems = sorted(reading.problems, key=lambda problem: problem.line)[:PROBLEMS_MAX]
     return SettingsFile(path, tuple(reading.entries), tuple(reading.sections), tuple(problems))
 
 
 class _Reading:
-    """Line by line: a section at the margin, its keys below it, their lists below them."""
+    """What the nodes of a file say, and what is wrong with them."""
 
     def __init__(self) -> None:
         self.entries: list[FileSetting] = []
         self.sections: list[tuple[int, str]] = []
         self.problems: list[Problem] = []
-        self.section = ""
-        self._indent = 0  # of this section's keys, once the first was seen
-        self._open: tuple[int, str] | None = None  # line and name of a key whose list is to follow
-        self._items: list[str] = []
-        self._item_indent = 0
-        self._seen: dict[tuple[str, str], int] = {}
 
-    def take(self, number: int, line: str) -> None:
-        if any((ord(char) < 32 and char != "\t") or char in "\x7f\x85\u2028\u2029" for char in line):
-            raise _Misread("a control character; remove it")
-        body = line.lstrip(" ")
-        if not body.strip(" \t") or body.startswith("#") or (line.rstrip() == "---" and not self.sections):
-            return
-        indent = len(line) - len(body)
-        if body.startswith("\t"):
-            raise _Misread("indented with a tab; use spaces")
-        if body.startswith("- ") or body.rstrip(" \t") == "-":
-            self._item(indent, body[1:].strip(" \t"))
-            return
-        self.end()
-        found = _KEY.fullmatch(body.rstrip(" \t"))
-        if found is None:
-            raise _Misread(f"got {_short(body)}, expected NAME: VALUE")
-        rest = _without_comment(found[2] or "")
-        if indent == 0:
-            self._begin(number, found[1], rest)
+    def take(self, root: Any) -> None:
+        if root.id != "mapping":
+            raise _Misread(_line(root), f"got {_short(root)}, expected NAME: VALUE")
+        for line, name, node in self._pairs(root, ""):
+            if node.id == "mapping":
+                self.sections.append((line, name))
+                for at, key, value in self._pairs(node, name):
+                    self._setting(at, name, key, value)
+            elif _is_empty(node):
+                self.sections.append((line, name))
+            else:
+                self.problems.append(Problem(line, "", "", f"got {_short(node, name)} {_SECTION}"))
+
+    def _pairs(self, node: Any, section: str) -> Iterator[tuple[int, str, Any]]:
+        """Keys of a mapping with their lines, none of them twice."""
+        first: dict[str, int] = {}
+        for key_node, value in node.value:
+            line = _line(key_node)
+            if key_node.id != "scalar" or not _KEY.fullmatch(key_node.value):
+                self.problems.append(Problem(line, section, "", f"got {_short(key_node)}, expected NAME: VALUE"))
+                continue
+            key = key_node.value.replace("-", "_") if section else key_node.value
+            if key in first:
+                message = f"given before, in line {first[key]}; remove one of them"
+                self.problems.append(Problem(line, section, key if section else "", message))
+                continue
+            first[key] = line
+            yield line, key, value
+
+    def _setting(self, line: int, section: str, key: str, node: Any) -> None:
+        try:
+            if node.id == "sequence" and len(node.value) > ITEMS_MAX:
+                raise _Misread(line, f"more than {ITEMS_MAX} items")
+            items = node.value if node.id == "sequence" else [node]
+            texts = tuple(map(_text, items))
+        except _Misread as error:
+            self.problems.append(Problem(line if node.id == "scalar" else error.line, section, key, str(error)))
         else:
-            self._key(number, indent, found[1], rest)
-
-    def end(self) -> None:
-        """No more items for the key that has a list."""
-        if self._open is None:
-            return
-        line, key = self._open
-        self._open = None
-        if not self._items:
-            said = "no value; give one, or remove the line for the default"
-            self.problems.append(Problem(line, self.section, key, said))
-        else:
-            self._add(line, key, self._items, is_list=True)
-        self._items = []
-
-    def key_at(self, line: str) -> str:
-        found = _KEY.match(line.strip())
-        return found[1].replace("-", "_") if found and line.startswith(" ") else ""
-
-    def _begin(self, number: int, name: str, rest: str) -> None:
-        if rest:
-            said = "stands alone on its line, and its keys are indented below it"
-            raise _Misread(f"got {_short(f'{name}: {rest}')} at the margin, where a section such as router: {said}")
-        self._once(number, "", name)
-        self.section, self._indent = name, 0
-        self.sections.append((number, name))
-
-    def _key(self, number: int, indent: int, name: str, rest: str) -> None:
-        if not self.section:
-            raise _Misread(f"{name} is not in a section; put it below one, such as router:")
-        self._indent = self._indent or indent
-        if indent != self._indent:
-            raise _Misread(f"indented by {indent} spaces, expected {self._indent} as the keys above; maps have no maps")
-        key = name.replace("-", "_")
-        self._once(number, self.section, key)
-        if not rest:
-            self._open = (number, key)
-        elif rest.startswith("["):
-            self._add(number, key, list(_listed(rest)), is_list=True)
-        else:
-            self._add(number, key, [_text(rest)])
-
-    def _item(self, indent: int, rest: str) -> None:
-        if self._open is None or indent < self._indent:
-            raise _Misread("an item of a list, but the line above is not KEY: without a value")
-        self._item_indent = indent if not self._items else self._item_indent
-        if indent != self._item_indent:
-            raise _Misread(f"indented by {indent} spaces, expected {self._item_indent} as the items above")
-        if len(self._items) >= ITEMS_MAX:
-            raise _Misread(f"more than {ITEMS_MAX} items")
-        self._items.append(_text(_without_comment(rest)))
-
-    def _add(self, line: int, key: str, texts: Sequence[str], *, is_list: bool = False) -> None:
-        if len(texts) > ITEMS_MAX:
-            raise _Misread(f"more than {ITEMS_MAX} items")
-        self.entries.append(FileSetting(line, self.section, key, tuple(texts), is_list))
-
-    def _once(self, line: int, section: str, key: str) -> None:
-        first = self._seen.setdefault((section, key), line)
-        if first != line:
-            raise _Misread(f"given before, in line {first}; remove one of them")
+            self.entries.append(FileSetting(line, section, key, texts, node.id == "sequence"))
 
 
-def _text(rest: str) -> str:
+def _composed(text: str) -> Any:
+    """The root of the document; None if it is empty."""
+    import yaml  # not for commands without --config
+
+    try:
+        for event in yaml.parse(text, Loader=yaml.BaseLoader):
+            if getattr(event, "anchor", None) or getattr(event, "tag", None):
+                raise _Misread(_line(event), f"an anchor or a tag; {_ONE_LINE}")
+        return yaml.compose(text, Loader=yaml.BaseLoader)
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise _Misread(line, "a control character; remove it") from None
+    except yaml.MarkedYAMLError as error:
+        raise _Misread(*_explained(text, error)) from None
+    except (ValueError, OverflowError, RecursionError):  # escapes beyond Unicode, and lists in lists in lists
+        raise _Misread(1, f"this is beyond what settings can be; {_ONE_LINE}") from None
+
+
+def _explained(text: str, error: Any) -> tuple[int, str]:
+    """What a text that is no YAML lacks: the line, the library's words for it, and what to do."""
+    is_open = error.context is not None and ("quoted" in error.context or "flow" in error.context)
+    mark = error.context_mark if is_open else error.problem_mark or error.context_mark
+    lines = text.splitlines() or [""]
+    number = min(mark.line, len(lines) - 1)
+    got = _cut(lines[number].strip(" "))
+    return number + 1, f"got {got}: {error.problem}; {_CARE}"
+
+
+def _text(node: Any) -> str:
     """A scalar as it was written."""
-    if rest[:1] in ("'", '"'):
-        text, after = _quoted(rest)
-        if after:
-            raise _Misread(f"got {_short(after)} after the closing quote")
-        return text
-    if not rest or rest in ("~", "null", "Null", "NULL"):
-        raise _Misread("no value; give one, or remove the line for the default")
-    if not _PLAIN.fullmatch(rest) or ": " in rest:
-        raise _Misread(f"got {_short(rest)}, expected a text, a number or [a, list]; quote it if it is a text")
-    return rest
+    if node.id != "scalar" or node.style in ("|", ">") or node.start_mark.line != node.end_mark.line:
+        what = "maps have no maps" if node.id == "mapping" else f"got {_short(node)}"
+        raise _Misread(_line(node), f"{what}, {_ONE_LINE}")
+    if _is_empty(node):
+        raise _Misread(_line(node), _NO_VALUE)
+    if any(0xD800 <= ord(char) <= 0xDFFF for char in node.value):
+        raise _Misread(_line(node), "an escape in quotes that is no character; use single quotes")
+    return str(node.value)
 
 
-def _listed(rest: str) -> Iterator[str]:
-    """A list in brackets, on one line."""
-    left = rest[1:].lstrip()
-    while left != "]":
-        if left[:1] in ("'", '"'):
-            text, left = _quoted(left)
-            yield text
-        else:
-            end = re.search(r"[,\]\[{}]", left)
-            if end is None:
-                raise _Misread("a list that does not end; close it with ] on the same line")
-            yield _text(left[: end.start()].strip())
-            left = left[end.start() :]
-        if left[:1] == ",":
-            left = left[1:].lstrip()
-        elif left != "]":
-            raise _Misread(f"got {_short(left)}, expected , or ]")
+def _is_empty(node: Any) -> bool:
+    return node.id == "scalar" and node.style is None and node.value in ("", "~", "null", "Null", "NULL")
 
 
-def _quoted(rest: str) -> tuple[str, str]:
-    """What is in quotes, and what follows."""
-    quote = rest[0]
-    pattern = r"'((?:[^']|'')*)'" if quote == "'" else r'"((?:[^"\\]|\\.)*)"'
-    found = re.match(pattern, rest)
-    if found is None:
-        raise _Misread("a quote that does not end; close it on the same line")
-    after = rest[found.end() :].lstrip()
-    return (found[1].replace("''", "'") if quote == "'" else _ESCAPE.sub(_unescaped, found[1])), after
+def _line(node: Any) -> int:
+    return int(node.start_mark.line) + 1
 
 
-def _unescaped(found: re.Match[str]) -> str:
-    said = found[1]
-    if said[0] == "u" and len(said) == 5 and not 0xD800 <= int(said[1:], 16) <= 0xDFFF:
-        return chr(int(said[1:], 16))
-    if said in _ESCAPES:
-        return _ESCAPES[said]
-    raise _Misread(f'got the escape \\{said}, expected one of \\n \\t \\" \\\\ \\uXXXX; or use single quotes')
+def _short(node: Any, key: str = "") -> str:
+    text = node.value if node.id == "scalar" else "a list" if node.id == "sequence" else "a map"
+    return _cut(f"{key}: {text}" if key else str(text))
 
 
-def _without_comment(rest: str) -> str:
-    """A comment begins with # after a space, outside of quotes."""
-    quote = ""
-    for at, char in enumerate(rest):
-        if quote:
-            quote = "" if char == quote and not (quote == '"' and _is_escaped(rest, at)) else quote
-        elif char in "'\"" and (at == 0 or rest[at - 1] in " [,"):
-            quote = char
-        elif char == "#" and (at == 0 or rest[at - 1] in " \t"):
-            return rest[:at].rstrip(" \t")
-    return rest.rstrip(" \t")
-
-
-def _is_escaped(text: str, at: int) -> bool:
-    before = text[:at]
-    return (len(before) - len(before.rstrip("\\"))) % 2 == 1
-
-
-def _short(text: str) -> str:
+def _cut(text: str) -> str:
     return repr(text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…")

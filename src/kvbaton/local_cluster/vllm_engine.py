@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.engines.embedded.worker_options import Policy
-from kvbaton.engines.vllm.launching import (
+from kvbaton.engines.vllm.launch.launching import (
     HOST,
     PROBE_S,
     PYTHON_VARIABLE,

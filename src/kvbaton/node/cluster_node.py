@@ -32,7 +32,6 @@ import msgspec
 
 from kvbaton.control.address_book import AddressBook
 from kvbaton.control.addressing import ControlError
-from kvbaton.control.joining.acquaintances import Acquaintances
 from kvbaton.control.joining.certificate import Membership
 from kvbaton.control.joining.join_client import JoinedMember
 from kvbaton.control.joining.join_messages import JoinFault
@@ -161,7 +160,6 @@ class ClusterNode:
         self.client: RegistryGroup | None = None
         self._links = links
         self._member = member
-        self._acquaintances = Acquaintances()
         self._born = time.time()
         self.control = ZmqControl(keyring, f"tcp://{_bracketed(settings.control_host)}:{settings.control_port}")
         spans = of_worker(settings.otlp_endpoint, facts.role, facts.me.worker)
@@ -314,8 +312,8 @@ class ClusterNode:
             claims=ledger.producer.claims.waiting,
         )
 
-    def _on_directory(self, entries: Sequence[DirectoryEntry]) -> None:
-        self.know(addresses(entries), self._acquaintances.told(entries, self.keyring.admission))
+    def _on_directory(self, entries: Sequence[DirectoryEntry], joined: Mapping[WorkerId, Membership]) -> None:
+        self.know(addresses(entries), joined)
 
     def _on_departed(self, worker: WorkerId, incarnation: Incarnation) -> None:
         self.loop.tell(Departed(worker, incarnation))

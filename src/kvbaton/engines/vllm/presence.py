@@ -25,8 +25,8 @@ from kvbaton.control.keyring import Keyring
 from kvbaton.control.moriio import FORGET_S, MoriioAnnouncer
 from kvbaton.control.moriio import registration as moriio_registration
 from kvbaton.engines.vllm.block_pool import PinnedPool
-from kvbaton.engines.vllm.connector_settings import ConnectorSettings, Moriio
-from kvbaton.engines.vllm.data_parallel import DataParallelPlace
+from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings, Moriio
+from kvbaton.engines.vllm.config.data_parallel import DataParallelPlace
 from kvbaton.engines.vllm.request_states import RequestStates
 from kvbaton.engines.vllm.server_draining import DrainWatch
 from kvbaton.node.cluster_node import ClusterNode, ClusterSettings, EngineFacts, make_doorway

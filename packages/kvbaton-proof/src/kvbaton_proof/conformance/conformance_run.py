@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.engines.vllm import vllm_versions
+from kvbaton.engines.vllm.config import vllm_versions
 from kvbaton_proof.conformance import configs
 from kvbaton_proof.conformance.stalls import StallMeter
 

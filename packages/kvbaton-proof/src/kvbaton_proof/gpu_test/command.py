@@ -17,8 +17,8 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from kvbaton.engines.vllm import launching
-from kvbaton.engines.vllm.tiny_hybrids import HYBRIDS
+from kvbaton.engines.vllm.launch import launching
+from kvbaton.engines.vllm.models.tiny_hybrids import HYBRIDS
 from kvbaton_proof.gpu_test import (
     exact,
     gpu_answers,

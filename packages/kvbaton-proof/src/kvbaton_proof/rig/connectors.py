@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvbaton.engines.vllm import launching
+from kvbaton.engines.vllm.launch import launching
 
 Device = Literal["cuda", "cpu"]
 P, D = "p0", "d0"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import aiohttp
 
-from kvbaton.engines.vllm.launching import HOST
+from kvbaton.engines.vllm.launch.launching import HOST
 from kvbaton.observe.metrics.scraping import figures
 from kvbaton.processes.child_process import GUARD
 from kvbaton.processes.proc_stat import all_stats

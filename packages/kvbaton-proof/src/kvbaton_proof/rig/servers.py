@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 
 from kvbaton.control import keyring
-from kvbaton.engines.vllm import launching
+from kvbaton.engines.vllm.launch import launching
 from kvbaton.processes.child_process import KVBATON_ARGV, with_news
 from kvbaton.processes.free_ports import free_ports
 from kvbaton_proof.rig.connectors import CONNECTORS, D, Device, P, Seat

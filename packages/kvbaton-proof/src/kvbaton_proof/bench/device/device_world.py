@@ -19,7 +19,6 @@ from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.cuda.cuda_driver import SHARE, CudaGpu
-from kvbaton.transports.cuda.cuda_ptx import PTX
 
 SEGMENT_BYTES = 32 << 10
 SEGMENTS = 64
@@ -77,7 +76,7 @@ def pattern() -> Words:
 class TimedGpu(CudaGpu):
     """A device that also times its launches, by its own clock."""
 
-    def __init__(self, device: int, share: float = SHARE, ptx: str = PTX) -> None:
+    def __init__(self, device: int, share: float = SHARE, ptx: str = "") -> None:
         super().__init__(device, share, ptx)
         with self:
             self._before, self._after = (self._make("cuEventCreate", 0) for _ in range(2))

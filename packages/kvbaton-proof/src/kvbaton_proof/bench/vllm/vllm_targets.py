@@ -16,7 +16,7 @@ import msgspec
 
 from kvbaton.api.params import Mode
 from kvbaton.control.key_room import KEYS, key_room
-from kvbaton.engines.vllm.launching import PROBE_S
+from kvbaton.engines.vllm.launch.launching import PROBE_S
 from kvbaton.local_cluster.vllm_engine import ServerOptions
 from kvbaton.processes.child_process import STOP_S, Say
 from kvbaton.processes.operator_errors import CommandError

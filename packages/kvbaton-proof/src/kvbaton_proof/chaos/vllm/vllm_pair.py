@@ -14,7 +14,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from kvbaton.engines.vllm import launching
+from kvbaton.engines.vllm.launch import launching
 from kvbaton.processes.child_process import with_news
 from kvbaton_proof.rig import meters, oracle, servers
 from kvbaton_proof.rig.client import Answer, Prompt, Tally, prompt_of

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton.engines.vllm import launching
+from kvbaton.engines.vllm.launch import launching
 from kvbaton_proof.chaos.chaos_plan import Plan, Step
 from kvbaton_proof.chaos.outcome import Member, Outcome, Row
 from kvbaton_proof.chaos.rest_oracle import usage

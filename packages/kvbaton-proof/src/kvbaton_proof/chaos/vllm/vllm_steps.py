@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from kvbaton.engines.vllm.launching import HOST
+from kvbaton.engines.vllm.launch.launching import HOST
 from kvbaton_proof.chaos import strangers
 from kvbaton_proof.chaos.chaos_plan import Step
 from kvbaton_proof.chaos.fault_catalogue import Moment

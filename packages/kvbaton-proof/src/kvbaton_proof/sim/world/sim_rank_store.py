@@ -38,11 +38,11 @@ from kvbaton.store.order_scripts import BackendCall, CallAnswer, Task
 from kvbaton.store.threaded_store import check
 from kvbaton.store.value_trust import ALONE, StoreTrust
 from kvbaton_proof.sim.promises import DEATH, HANG, LEAK, NEEDLESS, WRONG, Broken
-from kvbaton_proof.sim.world.fetching import Fetch, Fetching
 from kvbaton_proof.sim.world.rank_channel import SimCarrier, SimProcess
 from kvbaton_proof.sim.world.sim_device import Device
 from kvbaton_proof.sim.world.sim_pool import Pool
 from kvbaton_proof.sim.world.sim_request import SimRequest
+from kvbaton_proof.sim.world.sim_store import Fetch, Fetching
 from kvbaton_proof.sim.world.touches import ALWAYS
 from kvbaton_proof.sim.world.world import InjectedFault, World
 
