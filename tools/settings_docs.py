@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.cli import layered_settings as layers
 from kvbaton.cli.config import DEFAULT, default_of
 from kvbaton.cli.main import COMMANDS, module_of, parser_of
+from kvbaton.cli.settings import layers
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings, Moriio
 
 DOCS = Path(__file__).parents[1] / "docs"

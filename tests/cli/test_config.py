@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.cli import layered_settings as layers
 from kvbaton.cli import main as cli
-from kvbaton.cli.settings_file import FILE_BYTES_MAX, ITEMS_MAX, PROBLEMS_MAX, parse, read
+from kvbaton.cli.settings import layers
+from kvbaton.cli.settings.file import FILE_BYTES_MAX, ITEMS_MAX, PROBLEMS_MAX, parse, read
 from kvbaton.processes.operator_errors import CommandError
 
 

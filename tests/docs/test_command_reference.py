@@ -12,8 +12,8 @@ import msgspec
 import pytest
 from docs_commands import ROOT
 
-from kvbaton.cli import layered_settings as layers
 from kvbaton.cli.main import COMMANDS
+from kvbaton.cli.settings import layers
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.observe.tracing import export
 

@@ -19,7 +19,7 @@ import pytest
 from aiohttp import web
 
 from kvbaton.api.http import serving
-from kvbaton.control.moriio import MoriioAnnouncer, registration
+from kvbaton.control.plain.announcer import MoriioAnnouncer, registration
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.embedded_worker import reference_answers
 from tests.e2e import warm_workers

@@ -13,7 +13,7 @@ import msgspec
 from guided import Target
 from mutators import Shape
 
-from kvbaton.control.moriio import registration  # noqa: F401 - loads the control layer before the planes
+from kvbaton.control.plain.announcer import registration  # noqa: F401 - loads the control layer before the planes
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import ProtocolError, Reason
@@ -28,7 +28,7 @@ from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.store import store_messages, tcp_connection, value_header
 from kvbaton.store.content_keys import HASH_BYTES
 from kvbaton.store.value_trust import ALONE
-from kvbaton.transports.checksum import checksum_endpoint
+from kvbaton.transports.checksum import checksum_transport
 from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.cuda import cuda_listener
 from kvbaton.transports.local.region_listener import ShmEndpoint
@@ -55,7 +55,7 @@ def _nixl(data: bytes) -> PeerId:
 
 
 def _summed(data: bytes) -> PeerId:
-    assert len(checksum_endpoint.parse(PEER, checksum_endpoint.VERSION + data).secret) == SECRET_BYTES
+    assert len(checksum_transport.parse(PEER, checksum_transport.VERSION + data).secret) == SECRET_BYTES
     return PEER
 
 
@@ -95,7 +95,7 @@ def endpoint_seeds() -> list[bytes]:
         staged_listener.StagedEndpoint(PEER, "shm", host, "name", 0, SECRET),
         mooncake_endpoint.MooncakeEndpoint(PEER, "10.0.0.1", 5000, 4096, b"m" * 16, {0: region}),
         nixl_endpoint.NixlEndpoint(PEER, agent, life, places, head),
-        checksum_endpoint.SumEndpoint("10.0.0.1", 5000, SECRET, b"inner"),
+        checksum_transport.SumEndpoint("10.0.0.1", 5000, SECRET, b"inner"),
     ]
     return [*map(PACK, plain)]
 

@@ -12,8 +12,8 @@ import pytest
 from aiohttp import web
 from fake_workers import QUICK, Cluster, FakeWorker, cluster, run, speak
 
-from kvbaton.cli import router_access
 from kvbaton.cli.arguments import Parser
+from kvbaton.cli.flags import router_access
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.dashboard_page import live_page
 from kvbaton.router.front_access import OPEN_PATHS, ApiKeys, KeyFileError, read_keys

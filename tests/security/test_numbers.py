@@ -13,7 +13,7 @@ from kvbaton.protocol.wire import v1
 from kvbaton.protocol.wire.codec import Envelope, FoldedHello, FoldedWelcome
 from kvbaton.protocol.wire.ticket import Ticket
 from kvbaton.store import store_messages, tcp_connection
-from kvbaton.transports.checksum import checksum_endpoint
+from kvbaton.transports.checksum import checksum_transport
 from kvbaton.transports.cuda import cuda_listener
 from kvbaton.transports.local import region_listener
 from kvbaton.transports.mooncake import mooncake_endpoint
@@ -45,7 +45,7 @@ ROOTS: dict[str, Any] = {
     "regions of cuda": cuda_listener.Shared,
     "an endpoint of mooncake": mooncake_endpoint.MooncakeEndpoint,
     "an endpoint of nixl": nixl_endpoint.NixlEndpoint,
-    "an endpoint of sums": checksum_endpoint.SumEndpoint,
+    "an endpoint of sums": checksum_transport.SumEndpoint,
 }
 
 

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from kvbaton.api.http import serving
 from kvbaton.api.request_ids import Addresses, HostPort, MoriioAddress, PeerAddress, parse, parse_address, transfer_hex
-from kvbaton.control.moriio import (
+from kvbaton.control.plain.announcer import (
     MoriioAnnouncer,
     MoriioRegistration,
     Role,

@@ -16,6 +16,7 @@ from kvbaton.control.addressing import ControlError
 from kvbaton.control.joining import admission_files as book
 from kvbaton.control.joining import join_client
 from kvbaton.control.joining.admission import Admission
+from kvbaton.control.joining.advertised_address import own_address
 from kvbaton.control.joining.certificate import (
     CERTIFICATE_BYTES_MAX,
     CertificateFault,
@@ -24,7 +25,6 @@ from kvbaton.control.joining.certificate import (
     sign,
     verified,
 )
-from kvbaton.control.joining.enrolment import Credentials, enrolled
 from kvbaton.control.joining.join_client import JoinWish, doors_of
 from kvbaton.control.joining.join_messages import (
     ClusterCard,
@@ -33,11 +33,11 @@ from kvbaton.control.joining.join_messages import (
     MemberCard,
     decode_answer,
     decode_question,
+    opened_card,
+    signed_card,
 )
 from kvbaton.control.joining.join_token import TOKEN_ENV, JoinToken, token_from
-from kvbaton.control.joining.member_names import auto_name
-from kvbaton.control.joining.own_address import own_address
-from kvbaton.control.joining.signed_card import opened, signed
+from kvbaton.control.joining.key_source import Credentials, auto_name, enrolled
 from kvbaton.control.keyring import Keyring, with_joined, with_removed
 from kvbaton.control.registry.registry_messages import DirectoryEntry, Registration
 from kvbaton.control.registry.registry_union import RegistryView
@@ -271,15 +271,15 @@ def test_a_registry_cannot_change_what_a_member_knows_of_its_cluster() -> None:
     assert made._believe(JoinAdmitted(certificate, PUBLIC, cards[1]))
     known = made.keyring
     for lie in (
-        signed(cards[2], b"l" * 32),  # its own key
-        signed(cards[0], SEED),  # an earlier one
-        signed(cards[2], SEED)[:-1] + b"x",
+        signed_card(cards[2], b"l" * 32),  # its own key
+        signed_card(cards[0], SEED),  # an earlier one
+        signed_card(cards[2], SEED)[:-1] + b"x",
         sign(own, SEED),  # signed, and no card
         b"x",
     ):
         made.take(certificate, lie)
         assert made.keyring is known
-    made.take(certificate, signed(cards[2], SEED))
+    made.take(certificate, signed_card(cards[2], SEED))
     assert made.keyring.ticket_keys == cards[2].ticket_keys
     assert made.keyring.signing_keys(WorkerId("operator")) == (b"s" * 32,)
     assert made._believe(
@@ -298,16 +298,16 @@ def test_a_card_says_who_was_removed_and_since_when(tmp_path: Path) -> None:
     admission = Admission(keyring.load(tmp_path / "keys", "router"))
     first = admission.card()
     assert admission.card() is first and first.removed == ()
-    assert opened(admission.signed_card(), admission.public) == first
+    assert opened_card(admission.signed_card(), admission.public) == first
     key_rotation.remove(tmp_path / "keys", "p1")
     gone = member("w1")
     book.put_joined(tmp_path / "keys", gone, sign(gone, SEED))
     book.remove_joined(tmp_path / "keys", "w1")
     admission.keyring = keyring.reload(admission.keyring)
-    later = opened(admission.signed_card(), admission.public)
+    later = opened_card(admission.signed_card(), admission.public)
     assert (later.removed, later.removed_keys, later.at > first.at) == (("p1", "w1"), (gone.public,), True)
     with pytest.raises(JoinFault, match="removed"):
-        opened(signed(ClusterCard((b"t" * 32,), (), removed=("no name",)), SEED), PUBLIC)
+        opened_card(signed_card(ClusterCard((b"t" * 32,), (), removed=("no name",)), SEED), PUBLIC)
 
 
 def test_one_that_was_removed_is_let_in_by_no_certificate() -> None:

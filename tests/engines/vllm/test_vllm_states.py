@@ -22,7 +22,7 @@ from kvbaton.engines.vllm.memory.cache_specs import kind_of
 from kvbaton.engines.vllm.memory.vllm_layout import Parallel, RankFacts, engine_layout, rank_facts
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.pin_budget import PinBudget
-from kvbaton.node.prompt_times import PromptTimes
+from kvbaton.node.prompt_account import PromptTimes
 from kvbaton.protocol.content import digest as content_digest
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind, Per

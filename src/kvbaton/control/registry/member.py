@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import enum
 
+import msgspec
+
 from kvbaton.control.registry import registry_messages as m
+from kvbaton.control.registry.registry_messages import NOTHING
 from kvbaton.control.registry.registry_roster import RegistrySettings
 from kvbaton.control.registry.registry_union import RegistryView
 from kvbaton.control.registry.statements import RESIGN_S, OwnStatements
@@ -118,3 +121,20 @@ class Member:
         others = tuple(entry for entry in message.entries if entry.worker != self.registration.worker)
         gone, left = frozenset(message.gone), frozenset(message.left)
         self.view = RegistryView(others, message.complete, gone, left, ended=message.ended)
+
+
+class HeldReport(msgspec.Struct, frozen=True):
+    """What a worker still does or keeps for others."""
+
+    requests: int = 0
+    leases: int = 0
+    intakes: int = 0
+    claims: int = 0  # that wait for a prompt to begin
+
+    @property
+    def nothing(self) -> bool:
+        return not any(msgspec.structs.astuple(self))
+
+    def __str__(self) -> str:
+        counts = msgspec.structs.asdict(self).items()
+        return ", ".join(f"{n} {name if n > 1 else name[:-1]}" for name, n in counts if n) or NOTHING

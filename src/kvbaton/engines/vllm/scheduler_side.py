@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.control.joining.enrolment import Enrolment
+from kvbaton.control.joining.key_source import Enrolment
 from kvbaton.control.registry.registry_messages import Role
 from kvbaton.engines.side.asks import Ask, ForeignLookup, ParamsSource, Target, ask_of, wants_kv
 from kvbaton.engines.side.decode import DecodeSide, FailedLoads

@@ -108,7 +108,7 @@ class Gpu(Protocol):
         """One launch over a table that the device reaches, as `cuda_table` writes it: these of all groups' rows."""
 
     def digest_rows(self, table: int, groups: int, rows: range, stream: int) -> None:
-        """As `move_rows`; but each row's digest is written, 8 bytes, to its target (`cuda_digest`)."""
+        """As `move_rows`; but each row's digest is written, 8 bytes, to its target (`checksum_device`)."""
 
 
 class _CopyLane:

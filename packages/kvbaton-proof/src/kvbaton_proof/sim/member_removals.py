@@ -22,8 +22,8 @@ from zmq.utils import z85
 
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.signing import Signer
+from kvbaton.node.cluster_node import renewed_keys
 from kvbaton.node.doorway import ForgetCached
-from kvbaton.node.key_renewal import renewed_keys
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CacheReplaced, Departed, Groups
 from kvbaton.protocol.ids import WorkerId

@@ -14,10 +14,9 @@ import msgspec
 
 from kvbaton.api.params import Mode
 from kvbaton.control.addressing import check_authority, check_endpoint
-from kvbaton.control.joining.enrolment import Credentials
+from kvbaton.control.joining.advertised_address import own_address
 from kvbaton.control.joining.join_token import TOKEN_ENV
-from kvbaton.control.joining.member_names import AUTO
-from kvbaton.control.joining.own_address import own_address
+from kvbaton.control.joining.key_source import AUTO, Credentials
 from kvbaton.control.rank_names import data_parallel_name
 from kvbaton.control.registry.registry_places import registry_places
 from kvbaton.node.pin_budget import PIN_SHARE, PIN_WAIT_S

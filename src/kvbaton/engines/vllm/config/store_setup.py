@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import zmq
 
 from kvbaton.control.addressing import ControlError
-from kvbaton.control.joining.enrolment import Enrolment, enrolled
+from kvbaton.control.joining.key_source import Enrolment, enrolled
 from kvbaton.control.keyring import TICKET_KEY_BYTES, Keyring, load
 from kvbaton.control.rank_names import data_parallel_name, engine_and_rank
 from kvbaton.engines.vllm.config.connector_settings import FIELD, ConnectorSettings

@@ -12,12 +12,12 @@ from itertools import pairwise
 
 import msgspec
 
+from kvbaton.node.cluster_node import discarded
 from kvbaton.node.doorway import Doorway, DoorwayConfig
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import Node, Rank
 from kvbaton.node.pin_budget import budget_of
 from kvbaton.node.ports import StorePort
-from kvbaton.node.ticket_discard import discarded
 from kvbaton.observe.flight.recorder import Recorder
 from kvbaton.protocol.clock import Timers
 from kvbaton.protocol.effects import Effect, Unpin
