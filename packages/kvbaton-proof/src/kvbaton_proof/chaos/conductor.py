@@ -31,7 +31,7 @@ from kvbaton_proof.chaos.injuries import INJURIES, Done
 from kvbaton_proof.chaos.judged_request import Prompt, ask
 from kvbaton_proof.chaos.liars import lies
 from kvbaton_proof.chaos.network import rooms
-from kvbaton_proof.chaos.network.wires import Network
+from kvbaton_proof.chaos.network.networks import Network
 from kvbaton_proof.chaos.outcome import AtRest, Finds, Row, Sample, Seen, seen
 
 PROMPTS = 120

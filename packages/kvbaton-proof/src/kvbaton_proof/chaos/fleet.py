@@ -23,7 +23,7 @@ from kvbaton.processes.child_process import Child, Program, Say, end, start, tai
 from kvbaton_proof.chaos import members
 from kvbaton_proof.chaos.members import FALSE_REGISTRY, ROUTER, STORE, Spec, Surroundings
 from kvbaton_proof.chaos.network import rooms
-from kvbaton_proof.chaos.network.wires import Network
+from kvbaton_proof.chaos.network.networks import Network
 
 START_S = 180.0
 STOP_S = 10.0

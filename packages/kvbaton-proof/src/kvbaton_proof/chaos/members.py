@@ -18,7 +18,7 @@ from kvbaton.processes.child_process import KVBATON_ARGV
 from kvbaton.processes.free_ports import free_ports
 from kvbaton_proof.chaos.liars.lies import LIAR
 from kvbaton_proof.chaos.network import rooms
-from kvbaton_proof.chaos.network.wires import Network
+from kvbaton_proof.chaos.network.networks import Network
 
 ROUTER, STORE = "router", "store"
 FALSE_REGISTRY = "registry"
