@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.http_common import run as run_loop
+from kvbaton.api.http.server_loop import run as run_loop
 from kvbaton.cli import progress
 from kvbaton.cli.arguments import planes_choice, seconds, url, whole
 from kvbaton.processes.open_files import raise_file_limit

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 
-from kvbaton.api.http_common import run as run_loop
+from kvbaton.api.http.server_loop import run as run_loop
 from kvbaton.cli import installed
 from kvbaton.cli.arguments import whole
 from kvbaton.cli.progress import note

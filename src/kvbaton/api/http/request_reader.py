@@ -12,9 +12,8 @@ import httptools
 
 from kvbaton.api import screening
 from kvbaton.api.api_errors import ApiError, too_large
-from kvbaton.api.request_ids import clients_request_id
-from kvbaton.router.client_quotas import Tab
-from kvbaton.router.http.http_types import (
+from kvbaton.api.http.client_quotas import Tab
+from kvbaton.api.http.http_types import (
     HEADERS_BYTES_MAX,
     HEADERS_MAX,
     REQUEST_ID,
@@ -144,7 +143,7 @@ class RequestReader:
     def _refuse(self, fault: ApiError) -> None:
         if self.fault is None:
             given = next((value.decode("latin-1") for name, value in self._headers if name == REQUEST_ID), "")
-            self.fault = fault.told_to(path_of(self._url), clients_request_id(given))
+            self.fault = fault.told_to(path_of(self._url), self._site.name_of(given))
 
     # --- the parser's callbacks
 
@@ -201,8 +200,8 @@ class RequestReader:
             method = parser.get_method().decode("ascii")
             query = query_of(self._url) if b"?" in self._url else ""
             tab = backlog.tab.another()
-            path, body = path_of(self._url), bytes(self._body)
-            request = Request(method, path, self._headers, body, query, backlog.peer, tab, backlog.near)
+            path, body, name_of = path_of(self._url), bytes(self._body), self._site.name_of
+            request = Request(method, path, self._headers, body, query, backlog.peer, tab, backlog.near, name_of)
             size = self._head_bytes + len(self._body)
             backlog.put((request, parser.should_keep_alive(), parser.get_http_version() == "1.1", size))
         self.reading_since = None

@@ -22,10 +22,10 @@ from typing import Any, cast
 
 import msgspec
 
-from kvbaton.router.client_quotas import Tab, connections_max, descriptors
-from kvbaton.router.http.answer_reader import AnswerReader
-from kvbaton.router.http.http_types import Header
-from kvbaton.router.http.wire_errors import (
+from kvbaton.api.http.answer_reader import AnswerReader
+from kvbaton.api.http.client_quotas import Tab, connections_max, descriptors
+from kvbaton.api.http.http_types import Header
+from kvbaton.api.http.wire_errors import (
     BrokenError,
     GarbageError,
     LateError,

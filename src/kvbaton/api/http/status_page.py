@@ -10,9 +10,9 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
-from aiohttp import web
-
-from kvbaton.api.http import json_response, new_app, serving
+from kvbaton.api.http.http_server import serving
+from kvbaton.api.http.http_types import Answer, Request, json_answer, metrics_answer
+from kvbaton.api.http.path_site import PathSite, reads
 from kvbaton.observe.metrics import exposition
 from kvbaton.observe.metrics.exposition import Family
 
@@ -25,17 +25,13 @@ async def status_page(
 ) -> AsyncIterator[str]:
     """Answers at `host:port` while the context lasts; gives the URL (port 0 takes a free one)."""
 
-    async def tell_health(_: web.Request) -> web.Response:
-        return json_response(health())
+    async def tell_health(_: Request) -> Answer:
+        return json_answer(health())
 
-    async def tell_metrics(request: web.Request) -> web.Response:
-        openmetrics = exposition.wants_openmetrics(request.headers.get("Accept"))
-        text = exposition.render(families(), openmetrics=openmetrics)
-        return web.Response(body=text.encode(), headers={"Content-Type": exposition.content_type(openmetrics)})
+    async def tell_metrics(request: Request) -> Answer:
+        return metrics_answer(request, lambda openmetrics: exposition.render(families(), openmetrics=openmetrics))
 
-    app = new_app(BODY_BYTES_MAX)
-    app.router.add_get("/health", tell_health)
-    app.router.add_get("/metrics", tell_metrics)
+    site = PathSite({"/health": reads(tell_health), "/metrics": reads(tell_metrics)}, BODY_BYTES_MAX)
     host, _, number = address.rpartition(":")
-    async with serving(app, host.strip("[]"), int(number)) as url:
+    async with serving(site, host.strip("[]"), int(number)) as url:
         yield url

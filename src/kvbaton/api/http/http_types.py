@@ -1,4 +1,4 @@
-"""HTTP requests and responses of the router, as values and as the bytes of HTTP/1.1.
+"""HTTP requests and responses, as values and as the bytes of HTTP/1.1.
 
 Law: no header of an answer can hold another: line breaks within one become blanks.
 """
@@ -14,14 +14,18 @@ import msgspec
 from kvbaton.api import sse
 from kvbaton.api.access_log import ServedFacts
 from kvbaton.api.api_errors import ApiError
+from kvbaton.api.http.client_quotas import ClientQuotas, Tab
 from kvbaton.api.request_ids import clients_request_id
-from kvbaton.router.client_quotas import ClientQuotas, Tab
+from kvbaton.observe.metrics import exposition
 
 HEADERS_MAX = 128
 HEADERS_BYTES_MAX = 64 << 10
 """Of a request, and of a worker's answer."""
 
 REQUEST_ID = b"x-request-id"
+UNREAD_STREAM_S = 600.0
+"""A client that takes nothing of its stream for this long is cut off, where the stream has no deadline. Longer than a
+router's deadline: until then it is the router's client that does not read, and no fault of anybody's."""
 
 Header = tuple[bytes, bytes]
 
@@ -53,6 +57,7 @@ class Request:
         peer: str = "",
         tab: Tab | None = None,
         near: str = "",
+        name_of: Callable[[str], str] = clients_request_id,
     ) -> None:
         self.method = method
         self.path = path
@@ -63,7 +68,7 @@ class Request:
         self.peer = peer
         self.near = near
         self.tab = ClientQuotas().tab() if tab is None else tab
-        self.id = clients_request_id(self.header(REQUEST_ID) or "")
+        self.id = name_of(self.header(REQUEST_ID) or "")
         self.status = 0
         self.error = ""
         self.served = ServedFacts()
@@ -89,6 +94,12 @@ def address_of(end: Any) -> str:
     return str(end[0]) if isinstance(end, tuple) and end else ""
 
 
+def url_of(address: Sequence[Any], *, is_tls: bool = False) -> str:
+    """Of a socket's own address."""
+    host, port = address[:2]
+    return f"{'https' if is_tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 class Answer(msgspec.Struct, frozen=True):
     """A whole answer."""
 
@@ -101,29 +112,39 @@ class Answer(msgspec.Struct, frozen=True):
 class Events(msgspec.Struct, frozen=True):
     """A stream of events. What fails before the first is an answer like any other, what fails later is told in it.
 
-    `headers` may be filled until the first event has come. A client that has not read by the deadline is cut off.
+    `headers` may be filled until the first event has come. A client that has not read by the deadline is cut off;
+    without one, a client that reads nothing for a long time.
     """
 
     source: AsyncGenerator[bytes, None]
-    headers: Mapping[str, str]
-    deadline: float
+    headers: Mapping[str, str] = {}
+    deadline: float | None = None
     tell: Callable[[ApiError], bytes] = sse.error_event
+
+    def unread_by(self, now: float) -> float:
+        """When a client that has read nothing since `now` is cut off."""
+        return now + UNREAD_STREAM_S if self.deadline is None else self.deadline
 
 
 Handler = Callable[[Request], Awaitable[Answer | Events]]
 
 
 class Site(Protocol):
-    """What a door leads to."""
+    """The application behind an HTTP server."""
 
+    @property
+    def connections_max(self) -> int: ...
     @property
     def body_bytes_max(self) -> int: ...
     @property
     def body_s(self) -> float: ...
     @property
     def room(self) -> ClientQuotas: ...
+    def name_of(self, given: str) -> str:
+        """A request's id: the one that its client gave, where that may be used."""
+
     def admit(self, request: Request) -> None:
-        """`ApiError` for whoever may not ask this."""
+        """Raises `ApiError` if the client may not ask this."""
 
     def handler(self, method: str, path: str) -> Handler:
         """Who answers; `ApiError` if nobody does."""
@@ -137,9 +158,18 @@ class Site(Protocol):
     def refresh(self) -> None:
         """Look for files that have changed; about once a second. Never raises, never waits."""
 
+    def misread(self, fault: ApiError) -> None:
+        """A connection ends with this fault: what it sent was no request, too much, or too late."""
+
 
 def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
     return Answer(_encode(value), status, headers or {})
+
+
+def metrics_answer(request: Request, render: Callable[[bool], str]) -> Answer:
+    """Metrics in the format that `request` asks for; `render` gets whether that is OpenMetrics."""
+    openmetrics = exposition.wants_openmetrics(request.header(b"accept"))
+    return Answer(render(openmetrics).encode(), content_type=exposition.content_type(openmetrics))
 
 
 def error_answer(error: ApiError) -> Answer:

@@ -1,4 +1,4 @@
-"""The router's HTTP/1.1 door: connections of clients, parsed by httptools, each answered one request at a time.
+"""The HTTP/1.1 server of routers and workers: connections, parsed by httptools, each answered one request at a time.
 
 Laws: every request gets one answer, whatever its handler does: an `Answer`, a stream that ends explicitly, or OpenAI's
 error object. A client that goes away cancels its handler. Nothing that a client sends grows without bound (headers,
@@ -14,16 +14,14 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import AsyncIterator, Mapping
+from typing import cast
 
 from kvbaton.api import access_log
 from kvbaton.api.api_errors import ApiError, bare, internal
 from kvbaton.api.gather import cancel
-from kvbaton.api.http_common import BACKLOG, KEEPALIVE_S, REQUEST_ID, SHUTDOWN_S, port_error
-from kvbaton.processes.process_logs import request_of_task
-from kvbaton.router.client_quotas import ClientCrowd, caller, connections_max
-from kvbaton.router.http.http_types import (
+from kvbaton.api.http.client_quotas import ClientCrowd, caller
+from kvbaton.api.http.http_types import (
     Events,
     Request,
     Site,
@@ -32,12 +30,20 @@ from kvbaton.router.http.http_types import (
     error_answer,
     last_words,
     stream_head,
+    url_of,
     whole_bytes,
 )
-from kvbaton.router.http.request_reader import Backlog, RequestReader
-from kvbaton.router.http.tls_server import TlsFiles, TlsLayer
+from kvbaton.api.http.request_reader import Backlog, RequestReader
+from kvbaton.api.http.server_loop import BACKLOG, port_error
+from kvbaton.api.http.tls_server import TlsFiles, TlsLayer
+from kvbaton.processes.process_logs import request_of_task
 
 log = logging.getLogger(__name__)
+
+KEEPALIVE_S = 75.0
+"""Longer than any client of ours keeps an idle connection (15 s), so that no request meets a closing one."""
+SHUTDOWN_S = 2.0
+REQUEST_ID = "X-Request-Id"
 
 HEAD_S = 30.0
 """From the first byte of a request to the last of its headers."""
@@ -217,11 +223,11 @@ class _Connection(asyncio.Protocol):
             self._send(head + (chunk(first) if is_new else first))
             try:
                 if self._is_full:
-                    await self._room(events.deadline)
+                    await self._room(events.unread_by(self._loop.time()))
                 async for data in source:
                     self._send(chunk(data) if is_new else data)
                     if self._is_full:
-                        await self._room(events.deadline)
+                        await self._room(events.unread_by(self._loop.time()))
                 data = b""
             except ApiError as error:
                 error.request_id = request.id
@@ -259,6 +265,7 @@ class _Connection(asyncio.Protocol):
         if self._transport.is_closing():
             return
         self._transport.write(last_words(fault))
+        self._site.misread(fault)
         access_log.answered("-", "-", fault.status, 0.0, request=fault.request_id, client=self._backlog.peer)
         # Closing now, with bytes unread, would reset the connection and lose the answer on its way
         with contextlib.suppress(OSError):  # the client has reset it
@@ -355,7 +362,7 @@ class HttpServer:
     def __init__(self, site: Site, tls: TlsFiles | None = None) -> None:
         self.site = site
         self.loop = asyncio.get_running_loop()
-        self.crowd: ClientCrowd[_Connection | TlsLayer] = ClientCrowd(connections_max())
+        self.crowd: ClientCrowd[_Connection | TlsLayer] = ClientCrowd(site.connections_max)
         self._tls = tls
         self._ending: set[asyncio.Task[None]] = set()  # handlers of clients that are gone
         self._closing = False
@@ -441,9 +448,3 @@ async def serving(site: Site, host: str, port: int, tls: TlsFiles | None = None)
             yield url_of(server.sockets[0].getsockname(), is_tls=tls is not None)
         finally:
             server.close()
-
-
-def url_of(address: Sequence[Any], *, is_tls: bool = False) -> str:
-    """Of a socket's own address."""
-    host, port = address[:2]
-    return f"{'https' if is_tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"

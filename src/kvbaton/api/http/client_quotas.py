@@ -1,6 +1,6 @@
-"""Per-client quotas of the router: held bytes, and connections.
+"""Per-client quotas of a server: held bytes, and connections.
 
-Laws: no client address holds more bytes than are left free: whoever fills the router leaves room for the next. At the
+Laws: no client address holds more bytes than are left free: whoever fills the server leaves room for the next. At the
 bound of connections the oldest one goes that is not being answered, however busily it sends; of an address that has
 more than its share, its own. What was taken is given back once, with the request or the connection that it was for.
 """
@@ -55,8 +55,12 @@ def caller(peer: str) -> str:
 class ClientQuotas:
     """Bytes of requests and answers that are held, of all clients."""
 
-    def __init__(self, bytes_max: int = BYTES_MAX) -> None:
+    def __init__(
+        self, bytes_max: int = BYTES_MAX, *, holder: str = "the router", setting: str = " (--held-bytes-max)"
+    ) -> None:
         self.bytes_max = bytes_max
+        self._holder = holder
+        self._setting = setting
         self.bytes = 0
         self.refused: Counter[str] = Counter()  # by what there was no room for
         self.turned_away: Counter[str] = Counter()  # connections at the bound: idle ones, or new ones if none is
@@ -85,8 +89,8 @@ class ClientQuotas:
         """What a client is told for whose `what` there is no room; it is counted."""
         self.refused[what] += 1
         said = (
-            f"{what}: the router holds {self.total} bytes of requests and answers, at most {self.bytes_max}"
-            " (--held-bytes-max), and for one client address no more than are left; read answers, send less at once,"
+            f"{what}: {self._holder} holds {self.total} bytes of requests and answers, at most {self.bytes_max}"
+            f"{self._setting}, and for one client address no more than are left; read answers, send less at once,"
             " or try again later"
         )
         return no_room(said)

@@ -1,4 +1,4 @@
-"""TLS before the router's HTTP: certificate files that may change, and a connection's layer of records.
+"""TLS before a server's HTTP: certificate files that may change, and a connection's layer of records.
 
 Laws: a client that is slow with its handshake, or sends something else, costs one place among the connections and no
 memory beyond one record; it makes room for others like any silent one, and is cut off after `HANDSHAKE_S`. Plain HTTP
@@ -13,13 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import ssl
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 from kvbaton.api.api_errors import ApiError
-from kvbaton.router.front_files import stamp
-from kvbaton.router.http.http_types import address_of, last_words
+from kvbaton.api.http.http_types import address_of, last_words
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,15 @@ PLAIN_HTTP = "this port speaks TLS: use https://"
 
 class TlsError(ValueError):
     """The operator must give other files."""
+
+
+def stamp(path: str) -> object:
+    """Changes with the file; None if it is not there."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 class TlsFiles:

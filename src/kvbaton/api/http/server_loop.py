@@ -1,7 +1,4 @@
-"""What both HTTP servers share, a worker's (`api.http`, aiohttp's) and a router's own (`router.http`): loop and port.
-
-Law: nothing here imports aiohttp, which takes a router a quarter of its start.
-"""
+"""What a server's main runs on, and what an operator reads of a port that cannot be had."""
 
 from __future__ import annotations
 
@@ -14,11 +11,7 @@ import uvloop
 
 from kvbaton.api.api_errors import PortInUseError
 
-KEEPALIVE_S = 75.0
-"""Longer than any client of ours keeps an idle connection (15 s), so that no request meets a closing one."""
-SHUTDOWN_S = 2.0
 BACKLOG = 1024
-REQUEST_ID = "X-Request-Id"
 
 T = TypeVar("T")
 
