@@ -45,7 +45,7 @@ NEWS_S = 5.0
 SAMPLE_S = 2.0
 SAMPLES_MAX = 100_000
 STEP_S_MAX = 300.0
-"""Of one fault, its recovery included: starting an engine again takes at most `fleet.START_S`."""
+"""The longest that one fault takes, its recovery included: starting an engine again takes at most `fleet.START_S`."""
 _WIRE_FAULTS = frozenset({"partition", "one-way", "delay", "loss"})
 
 Say = Callable[[str], None]

@@ -91,7 +91,7 @@ def specs(prefills: int, decodes: int, network: Network, rng: random.Random) -> 
 
 
 def names(prefills: int, decodes: int) -> list[str]:
-    """Of all hosts: the members, and one that only a liar is."""
+    """The names of all hosts: the members, and one that only a liar is."""
     return [
         ROUTER,
         STORE,

@@ -43,7 +43,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Of one process, at one instant."""
+    """One process at one instant."""
 
     fds: int
     threads: int

@@ -63,7 +63,7 @@ class Network:
 
     @property
     def pid(self) -> int:
-        """Of the network's process."""
+        """The network's process."""
         return self._pid
 
     @property
