@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvbaton_proof.chaos.network import networks
-from kvbaton_proof.chaos.network.networks import NetworkError, WiredNetwork
+from kvbaton_proof.chaos.network.networks import Network, NetworkError
 
 AGENT = Path(__file__).with_name("chaos_agent.py")
 BEST, _ = networks.available()
@@ -25,7 +25,7 @@ WAIT_S = 30.0
 
 
 class Member:
-    def __init__(self, network: WiredNetwork, name: str) -> None:
+    def __init__(self, network: Network, name: str) -> None:
         self.name = name
         self.address = network.address(name)
         words = network.command(name, [sys.executable, str(AGENT), self.address])
@@ -60,7 +60,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def members(network: WiredNetwork, *names: str) -> Iterator[list[Member]]:
+def members(network: Network, *names: str) -> Iterator[list[Member]]:
     with contextlib.ExitStack() as undo:
         there = []
         for name in names:
@@ -71,18 +71,18 @@ def members(network: WiredNetwork, *names: str) -> Iterator[list[Member]]:
 
 
 @pytest.fixture(params=KINDS)
-def network(request: pytest.FixtureRequest) -> Iterator[WiredNetwork]:
+def network(request: pytest.FixtureRequest) -> Iterator[Network]:
     with networks.start(request.param, ["p0", "d0", "d1"], seed=7) as made:
         assert made.kind == request.param
         yield made
 
 
-def lost(network: WiredNetwork, way: str) -> int:
+def lost(network: Network, way: str) -> int:
     count = network.counts().get(way)
     return 0 if count is None else count.lost
 
 
-def test_members_and_the_client_reach_each_other(network: WiredNetwork) -> None:
+def test_members_and_the_client_reach_each_other(network: Network) -> None:
     with members(network, "client", "p0", "d0") as there:
         for source in there:
             for target in there:
@@ -94,7 +94,7 @@ def test_members_and_the_client_reach_each_other(network: WiredNetwork) -> None:
         assert "p0-d1" not in counts
 
 
-def test_a_cut_way_is_silent_while_the_other_passes_and_both_do_when_healed(network: WiredNetwork) -> None:
+def test_a_cut_way_is_silent_while_the_other_passes_and_both_do_when_healed(network: Network) -> None:
     with members(network, "p0", "d0", "d1") as (p0, d0, d1):
         link = p0.ask("dial", d0.address, d0.port, WAIT_S)
         p0.ask("send", link, 10)
@@ -111,7 +111,7 @@ def test_a_cut_way_is_silent_while_the_other_passes_and_both_do_when_healed(netw
         until(lambda: d0.ask("served") == 1010)
 
 
-def test_new_connections_over_a_cut_get_no_answer(network: WiredNetwork) -> None:
+def test_new_connections_over_a_cut_get_no_answer(network: Network) -> None:
     with members(network, "p0", "d0") as (p0, d0):
         network.cut("d0", "p0")
         assert "TimeoutError" in p0.fails("exchange", d0.address, d0.port, 10, 0.5)
@@ -119,7 +119,7 @@ def test_new_connections_over_a_cut_get_no_answer(network: WiredNetwork) -> None
         p0.ask("exchange", d0.address, d0.port, 10, WAIT_S)
 
 
-def test_a_slow_way_is_late_by_at_least_its_delay(network: WiredNetwork) -> None:
+def test_a_slow_way_is_late_by_at_least_its_delay(network: Network) -> None:
     with members(network, "p0", "d0") as (p0, d0):
         network.slow("p0", "d0", 0.15, 0.0)
         network.slow("d0", "p0", 0.15, 0.0)
@@ -130,7 +130,7 @@ def test_a_slow_way_is_late_by_at_least_its_delay(network: WiredNetwork) -> None
         until(lambda: p0.ask("exchange", d0.address, d0.port, 50_000, WAIT_S) < 0.6)
 
 
-def test_over_a_lossy_way_a_transfer_still_comes_whole(network: WiredNetwork) -> None:
+def test_over_a_lossy_way_a_transfer_still_comes_whole(network: Network) -> None:
     with members(network, "p0", "d0") as (p0, d0):
         network.slow("p0", "d0", 0.001, 0.05)
         network.slow("d0", "p0", 0.001, 0.05)
@@ -141,7 +141,7 @@ def test_over_a_lossy_way_a_transfer_still_comes_whole(network: WiredNetwork) ->
         assert lost(network, "p0-d0") and lost(network, "d0-p0")
 
 
-def test_the_next_life_of_a_member_has_the_same_address(network: WiredNetwork) -> None:
+def test_the_next_life_of_a_member_has_the_same_address(network: Network) -> None:
     with members(network, "p0") as (p0,):
         with members(network, "d0") as (first,):
             p0.ask("exchange", first.address, first.port, 1000, WAIT_S)
@@ -151,7 +151,7 @@ def test_the_next_life_of_a_member_has_the_same_address(network: WiredNetwork) -
             p0.ask("exchange", second.address, second.port, 1000, WAIT_S)
 
 
-def test_a_command_is_the_process_that_was_started(network: WiredNetwork, tmp_path: Path) -> None:
+def test_a_command_is_the_process_that_was_started(network: Network, tmp_path: Path) -> None:
     show = "import os; print(os.getpid(), os.getcwd(), os.environ['COLOUR'])"
     words = network.command("p0", [sys.executable, "-c", show])
     process = subprocess.Popen(
@@ -161,7 +161,7 @@ def test_a_command_is_the_process_that_was_started(network: WiredNetwork, tmp_pa
     assert out.split() == [str(process.pid), str(tmp_path), "red"]
 
 
-def test_closing_ends_the_members_and_their_children(network: WiredNetwork) -> None:
+def test_closing_ends_the_members_and_their_children(network: Network) -> None:
     sleep = "import subprocess, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
     parent = subprocess.Popen(network.command("p0", [sys.executable, "-c", sleep]), stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -263,7 +263,7 @@ def test_make_gives_the_best_that_is_here_and_says_so() -> None:
 def test_without_namespaces_it_is_a_relay_and_why_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     real = networks.start
 
-    def refused(kind: str, *args: Any, **kwargs: Any) -> WiredNetwork:
+    def refused(kind: str, *args: Any, **kwargs: Any) -> Network:
         if kind == "namespaces":
             raise NetworkError("unshare: Operation not permitted")
         return real(kind, *args, **kwargs)
@@ -276,7 +276,7 @@ def test_without_namespaces_it_is_a_relay_and_why_is_said(monkeypatch: pytest.Mo
     assert networks.available() == ("relay", "unshare: Operation not permitted")
 
 
-def test_wrong_names_are_refused(network: WiredNetwork) -> None:
+def test_wrong_names_are_refused(network: Network) -> None:
     with pytest.raises(ValueError, match="nobody"):
         network.cut("p0", "nobody")
     with pytest.raises(ValueError, match="loss"):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvbaton_proof.chaos.network import networks
-from kvbaton_proof.chaos.network.networks import NetworkError, WiredNetwork
+from kvbaton_proof.chaos.network.networks import Network, NetworkError
 
 BEST, _ = networks.available()
 HERE = BEST == "namespaces"
@@ -22,11 +22,11 @@ WAIT_S = 30.0
 OWN_USER = [False, True]
 
 
-def start(own_user: bool = False, tmpfs: dict[str, int] | None = None) -> WiredNetwork:
+def start(own_user: bool = False, tmpfs: dict[str, int] | None = None) -> Network:
     return networks.start(BEST, ["p0", "d0"], tmpfs=tmpfs, own_user=own_user)
 
 
-def run(network: WiredNetwork, name: str, program: str, *words: str) -> str:
+def run(network: Network, name: str, program: str, *words: str) -> str:
     ran = subprocess.run(
         network.command(name, [sys.executable, "-c", program, *words]),
         capture_output=True,
@@ -111,7 +111,7 @@ class Libc:
         return self.real.setns(fd, kind)
 
 real, enter.ctypes.CDLL = enter.ctypes.CDLL, Libc
-sys.exit(enter.main(sys.argv[1:]))
+sys.exit(enter.main(*sys.argv[1:]))
 """
     network = start(own_user)
     words = network.command("p0", ["echo", "inside"])

@@ -12,15 +12,15 @@ from types import ModuleType
 
 import pytest
 
-from kvbaton_proof.chaos.network import networks, relay_enter
-from kvbaton_proof.chaos.network.networks import WiredNetwork
+from kvbaton_proof.chaos.network import enter, networks
+from kvbaton_proof.chaos.network.networks import Network
 
-SITE = Path(relay_enter.__file__).parent / "relay_site" / "sitecustomize.py"
+SITE = Path(enter.__file__).parent / "relay_site" / "sitecustomize.py"
 WAIT_S = 30.0
 
 
 @pytest.fixture
-def network() -> Iterator[WiredNetwork]:
+def network() -> Iterator[Network]:
     with networks.start("relay", ["p0", "d0"]) as made:
         yield made
 
@@ -34,7 +34,7 @@ def site() -> ModuleType:
     return module
 
 
-def run(network: WiredNetwork, name: str, program: str, *words: str) -> str:
+def run(network: Network, name: str, program: str, *words: str) -> str:
     ran = subprocess.run(
         network.command(name, [sys.executable, "-c", program, *words]),
         capture_output=True,
@@ -46,9 +46,9 @@ def run(network: WiredNetwork, name: str, program: str, *words: str) -> str:
     return ran.stdout.strip()
 
 
-def test_only_other_members_are_dialled_through_the_relay(network: WiredNetwork) -> None:
+def test_only_other_members_are_dialled_through_the_relay(network: Network) -> None:
     words = network.command("p0", [])
-    door, prefix, name, own = words[4:8]
+    door, prefix, name, own = words[5:9]
     dialling = site().Dialling(" ".join((door, prefix, name, own)))
     other = network.address("d0")
     host, port = dialling.turned((other, 5000))
@@ -65,7 +65,7 @@ def test_only_other_members_are_dialled_through_the_relay(network: WiredNetwork)
         dialling.turned((f"{prefix}77", 5000))
 
 
-def test_zmq_and_asyncio_go_through_the_relay_whatever_loop_was_asked_for(network: WiredNetwork) -> None:
+def test_zmq_and_asyncio_go_through_the_relay_whatever_loop_was_asked_for(network: Network) -> None:
     serve = """
 import socket, sys, threading, zmq
 context = zmq.Context()
@@ -116,7 +116,7 @@ with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
     member.communicate()
 
 
-def test_where_nobody_listens_a_dialler_is_reset(network: WiredNetwork) -> None:
+def test_where_nobody_listens_a_dialler_is_reset(network: Network) -> None:
     dial = """
 import socket, sys
 try:  # the reset may come before the connection is known to stand
@@ -127,7 +127,7 @@ except ConnectionResetError:
     assert run(network, "p0", dial, network.address("d0")) == "reset"
 
 
-def test_a_member_that_is_not_yet_its_command_ends_with_the_network(network: WiredNetwork) -> None:
+def test_a_member_that_is_not_yet_its_command_ends_with_the_network(network: Network) -> None:
     """It has said who it is, and what would tell it from others, its environment, is not changed yet."""
     arrive = """
 import os, socket, sys, time
@@ -137,7 +137,7 @@ sock.sendall(b'{"pid": %d}\\n' % os.getpid())
 print(sock.recv(1), flush=True)
 time.sleep(600)
 """
-    door = network.command("p0", [])[4]
+    door = network.command("p0", [])[5]
     process = subprocess.Popen([sys.executable, "-c", arrive, door], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -162,7 +162,7 @@ def test_a_process_that_is_no_member_is_left_alone() -> None:
     assert ran.stdout.strip() == "True", ran.stderr
 
 
-def test_a_sitecustomize_that_was_there_before_still_runs(network: WiredNetwork, tmp_path: Path) -> None:
+def test_a_sitecustomize_that_was_there_before_still_runs(network: Network, tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.coloured = 'red'\n")
     ran = subprocess.run(
         network.command("p0", [sys.executable, "-c", "import sys, socket; print(sys.coloured, socket.socket.connect)"]),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvbaton_proof.chaos.network import networks
-from kvbaton_proof.chaos.network.networks import WiredNetwork
+from kvbaton_proof.chaos.network.networks import Network
 from tests.certificates import write_certificate
 from tests.e2e.cluster import wait_for
 
@@ -27,7 +27,7 @@ CLEAN = {name: value for name, value in os.environ.items() if not name.startswit
 
 
 @contextlib.contextmanager
-def router(network: WiredNetwork, folder: Path) -> Iterator[str]:
+def router(network: Network, folder: Path) -> Iterator[str]:
     address = network.address("front")
     cert, secret = write_certificate(folder, "router", address)
     (folder / "clients").write_text(CLIENT)

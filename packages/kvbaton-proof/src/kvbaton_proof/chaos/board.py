@@ -67,7 +67,7 @@ class Board:
         return _counts(self.totals)
 
     def between(self, begin: float, end: float) -> Counts:
-        """Of requests that ended in this time."""
+        """The requests that ended in this time."""
         found: Counter[Verdict] = Counter()
         for line in reversed(self.lines):  # nearly in the order in which they ended: late ones are noted when it is so
             if line.ended_at < begin:

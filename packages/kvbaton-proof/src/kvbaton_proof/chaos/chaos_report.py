@@ -33,7 +33,7 @@ def write(out: Path, seen: Seen) -> None:
 
 
 def bare(outcome: Outcome) -> Seen:
-    """Of a run of which nothing else was kept."""
+    """An outcome of which nothing else was kept."""
     return Seen(outcome, {}, (), (), (), (), 0.0)
 
 

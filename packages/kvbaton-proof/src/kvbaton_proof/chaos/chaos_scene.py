@@ -27,7 +27,7 @@ from kvbaton_proof.chaos.fleet import Fleet
 from kvbaton_proof.chaos.judged_request import Prompt, Way, ask
 from kvbaton_proof.chaos.liars.lies import Tally
 from kvbaton_proof.chaos.members import ROUTER
-from kvbaton_proof.chaos.network.wires import Network
+from kvbaton_proof.chaos.network.networks import Network
 
 REACH_S = 30.0
 """How long a moment is looked for, while others may be dead; then the fault is done at any, which is a problem."""

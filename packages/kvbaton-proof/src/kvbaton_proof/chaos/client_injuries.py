@@ -85,7 +85,7 @@ async def _leased(scene: Scene, prompt: Prompt, source: str, salt: str) -> Any:
 
 
 async def _ticket(scene: Scene, prompt: Prompt, sources: Sequence[str], salt: str) -> Any:
-    """Of the first P that gives one; others may be dead for the moment. None: nobody did, in `TICKET_S`."""
+    """The ticket of the first P that gives one; others may be dead for the moment. None: nobody did, in `TICKET_S`."""
     until = scene.now() + TICKET_S
     while scene.now() < until:
         for source in sources:

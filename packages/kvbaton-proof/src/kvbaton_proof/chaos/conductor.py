@@ -31,7 +31,7 @@ from kvbaton_proof.chaos.injuries import INJURIES, Done
 from kvbaton_proof.chaos.judged_request import Prompt, ask
 from kvbaton_proof.chaos.liars import lies
 from kvbaton_proof.chaos.network import rooms
-from kvbaton_proof.chaos.network.wires import Network
+from kvbaton_proof.chaos.network.networks import Network
 from kvbaton_proof.chaos.outcome import AtRest, Finds, Row, Sample, Seen, seen
 
 PROMPTS = 120
@@ -45,7 +45,7 @@ NEWS_S = 5.0
 SAMPLE_S = 2.0
 SAMPLES_MAX = 100_000
 STEP_S_MAX = 300.0
-"""Of one fault, its recovery included: starting an engine again takes at most `fleet.START_S`."""
+"""The longest that one fault takes, its recovery included: starting an engine again takes at most `fleet.START_S`."""
 _WIRE_FAULTS = frozenset({"partition", "one-way", "delay", "loss"})
 
 Say = Callable[[str], None]

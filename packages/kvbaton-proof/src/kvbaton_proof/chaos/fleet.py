@@ -23,7 +23,7 @@ from kvbaton.processes.child_process import Child, Program, Say, end, start, tai
 from kvbaton_proof.chaos import members
 from kvbaton_proof.chaos.members import FALSE_REGISTRY, ROUTER, STORE, Spec, Surroundings
 from kvbaton_proof.chaos.network import rooms
-from kvbaton_proof.chaos.network.wires import Network
+from kvbaton_proof.chaos.network.networks import Network
 
 START_S = 180.0
 STOP_S = 10.0
@@ -31,7 +31,7 @@ POLL_S = 0.1
 ASK_S = 5.0
 LAST_LINES = 8
 REVIVALS_MAX = 3
-"""Of one member that dies by itself; then it stays dead, and the run says so."""
+"""How often a member that dies by itself is started again; then it stays dead, and the run says so."""
 
 PR_SET_PDEATHSIG = 1
 _prctl = ctypes.CDLL(None).prctl  # found here: a child between fork and exec should not look for anything

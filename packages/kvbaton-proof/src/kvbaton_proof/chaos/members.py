@@ -18,7 +18,7 @@ from kvbaton.processes.child_process import KVBATON_ARGV
 from kvbaton.processes.free_ports import free_ports
 from kvbaton_proof.chaos.liars.lies import LIAR
 from kvbaton_proof.chaos.network import rooms
-from kvbaton_proof.chaos.network.wires import Network
+from kvbaton_proof.chaos.network.networks import Network
 
 ROUTER, STORE = "router", "store"
 FALSE_REGISTRY = "registry"
@@ -91,7 +91,7 @@ def specs(prefills: int, decodes: int, network: Network, rng: random.Random) -> 
 
 
 def names(prefills: int, decodes: int) -> list[str]:
-    """Of all hosts: the members, and one that only a liar is."""
+    """The names of all hosts: the members, and one that only a liar is."""
     return [
         ROUTER,
         STORE,

@@ -16,6 +16,8 @@ from typing import Any
 
 import msgspec
 
+import kvbaton
+import kvbaton_proof
 from kvbaton.processes.proc_stat import stat
 from kvbaton_proof.chaos.fleet import Fleet
 from kvbaton_proof.chaos.members import ROUTER
@@ -24,7 +26,7 @@ REST_S = 40.0
 """More than any lease, time-out or deadline of these members together."""
 POLL_S = 0.25
 TRACEBACK = "Traceback (most recent call last):"
-OURS = f'File "{Path(__file__).parents[2]}/'
+OURS = tuple(f'File "{Path(str(package.__file__)).parent}/' for package in (kvbaton, kvbaton_proof))
 HELD = ("pins", "leases", "intakes", "quarantined_blocks", "running", "waiting", "loading")
 
 FDS_SLACK = 40
@@ -43,7 +45,7 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """Of one process, at one instant."""
+    """One process at one instant."""
 
     fds: int
     threads: int
@@ -185,7 +187,7 @@ def unexpected(name: str, log: str) -> list[str]:
                 told = line
                 break
             frames.append(line)
-        if any(OURS in line for line in frames):
+        if any(ours in line for line in frames for ours in OURS):
             found.append(told)
     first = next(iter(found), "")[:200]
     return [f"{name}: {len(found)} tracebacks in its log, the first: {first}"] if found else []

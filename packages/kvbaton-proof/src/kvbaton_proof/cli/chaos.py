@@ -28,6 +28,7 @@ from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.chaos import chaos_plan as plans
 from kvbaton_proof.chaos.fault_catalogue import BY_NAME, FAULTS, PROMISES
 from kvbaton_proof.chaos.outcome import Outcome
+from kvbaton_proof.rig.connectors import CONNECTORS
 
 SIZE_MAX = 16
 
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--minutes", type=minutes, default=3.0, metavar="N", help="duration of the load on embedded engines")
     add("--seed", type=whole(0, (1 << 31) - 1), default=None, metavar="S", help="seed of the plan (default: random)")
     add("--engine", choices=("embedded", "vllm"), default="embedded", help="which engines")
-    add("--connector", choices=("kvbaton", "nixl"), default="kvbaton", help="with vllm: the connector to test")
+    add("--connector", choices=tuple(CONNECTORS), default="kvbaton", help="with vllm: the connector to test")
     add("--plan", choices=("random", "standard"), default=None, help="random for embedded engines, standard for vllm")
     add("--faults", default=None, metavar="A,B", help="only these; kvbaton chaos --list names them")
     add("--prefill", type=whole(1, SIZE_MAX), default=2, metavar="N", help="embedded prefill workers")

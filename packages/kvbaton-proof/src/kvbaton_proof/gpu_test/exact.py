@@ -46,7 +46,7 @@ MLA = Spec(
     cache_bytes=2 * GIB,
 )  # fmt: skip
 Numbers = tuple[tuple[str, float], ...]
-"""Of each token of an answer, what was likely and how likely, in a fixed order."""
+"""What was likely, and how likely, for each token of an answer, in a fixed order."""
 
 
 def specs(spec: Spec, sizes: Sizes) -> list[Spec]:

@@ -48,7 +48,7 @@ LOG_BYTES_MAX = 4 << 20
 
 
 class Drafts(msgspec.Struct, frozen=True):
-    """Of one answer."""
+    """The drafts of one answer."""
 
     accepted: int = 0
     drafted: int = 0

@@ -125,7 +125,7 @@ async def run(sizes: Sizes, groups: dict[str, Group], session: aiohttp.ClientSes
 
 
 async def _learned(session: aiohttp.ClientSession, alone: Group, asked: Questions, sizes: Sizes) -> dict[int, Right]:
-    """Of those that were answered."""
+    """The right answers to the prompts that were answered."""
     long = {id(prompt) for prompt in asked.long}
     usual = [prompt for prompt in asked.everything() if id(prompt) not in long]
     found: dict[int, Right] = {}

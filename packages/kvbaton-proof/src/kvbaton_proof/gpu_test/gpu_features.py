@@ -56,7 +56,7 @@ NEAR_16 = 0.25
 """In nats: nearer to each other two tokens may change places between two ways to compute them; and in 16 bits."""
 ALIKE = 0.9
 ALIKE_16 = 0.6
-"""Of requests whose answers are the same, how many must have as many accepted drafts as on one engine."""
+"""The share of requests with the same answer that must have as many accepted drafts as on one engine."""
 
 
 class VllmFeature(msgspec.Struct, frozen=True, kw_only=True):

@@ -164,7 +164,7 @@ def _ratio(gaps: Sequence[float]) -> float:
 
 
 def gaps_between(streams: Sequence[Streamed], begun: float, ended: float) -> list[float]:
-    """Of all streams, those gaps that end while loads arrive; pure."""
+    """The gaps of all streams that end while loads arrive; pure."""
     found = []
     for stream in streams:
         moments = stream.moments

@@ -36,7 +36,7 @@ def all_but_a_byte(copy: Copy) -> Copy:
 
 
 def none_whole(copy: Copy) -> Copy:
-    """Of every span all but a byte."""
+    """All spans, each but for a byte."""
     return _with(copy, array("q", [number - (at % 3 == 2) for at, number in enumerate(copy.spans)]))
 
 

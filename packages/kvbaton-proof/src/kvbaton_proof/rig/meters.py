@@ -33,7 +33,7 @@ NIXL_ENDS = (
     "num_notifications_after_expiry",
 )
 MANY_BLOCKS = 1 << 14
-"""Of an engine of which nobody has said how many it has."""
+"""The pool of an engine whose size is not known."""
 POLL_S, LOOK_S = 0.2, 0.02
 REST_S = 30.0
 LAG_S = 3.0  # vLLM's figures follow its steps

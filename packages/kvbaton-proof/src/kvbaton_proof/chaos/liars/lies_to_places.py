@@ -130,7 +130,7 @@ def odd_reports(post: Post, _: Door, to: str, until: float) -> None:
 
 
 def _flights(post: Post, names: list[str]) -> bytes:
-    """Of others, at odd times, with odd words."""
+    """Flights of others, at odd times, with odd words."""
     rng, odd = post.rng, (0.0, -1.0, 1e308, float("nan"), float("inf"), time.time())
     flights = [
         {

@@ -26,7 +26,7 @@ from kvbaton_proof.chaos.liars.lies_to_engines import Telling
 
 TIMES = (1e-300, 5e-324, 0.0, -1.0, math.inf, -math.inf, math.nan, 1e308)
 TOKENS = 33
-"""Of a prompt that the door has not seen."""
+"""The length of a prompt that the door has not seen."""
 LEASE = 77
 
 Reply = Callable[["Source", Asked, Any], None]
@@ -60,7 +60,7 @@ class Source:
         self.post.answer(asked, self.granted(claim, ttl_s, **changes))
 
     def granted(self, claim: m.Claim, ttl_s: float = 5.0, **changes: Any) -> bytes:
-        """Of blocks that nobody has computed; `changes` by name."""
+        """A grant of blocks that nobody has computed; `changes` by name."""
         tokens = self.door.tokens.get(claim.handoff) or TOKENS
         count = -(-tokens // CacheConfig().block_tokens)
         told = {"tokens": tokens, "blocks": (pack_blocks(range(1, count + 1)),), "ready": ((0, 0, 0),), "final": False}

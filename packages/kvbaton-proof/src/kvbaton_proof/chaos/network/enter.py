@@ -1,18 +1,23 @@
-"""Become a process of another host: enter its namespaces, then be the command.
+"""Become a process of a network, then be the command: as a host of namespaces, or as a member of a relay.
 
 Run as a script, by path and without site-packages: it needs nothing but the standard library, starts in some ten
 milliseconds, and has one thread, which `setns` of a user namespace asks for.
 
 Law: the process that was started becomes the command: same pid, same descriptors, same working directory.
 
-    python -I -S enter.py KEEPER-PID NET-FD COMMAND...
+    python -I -S enter.py host KEEPER-PID NET-FD COMMAND...
+    python -I -S enter.py member DOOR NETWORK NAME ADDRESS SITE COMMAND...
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import socket
 import sys
+
+MEMBER = "KVBATON_CHAOS_RELAY"  # in the environment of a relay's member: door, network, name and address
+DOOR_S_MAX = 10.0
 
 
 def enter(keeper: int, net_fd: int) -> None:
@@ -38,14 +43,31 @@ def enter(keeper: int, net_fd: int) -> None:
     os.chdir(here)
 
 
-def main(argv: list[str]) -> int:
+def call(door: str, network: str, name: str, address: str, site: str) -> None:
+    """The relay knows this process from now on, and its Python dials through it."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(DOOR_S_MAX)
+        sock.connect("\0" + door)
+        sock.sendall(f'{{"pid": {os.getpid()}}}\n'.encode())
+        if not sock.recv(1):
+            raise ConnectionError("the network was closed meanwhile")
+    paths = [site, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    os.environ[MEMBER] = " ".join((door, network, name, address))
+
+
+def main(how: str, *words: str) -> int:
+    command = words[2:] if how == "host" else words[5:]
     try:
-        enter(int(argv[0]), int(argv[1]))
-        os.execvp(argv[2], argv[2:])
+        if how == "host":
+            enter(int(words[0]), int(words[1]))
+        else:
+            call(*words[:5])
+        os.execvp(command[0], command)
     except OSError as error:
-        print(f"enter: {argv[2]} was not started as that host: {error}", file=sys.stderr)
+        print(f"enter: {command[0]} was not started as that {how}: {error}", file=sys.stderr)
         return 126
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]))

@@ -22,7 +22,7 @@ import msgspec
 from kvbaton_proof.chaos.network import enter, namespaces
 from kvbaton_proof.chaos.network.hub_policy import Switch, Wires
 from kvbaton_proof.chaos.network.namespaces import MTU_BYTES, NETWORK, Host
-from kvbaton_proof.chaos.network.net_control import Lines, Ready, Request, Setup, carry_out
+from kvbaton_proof.chaos.network.net_control import Lines, Ready, Request, Setup, carry_out, serve
 
 PACKETS_PER_TURN_MAX = 32  # of one host, before the others and the conductor have their turn
 _NETWORK = bytes(NETWORK)
@@ -82,23 +82,14 @@ def _put(fd: int, packet: bytes) -> None:
         os.write(fd, packet)
 
 
-def main() -> int:
-    conductor = os.getppid()
-    control = Lines(socket.socket(fileno=0))
-    setup = msgspec.json.decode(control.read(), type=Setup)
-    try:
-        namespaces.leave_the_machine(setup.tmpfs, setup.own_user)
-        hosts = namespaces.make_hosts(setup.names)
-    except OSError as error:
-        control.send(Ready(error=str(error)))
-        return 1
-    door = str(Path(enter.__file__))
+def run(control: Lines, setup: Setup, conductor: int) -> int:
+    namespaces.leave_the_machine(setup.tmpfs, setup.own_user)
+    hosts = namespaces.make_hosts(setup.names)
+    before = [sys.executable, "-I", "-S", str(Path(enter.__file__)), "host", str(os.getpid())]
     control.send(
         Ready(
             addresses={host.name: host.address for host in hosts},
-            prefixes={
-                host.name: [sys.executable, "-I", "-S", door, str(os.getpid()), str(host.net_fd)] for host in hosts
-            },
+            prefixes={host.name: [*before, str(host.net_fd)] for host in hosts},
             private=tuple(setup.tmpfs),
         )
     )
@@ -110,7 +101,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except EOFError:  # the conductor went away before it said what it wants
-        sys.exit(1)
+    sys.exit(serve(run))

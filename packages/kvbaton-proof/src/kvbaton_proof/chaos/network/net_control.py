@@ -5,8 +5,9 @@ Laws: every request gets one reply, in order. A line has a bound. The end of the
 
 from __future__ import annotations
 
+import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import msgspec
 
@@ -82,6 +83,19 @@ def carry_out(request: Request, wires: Wires, counts: dict[tuple[str, str], Coun
     except ValueError as error:
         return Reply(error=str(error))
     return Reply()
+
+
+def serve(run: Callable[[Lines, Setup, int], int]) -> int:
+    """A network's process from its beginning to its end: `run` gets the control, what is wanted, and the conductor's
+    pid. An OSError says why there is no such network; an EOFError, that the conductor went away."""
+    conductor, control = os.getppid(), Lines(socket.socket(fileno=0))
+    try:
+        return run(control, msgspec.json.decode(control.read(), type=Setup), conductor)
+    except OSError as error:
+        control.send(Ready(error=str(error)))
+    except EOFError:
+        pass
+    return 1
 
 
 class Lines:

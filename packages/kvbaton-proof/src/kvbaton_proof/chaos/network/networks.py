@@ -42,9 +42,11 @@ class _State(msgspec.Struct, frozen=True):
     ready: Ready
 
 
-class WiredNetwork:
-    """See `kvbaton_proof.chaos.network.wires.Network`. May be called from any thread; a call takes about a
-    millisecond."""
+class Network:
+    """Each member is a host of its own with one address; faults are between hosts, and "client" is the conductor.
+
+    May be called from any thread; a call takes about a millisecond.
+    """
 
     def __init__(self, kind: str, pid: int, sock: socket.socket, ready: Ready) -> None:
         self._kind = kind
@@ -56,11 +58,12 @@ class WiredNetwork:
 
     @property
     def kind(self) -> str:
+        """Namespaces or relay, as the report says it."""
         return self._kind
 
     @property
     def pid(self) -> int:
-        """Of the network's process."""
+        """The network's process."""
         return self._pid
 
     @property
@@ -73,15 +76,19 @@ class WiredNetwork:
         return tuple(self._ready.addresses)
 
     def address(self, name: str) -> str:
+        """Where `name` binds and is dialled; the same in every life of it."""
         return self._ready.addresses[name]
 
     def command(self, name: str, argv: Sequence[str]) -> list[str]:
+        """`argv`, so that it runs as host `name`. The process that is started is the member itself: same pid."""
         return [*self._ready.prefixes[name], *argv]
 
     def cut(self, source: str, target: str) -> None:
+        """From now on nothing passes from `source` to `target`; the other way it does."""
         self._ask(Cut(source, target))
 
     def slow(self, source: str, target: str, delay_s: float, loss: float) -> None:
+        """From now on packets of this way are late by `delay_s`, and this share of them is lost."""
         self._ask(Slow(source, target, delay_s, loss))
 
     def mend(self, source: str, target: str) -> None:
@@ -89,6 +96,7 @@ class WiredNetwork:
         self._ask(Mend(source, target))
 
     def heal(self) -> None:
+        """All wires are good again."""
         self._ask(Heal())
 
     def counts(self) -> dict[str, Count]:
@@ -106,6 +114,7 @@ class WiredNetwork:
         os.execvpe(command[0], command, {**environ, STATE: state})
 
     def close(self) -> None:
+        """Everything that this network made is gone. Bounded; may be called twice."""
         with self._lock:
             if self._closed:
                 return
@@ -113,7 +122,7 @@ class WiredNetwork:
             self._lines.sock.close()
             _end(self._pid)
 
-    def __enter__(self) -> WiredNetwork:
+    def __enter__(self) -> Network:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -149,7 +158,7 @@ def make(
     *,
     seed: int = 0,
     tmpfs: Mapping[str, int] | None = None,
-) -> WiredNetwork:
+) -> Network:
     """A network of "client" and `names`: of namespaces, or else of relays. `tmpfs`: MiB by path (see `private`)."""
     try:
         network = start("namespaces", names, seed, tmpfs)
@@ -168,7 +177,7 @@ def inside(
     *,
     seed: int = 0,
     tmpfs: Mapping[str, int] | None = None,
-) -> WiredNetwork:
+) -> Network:
     """A network, with this process as its host "client". For a program's beginning: it may start over as `argv`.
 
     The first time it makes the network and becomes `argv`, which is this same program with the same pid; the second
@@ -184,14 +193,14 @@ def inside(
     return network
 
 
-def adopt(environ: MutableMapping[str, str]) -> WiredNetwork | None:
+def adopt(environ: MutableMapping[str, str]) -> Network | None:
     """The network whose host "client" this process became; None: it did not."""
     text = environ.pop(STATE, None)
     if text is None:
         return None
     state = msgspec.json.decode(text, type=_State)
     os.set_inheritable(state.fd, False)
-    return WiredNetwork(state.kind, state.pid, socket.socket(fileno=state.fd), state.ready)
+    return Network(state.kind, state.pid, socket.socket(fileno=state.fd), state.ready)
 
 
 def start(
@@ -201,7 +210,7 @@ def start(
     tmpfs: Mapping[str, int] | None = None,
     *,
     own_user: bool = False,
-) -> WiredNetwork:
+) -> Network:
     """A network of that kind and no other; NetworkError says why it cannot be."""
     for name in names:
         if not _NAME.fullmatch(name):
@@ -234,7 +243,7 @@ def start(
         if isinstance(error, OSError | EOFError | msgspec.MsgspecError):
             raise NetworkError(f"the network's process did not start: {error!r}") from None
         raise
-    return WiredNetwork(kind, pid, ours, ready)
+    return Network(kind, pid, ours, ready)
 
 
 def _end(pid: int) -> None:

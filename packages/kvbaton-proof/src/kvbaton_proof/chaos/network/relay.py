@@ -22,9 +22,9 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton_proof.chaos.network import reaper, relay_enter
+from kvbaton_proof.chaos.network import enter, reaper
 from kvbaton_proof.chaos.network.hub_policy import Wires
-from kvbaton_proof.chaos.network.net_control import Lines, Ready, Request, Setup, carry_out
+from kvbaton_proof.chaos.network.net_control import Lines, Ready, Request, Setup, carry_out, serve
 from kvbaton_proof.chaos.network.relay_stream import Streams
 
 LISTENERS_MAX = 4096
@@ -111,10 +111,10 @@ def take_network() -> tuple[str, socket.socket]:
     raise OSError(f"all {NETWORKS_MAX} loopback networks are taken")
 
 
-async def serve(control: Lines, setup: Setup, network: str, conductor: int) -> None:
+async def relay(control: Lines, setup: Setup, network: str, conductor: int) -> None:
     addresses = {name: f"{network}{number}" for number, name in enumerate(setup.names, 1)}
     streams = Streams(Wires(setup.names, setup.seed))
-    relay = Relay(network, addresses, streams)
+    members = Relay(network, addresses, streams)
     door = f"kvbaton-chaos-{secrets.token_hex(16)}"
     gone = asyncio.Event()
 
@@ -128,36 +128,26 @@ async def serve(control: Lines, setup: Setup, network: str, conductor: int) -> N
         except EOFError:
             gone.set()
 
-    server = await asyncio.start_unix_server(relay.answer, "\0" + door)
-    site = str(Path(relay_enter.__file__).parent / "relay_site")
-    before = [sys.executable, "-I", "-S", str(Path(relay_enter.__file__)), door, network]
+    server = await asyncio.start_unix_server(members.answer, "\0" + door)
+    site = str(Path(enter.__file__).parent / "relay_site")
+    before = [sys.executable, "-I", "-S", str(Path(enter.__file__)), "member", door, network]
     prefixes = {name: [*before, name, address, site] for name, address in addresses.items()}
     asyncio.get_running_loop().add_reader(control.sock.fileno(), conducted)
     control.send(Ready(addresses=addresses, prefixes=prefixes))
     await gone.wait()
     server.close()
-    relay.members.pop(conductor, None)
-    relay.end_members()
-    mark = f"{relay_enter.MEMBER}={door} ".encode()
+    members.members.pop(conductor, None)
+    members.end_members()
+    mark = f"{enter.MEMBER}={door} ".encode()
     reaper.end_all(lambda pid: mark in Path(f"/proc/{pid}/environ").read_bytes(), (os.getpid(), conductor))
 
 
-def main() -> int:
-    conductor = os.getppid()
-    control = Lines(socket.socket(fileno=0))
-    setup = msgspec.json.decode(control.read(), type=Setup)
-    try:
-        network, taken = take_network()
-    except OSError as error:
-        control.send(Ready(error=str(error)))
-        return 1
+def run(control: Lines, setup: Setup, conductor: int) -> int:
+    network, taken = take_network()
     with taken:
-        asyncio.run(serve(control, setup, network, conductor))
+        asyncio.run(relay(control, setup, network, conductor))
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except EOFError:  # the conductor went away before it said what it wants
-        sys.exit(1)
+    sys.exit(serve(run))
