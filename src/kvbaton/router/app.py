@@ -25,22 +25,22 @@ from kvbaton.api.request_ids import clients_request_id
 from kvbaton.control.registry.roster_news import RosterNews, WorkerSeen
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router.dialect_table import TicketMinter
+from kvbaton.router.flow.dialect_table import TicketMinter
+from kvbaton.router.flow.hops import Hops
+from kvbaton.router.flow.request_flow import Discard, Flow
+from kvbaton.router.flow.worker_calls import LegError, Legs
 from kvbaton.router.front_access import AUTHORIZATION, OPEN_PATHS, Cors, FrontKeys
 from kvbaton.router.front_secrets import FrontSecrets
-from kvbaton.router.hops import Hops
 from kvbaton.router.invocations import Invocations
 from kvbaton.router.openai_api import NOT_TO_WORKERS, OpenAiApi
 from kvbaton.router.operator_access import FlightsPage, Show, guarded, why_not
 from kvbaton.router.operator_api import OperatorApi
 from kvbaton.router.passing import Passing
-from kvbaton.router.request_flow import Discard, Flow
 from kvbaton.router.route_table import Treatment, of, refusal
 from kvbaton.router.router_flights import LogBook
 from kvbaton.router.router_settings import OperatorPages, RouterSettings
 from kvbaton.router.router_stats import RouterStats
-from kvbaton.router.turn_table import TurnTable
-from kvbaton.router.worker_calls import LegError, Legs
+from kvbaton.router.turns.turn_table import TurnTable
 from kvbaton.router.workers.available import AvailableWorkers
 from kvbaton.router.workers.directory import ListedEngine, WorkerDirectory
 from kvbaton.router.workers.health import Health

@@ -24,15 +24,15 @@ from kvbaton.api.http.http_types import Answer, Events, Header, Request
 from kvbaton.api.merge import AnswerPart, Joiner, join, read, split
 from kvbaton.api.params import Mode
 from kvbaton.router import router_flights
-from kvbaton.router.attempt import RoutedCall
-from kvbaton.router.kv_params import Written
-from kvbaton.router.reply import Reply
-from kvbaton.router.request_admission import UnderWay, check_request, check_steering, hold_body
-from kvbaton.router.request_flow import Flow
+from kvbaton.router.flow.attempt import RoutedCall
+from kvbaton.router.flow.kv_params import Written
+from kvbaton.router.flow.reply import Reply
+from kvbaton.router.flow.request_admission import UnderWay, check_request, check_steering, hold_body
+from kvbaton.router.flow.request_flow import Flow
+from kvbaton.router.flow.worker_calls import RANK_HEADER
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.router_stats import RouterStats, count
 from kvbaton.router.stream_meter import StreamMeter, answer_size
-from kvbaton.router.worker_calls import RANK_HEADER
 
 PARTS_BYTES_MAX = 128 << 20
 """Of one body, once for each of its choices."""

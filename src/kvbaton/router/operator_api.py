@@ -15,11 +15,12 @@ from kvbaton import __version__
 from kvbaton.api.api_errors import ApiError, unavailable
 from kvbaton.api.http.http_types import Answer, Request, json_answer, metrics_answer
 from kvbaton.observe.metrics import exposition
-from kvbaton.router import hops, policy
+from kvbaton.router import policy
+from kvbaton.router.flow import hops
+from kvbaton.router.flow.worker_calls import LegError, Legs
 from kvbaton.router.openapi_document import document
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.router_stats import RouterStats
-from kvbaton.router.worker_calls import LegError, Legs
 from kvbaton.router.workers.available import AvailableWorkers, View
 from kvbaton.router.workers.directory import ListedEngine, WorkerListState
 from kvbaton.router.workers.worker_load import Loads
