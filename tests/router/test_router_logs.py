@@ -19,7 +19,7 @@ from kvbaton.observe.metrics.histogram import Histogram
 from kvbaton.processes import process_logs
 from kvbaton.processes.process_logs import LogSettings
 from kvbaton.router.dashboard_page import dashboard
-from kvbaton.router.stream_meter import StreamMeter, answer_size
+from kvbaton.router.openai_api import StreamMeter, answer_size
 
 BODY = {"prompt": "abc", "max_tokens": 4}
 BREAKS = msgspec.structs.replace(QUICK, breaker_failures=1, probe_min_s=0.01, probe_max_s=0.02)

@@ -22,8 +22,7 @@ import msgspec
 
 from kvbaton.api.api_errors import ApiError, internal
 from kvbaton.api.gather import cancel
-from kvbaton.api.http.http_server import url_of
-from kvbaton.api.http.http_types import Answer, Handler, Request, error_answer
+from kvbaton.api.http.http_types import Answer, Handler, Request, error_answer, url_of
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.metrics import process_metrics
 from kvbaton.processes import process_logs
