@@ -12,9 +12,9 @@ import pytest
 from kvbaton.engines.vllm.models.tiny_model import KINDS
 from kvbaton.local_cluster.vllm_engine import ServerOptions
 from kvbaton_proof.bench.vllm import vllm_targets
+from kvbaton_proof.bench.vllm.vllm_levels import VllmBenchPlan
 from kvbaton_proof.bench.vllm.vllm_rows import Level
 from kvbaton_proof.bench.vllm.vllm_targets import TARGETS, Setup
-from kvbaton_proof.cli.bench_vllm import VllmBenchPlan
 from kvbaton_proof.gpu_test import gpu_features, timing
 from kvbaton_proof.gpu_test.gpu_answers import runner_of
 from kvbaton_proof.gpu_test.gpu_features import FEATURES, specs

@@ -9,7 +9,7 @@ Laws:
    batch, posted as one chain with one signalled tail, so that its error comes after all of it. With several, mori
    reports the first error while the others go on.
 
-Based on mori's sources (August 2026), and run on no hardware: docs/transports-mori.md says what to check. Threads:
+Based on mori's sources (August 2026); run on no hardware: docs/transports-mori.md says what to check first. Threads:
 `open` (which holds the GIL while it talks to the peer) and `read` belong on the mover's; the rest is quick.
 """
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton_proof.bench.kit.text_tables import markdown
+from kvbaton_proof.bench.kit.lab_pages import markdown
 
 FILE = "gpu-test.json"
 FORMAT = 1
