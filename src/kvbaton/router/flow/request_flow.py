@@ -40,7 +40,7 @@ from kvbaton.observe.flight.flight_records import WHOLE
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.flow import dialect_table, kv_params
-from kvbaton.router.flow.alone_words import check_kept, word_for, word_params
+from kvbaton.router.flow.aggregated_words import check_kept, word_for, word_params
 from kvbaton.router.flow.attempt import ChosenRoute, RoutedCall, Tries
 from kvbaton.router.flow.choosing import Chooser
 from kvbaton.router.flow.deadlines import Deadline, Deadlines
