@@ -43,3 +43,12 @@ def test_one_foreign_word_among_several_is_foreign() -> None:
 def test_chunks_are_taken_and_no_other_transfer_encoding(coding: str) -> None:
     assert refused({"transfer-encoding": [coding]}) is None
     assert refused({"transfer-encoding": [coding, "gzip"]}) == "encoded_body"
+
+
+@pytest.mark.parametrize(
+    "codings",
+    [["br"], ["zstd"], ["gzip, gzip"], ["GZIP"], ["x-gzip"], ["identity", "gzip"], ["identity, deflate"], ["x"]],
+)
+def test_any_encoding_of_a_body_is_refused(codings: list[str]) -> None:
+    assert refused({"content-encoding": codings}) == "encoded_body"
+    assert refused({"content-encoding": ["identity"]}) is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbaton.api.stops import StopFilter
+from kvbaton.engines.embedded.http_worker import StopFilter
 
 
 def test_an_answer_ends_before_its_stop_text_wherever_that_is_cut() -> None:

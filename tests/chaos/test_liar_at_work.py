@@ -32,7 +32,7 @@ from kvbaton.protocol.ids import (
 )
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import Envelope, decode
-from kvbaton.router.kv_params import handover
+from kvbaton.router.flow.kv_params import handover
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction
 from kvbaton.transports.tcp.tcp_transport import TcpEndpoint
 from kvbaton_proof.chaos.liars import lies, lies_to_readers

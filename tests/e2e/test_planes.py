@@ -16,7 +16,7 @@ import pytest
 from kvbaton.api.params import Mode
 from kvbaton.control import keyring
 from kvbaton.engines.embedded.embedded_worker import reference_answers
-from kvbaton.local_cluster.router_front import Sources, fronted
+from kvbaton.local_cluster.router_front import Sources, run_router
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from tests.e2e import warm_workers
 from tests.e2e.cluster import ask_all, eventually, some_prompts
@@ -88,7 +88,7 @@ async def cluster(
     keyring.mint(directory / "keys", ["router", "p0", *ds])
     sources = Sources(keyring=keyring.load(directory / "keys", "router"), registry_bind="tcp://127.0.0.1:0")
     settings = RouterSettings(policy="round-robin", decode_retries=0, prefill_retries=0, fallback=Fallback.STRICT)
-    async with fronted(sources, settings, host="127.0.0.1", port=0) as front:
+    async with run_router(sources, settings, host="127.0.0.1", port=0) as front:
         where = ("--keys", str(directory / "keys"), "--registry", front.registry_endpoint)
         members: list[Member] = []
         try:

@@ -19,7 +19,8 @@ from kvbaton.api.responses import Asked, ResponseShape
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX, unseal
-from kvbaton.router import kv_params, openai_api, request_admission
+from kvbaton.router import openai_api
+from kvbaton.router.flow import kv_params, request_admission
 from kvbaton.router.workers.prefixes import pieces
 from kvbaton.router.workers.worker_load import ANSWER_TOKENS_MAX, answer_tokens, prompt_tokens
 

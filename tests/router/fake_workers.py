@@ -17,7 +17,7 @@ from kvbaton.api.http import http_server
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.app import router_app
-from kvbaton.router.dashboard_page import live_page
+from kvbaton.router.dashboard_page import dashboard
 from kvbaton.router.processes.router_parent import router_processes
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.workers.directory import ALL_MODES, ListedEngine, StaticDirectory, WorkerListState
@@ -312,7 +312,7 @@ async def cluster(
         given = (directory, settings, key, lambda who, ticket: discarded.append((who.name, ticket)))
         app: Any
         if processes > 1:
-            parent = router_processes(processes, "127.0.0.1", 0, *given, pages=live_page, **(access or {}))
+            parent = router_processes(processes, "127.0.0.1", 0, *given, pages=dashboard, **(access or {}))
             app = await stack.enter_async_context(parent)
             url = app.url
         else:

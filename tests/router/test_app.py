@@ -13,9 +13,10 @@ import msgspec
 import openai
 import pytest
 from fake_workers import QUICK, FakeWorker, cluster, hang, only_first, refuse, run, say, speak, until
-from tests.aiohttp_server import serving
 
 from kvbaton.api.api_errors import PortInUseError
+from kvbaton.api.http.http_server import serving
+from kvbaton.api.http.path_site import PathSite
 from kvbaton.api.params import Mode
 
 BODY = {"prompt": "abc", "max_tokens": 4}
@@ -260,7 +261,7 @@ def test_a_port_in_use_is_an_error_of_its_own() -> None:
         async with cluster() as c:
             port = int(c.url.rsplit(":", 1)[1])
             with pytest.raises(PortInUseError, match=f"port {port} on 127.0.0.1 is in use"):
-                async with serving(FakeWorker("x", speak).app(), "127.0.0.1", port):
+                async with serving(PathSite({}, 1), "127.0.0.1", port):
                     pass
 
     run(story())

@@ -34,8 +34,8 @@ from kvbaton.control.rank_names import data_parallel_name, engine_and_rank
 from kvbaton.control.registry import Registration, RosterEntry, WorkerState
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.wire.ticket import unseal
-from kvbaton.router import dialect_table
 from kvbaton.router.app import router_app
+from kvbaton.router.flow import dialect_table
 from kvbaton.router.policy import Pair
 from kvbaton.router.processes.process_link import WorkerOutcome
 from kvbaton.router.processes.router_child import ChildHealth

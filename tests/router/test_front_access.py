@@ -16,7 +16,7 @@ from kvbaton.api.http.http_types import Request
 from kvbaton.cli.arguments import Parser
 from kvbaton.cli.flags import router_access
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton.router.dashboard_page import live_page
+from kvbaton.router.dashboard_page import dashboard
 from kvbaton.router.front_access import OPEN_PATHS, ApiKeys, KeyFileError, read_keys
 from kvbaton.router.front_secrets import FrontSecrets
 from kvbaton.router.route_table import ROUTES, Treatment
@@ -88,7 +88,7 @@ async def seen(c: Cluster, path: str, key: str = "", name: str = "") -> int:
 def test_an_operators_key_opens_operators_pages_from_elsewhere_and_no_prompt(processes: int) -> None:
     async def story() -> None:
         secrets = FrontSecrets(keys=(KEY,), operator_keys=(OPERATOR,))
-        pages = {"pages": live_page} if processes == 1 else {}
+        pages = {"pages": dashboard} if processes == 1 else {}
         async with cluster(processes=processes, access={"secrets": secrets, **pages}) as c:
             for path in ("/flights", "/dashboard/state"):
                 for key, status in (("", 403), (KEY, 403), (OPERATOR[:-1], 403), (OPERATOR, 200)):
@@ -99,11 +99,11 @@ def test_an_operators_key_opens_operators_pages_from_elsewhere_and_no_prompt(pro
                 assert await seen(c, path) == 200, "what is the same everywhere, and asks for the key"
             async with c.session.post(c.url + "/v1/completions", json=BODY, headers=bearer(OPERATOR)) as got:
                 assert got.status == 401
-        async with cluster(access={"secrets": FrontSecrets(keys=(KEY,)), "pages": live_page}) as c:
+        async with cluster(access={"secrets": FrontSecrets(keys=(KEY,)), "pages": dashboard}) as c:
             for path in ("/flights", "/dashboard", "/dashboard/app.js", "/dashboard/state"):
                 assert await seen(c, path, KEY) == 403, "where there is no such key, nothing is shown"
         off = msgspec.structs.replace(QUICK, operator_pages=OperatorPages.OFF)
-        async with cluster(settings=off, access={"secrets": secrets, "pages": live_page}) as c:
+        async with cluster(settings=off, access={"secrets": secrets, "pages": dashboard}) as c:
             assert await seen(c, "/dashboard", OPERATOR) == 403
 
     run(story())

@@ -34,10 +34,10 @@ from fake_workers import (
 )
 
 from kvbaton.api import sse
-from kvbaton.router import worker_calls
-from kvbaton.router.kv_params import PARAMS_BYTES_MAX
+from kvbaton.router.flow import worker_calls
+from kvbaton.router.flow.kv_params import PARAMS_BYTES_MAX
+from kvbaton.router.flow.worker_calls import BRIEF_BYTES_MAX, COMMENTS_BYTES_MAX
 from kvbaton.router.router_settings import Fallback
-from kvbaton.router.worker_calls import BRIEF_BYTES_MAX, COMMENTS_BYTES_MAX
 
 BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
 

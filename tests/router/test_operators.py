@@ -17,7 +17,7 @@ from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 from kvbaton.observe.flight.journey import Journey
 from kvbaton.observe.flight.report import FlightReport
 from kvbaton.router.app import Board, router_app
-from kvbaton.router.dashboard_page import live_page
+from kvbaton.router.dashboard_page import dashboard
 from kvbaton.router.operator_access import ASK_S, FlightsPage, FlightsQuery, guarded, why_not
 from kvbaton.router.router_settings import Fallback, OperatorPages, RouterSettings
 from kvbaton.router.workers.directory import StaticDirectory
@@ -78,7 +78,7 @@ def test_open_shows_everybody_and_off_nobody() -> None:
 def test_the_dashboard_says_what_cannot_be_served_and_why(fallback: Fallback) -> None:
     async def story() -> None:
         settings = msgspec.structs.replace(QUICK, fallback=fallback)
-        async with cluster([lease], [speak], settings=settings, access={"pages": live_page}) as c:
+        async with cluster([lease], [speak], settings=settings, access={"pages": dashboard}) as c:
             assert (await c.get("/dashboard/state"))[1]["trouble"] is None
             c.directory.lose("p0")
             strict = fallback is Fallback.STRICT

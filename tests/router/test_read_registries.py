@@ -9,7 +9,7 @@ from tests.e2e.cluster import eventually
 
 from kvbaton.control import key_rotation, keyring
 from kvbaton.control.registry import Registration, RegistryGroup, RegistryServer
-from kvbaton.local_cluster.router_front import Sources, dialled, fronted
+from kvbaton.local_cluster.router_front import Sources, dialled, run_router
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.app import Router
 from kvbaton.router.router_settings import OperatorPages, RouterSettings
@@ -36,7 +36,7 @@ def test_the_list_is_of_the_registry_here_and_of_those_elsewhere(tmp_path: Path)
             registries=[(name, elsewhere.endpoint)],
         )
         settings = RouterSettings(operator_pages=OperatorPages.OFF)
-        async with fronted(sources, settings, host="127.0.0.1", port=0) as front:
+        async with run_router(sources, settings, host="127.0.0.1", port=0) as front:
             groups = [
                 member("p0", "prefill", (name, elsewhere.endpoint), "127.0.0.1:80"),
                 member("d0", "decode", (WorkerId("router-1"), front.registry_endpoint), ""),
@@ -68,7 +68,7 @@ def test_a_ticket_key_that_changed_before_the_router_listened_is_the_one_that_si
     async def story() -> None:
         sources = Sources(keyring=loaded, registries=[(name, elsewhere.endpoint)])
         settings = RouterSettings(operator_pages=OperatorPages.OFF)
-        async with fronted(sources, settings, host="127.0.0.1", port=0) as front:
+        async with run_router(sources, settings, host="127.0.0.1", port=0) as front:
 
             async def fresh() -> bool:
                 assert isinstance(front.app, Router) and front.app._minter is not None

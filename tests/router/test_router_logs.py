@@ -18,8 +18,8 @@ from kvbaton.control.registry.roster_news import LINES_MAX, RosterNews, WorkerSe
 from kvbaton.observe.metrics.histogram import Histogram
 from kvbaton.processes import process_logs
 from kvbaton.processes.process_logs import LogSettings
-from kvbaton.router.dashboard_page import live_page
-from kvbaton.router.stream_meter import StreamMeter, answer_size
+from kvbaton.router.dashboard_page import dashboard
+from kvbaton.router.openai_api import StreamMeter, answer_size
 
 BODY = {"prompt": "abc", "max_tokens": 4}
 BREAKS = msgspec.structs.replace(QUICK, breaker_failures=1, probe_min_s=0.01, probe_max_s=0.02)
@@ -91,7 +91,7 @@ def test_a_line_says_who_served_when_the_first_token_came_and_how_many(lines: Li
 
 def test_an_open_dashboard_is_one_line(lines: Lines) -> None:
     async def story() -> None:
-        async with cluster(access={"pages": live_page}) as c:
+        async with cluster(access={"pages": dashboard}) as c:
             for path in ("/dashboard", *["/dashboard/state"] * 5):
                 async with c.session.get(c.url + path) as answer:
                     assert answer.status == 200

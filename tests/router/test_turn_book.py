@@ -13,11 +13,11 @@ from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.protocol.wire.ticket import unseal
-from kvbaton.router import turn_names
-from kvbaton.router.attempt import RoutedCall
-from kvbaton.router.dialect_table import TicketMinter
-from kvbaton.router.turn_book import TurnBook
-from kvbaton.router.turn_table import TurnTable
+from kvbaton.router.flow.attempt import RoutedCall
+from kvbaton.router.flow.dialect_table import TicketMinter
+from kvbaton.router.turns import turn_names
+from kvbaton.router.turns.turn_book import TurnBook
+from kvbaton.router.turns.turn_table import TurnTable
 from kvbaton.router.workers.directory import ListedEngine
 
 KEY = b"k" * 32

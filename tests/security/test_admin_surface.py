@@ -13,7 +13,7 @@ import pytest
 from kvbaton.api.api_errors import ApiError
 from kvbaton.engines.embedded.http_worker import worker_app
 from kvbaton.router.app import router_app
-from kvbaton.router.dashboard_page import live_page
+from kvbaton.router.dashboard_page import dashboard
 from kvbaton.router.route_table import ROUTES, Treatment
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import ListedEngine
@@ -42,7 +42,7 @@ def listed(who: str) -> set[tuple[str, str]]:
 async def routed() -> set[tuple[str, str]]:
     """What the router's application answers, method by method."""
     found = set()
-    async with router_app(Nobody(), RouterSettings(), pages=live_page) as router:
+    async with router_app(Nobody(), RouterSettings(), pages=dashboard) as router:
         with pytest.raises(ApiError) as told:
             router.handler("GET", "/nowhere")
         listed = {word.rstrip(",") for word in told.value.message.split("there are ")[1].split(", more:")[0].split()}

@@ -15,7 +15,7 @@ from kvbaton.api.http.http_types import Request
 from kvbaton.engines.embedded.http_worker import worker_app
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.app import Router, router_app
-from kvbaton.router.hops import HEADER, HOPS_MAX, Hops
+from kvbaton.router.flow.hops import HEADER, HOPS_MAX, Hops
 from kvbaton.router.processes.router_parent import router_processes
 from kvbaton.router.workers.directory import ListedEngine, StaticDirectory
 from tests.aiohttp_server import serving as fake_serving

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 import time
@@ -15,8 +14,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from kvbaton.api.api_errors import ApiError
 from kvbaton.api.http import http_server, http_types
-from kvbaton.api.http.http_types import Answer, Request, json_answer
-from kvbaton.api.http.path_site import PathSite, reads
+from kvbaton.api.http.http_types import Request
 from kvbaton.api.tokens import HEADER, guard, is_good, token
 from kvbaton.control import key_files, key_rotation, keyring
 from kvbaton.control.key_following import Following
@@ -78,29 +76,6 @@ def test_a_worker_that_does_not_take_the_routers_token_costs_no_client_an_answer
 def test_a_token_may_hold_any_bytes() -> None:
     assert not is_good(b"\xff\xfe".decode("utf-8", "surrogateescape"), [KEY], "p0")
     assert is_good(token(KEY, "p0"), [OTHER, KEY], "p0")
-
-
-def test_who_comes_while_others_fill_the_place_is_given_time_to_ask() -> None:
-    async def hi(_: Request) -> Answer:
-        return json_answer({})
-
-    async def asked(url: str, pause_s: float) -> tuple[bytes, asyncio.StreamWriter]:
-        host, _, port = url.removeprefix("http://").rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        await asyncio.sleep(pause_s)
-        writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
-        return await reader.readline(), writer
-
-    async def story() -> None:
-        site = PathSite({"/health": reads(hi)}, 1000, connections_max=8)
-        async with http_server.serving(site, "127.0.0.1", 0) as url:
-            held = [await asked(url, 0.0) for _ in range(8)]
-            line, writer = await asked(url, 0.05)
-            assert line.startswith(b"HTTP/1.1 200")
-            for each in (writer, *(writer for _, writer in held)):
-                each.close()
-
-    run(story())
 
 
 def test_a_worker_waits_longer_for_a_reader_than_a_router_does() -> None:

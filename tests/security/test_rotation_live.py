@@ -26,7 +26,7 @@ from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker, reference_a
 from kvbaton.engines.embedded.http_worker import worker_app
 from kvbaton.engines.embedded.worker_draining import Stopping
 from kvbaton.engines.embedded.worker_options import WorkerOptions
-from kvbaton.local_cluster.router_front import RouterFront, Sources, fronted
+from kvbaton.local_cluster.router_front import RouterHandle, Sources, run_router
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.router_settings import RouterSettings
 from tests.e2e.cluster import some_prompts
@@ -45,7 +45,7 @@ class Town:
     """A router in front of workers, and clients that ask without a pause."""
 
     directory: Path
-    front: RouterFront
+    front: RouterHandle
     session: aiohttp.ClientSession
     prompts: list[str]
     right: list[str]
@@ -143,7 +143,7 @@ async def town(directory: Path) -> AsyncIterator[Town]:
     right = reference_answers(prompts, TOKENS)
     sources = Sources(keyring=keys.load(directory / "keys", "router"), registry_bind="tcp://127.0.0.1:0")
     async with (
-        fronted(sources, RouterSettings(), host="127.0.0.1", port=0) as front,
+        run_router(sources, RouterSettings(), host="127.0.0.1", port=0) as front,
         aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=DEADLINE_S)) as session,
     ):
         made = Town(directory, front, session, prompts, right)

@@ -12,16 +12,12 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 
 import aiohttp
 import pytest
 
-from kvbaton.api.http.http_server import serving
-from kvbaton.api.http.http_types import Answer, Request, json_answer
-from kvbaton.api.http.path_site import PathSite, reads, takes_body
 from kvbaton.control import keyring
 from kvbaton.control.registry import RegistryServer
 from kvbaton_proof.chaos.strangers import crowd
@@ -109,62 +105,3 @@ def test_a_worker_whose_descriptors_ran_out_lives_and_serves_again(poor: Poor) -
     assert poor.child.poll() is None
     assert asyncio.run(poor.ask()) == 200
     until(lambda: [str(entry.registration.worker) for entry in poor.registry.workers()] == ["w0"])
-
-
-@asynccontextmanager
-async def door(bound: int, body_s: float = 30.0) -> AsyncIterator[tuple[str, asyncio.Event, list[int]]]:
-    """A server with a bound; /slow answers when the event is set."""
-    go, inside = asyncio.Event(), [0]
-
-    async def slow(_: Request) -> Answer:
-        inside[0] += 1
-        await go.wait()
-        return json_answer({})
-
-    async def quick(request: Request) -> Answer:
-        return json_answer({"bytes": len(request.body)})
-
-    routes = {"/slow": reads(slow), "/quick": takes_body(quick)}
-    site = PathSite(routes, 1 << 20, body_s=body_s, connections_max=bound)
-    async with serving(site, "127.0.0.1", 0) as url:
-        yield url, go, inside
-
-
-def test_at_the_bound_the_silent_go_first_and_who_is_being_answered_never_does() -> None:
-    async def story() -> None:
-        async with door(4) as (url, go, inside), aiohttp.ClientSession() as session:
-
-            async def slow() -> int:
-                async with session.get(f"{url}/slow") as response:
-                    return response.status
-
-            place = ("127.0.0.1", int(url.rpartition(":")[2]))
-            first = asyncio.create_task(slow())
-            while inside[0] < 1:
-                await asyncio.sleep(0.005)
-            async with crowd([place], 40):
-                rest = [asyncio.create_task(slow()) for _ in range(3)]
-                while inside[0] < 4:
-                    await asyncio.sleep(0.005)
-                reader, writer = await asyncio.open_connection(*place)  # all four are being answered
-                assert await reader.read() == b""
-                writer.close()
-                go.set()
-                assert [await task for task in (first, *rest)] == [200] * 4
-                async with session.post(f"{url}/quick", data=b"abc") as response:
-                    assert await response.json() == {"bytes": 3}
-
-    asyncio.run(asyncio.wait_for(story(), 30))
-
-
-def test_a_body_that_does_not_come_is_told_so_and_costs_no_connection_for_ever() -> None:
-    async def story() -> bytes:
-        async with door(4, body_s=0.2) as (url, _, _):
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-            writer.write(b"POST /quick HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\nabc")
-            try:
-                return await reader.readuntil(b"\r\n\r\n")
-            finally:
-                writer.close()
-
-    assert asyncio.run(asyncio.wait_for(story(), 30)).startswith(b"HTTP/1.1 408")

@@ -19,7 +19,7 @@ from kvbaton.engines.embedded.http_worker import RefusedError
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX, Ticket, seal, unseal
-from kvbaton.router.dialect_table import TicketMinter
+from kvbaton.router.flow.dialect_table import TicketMinter
 from kvbaton.router.policy import Pair as RouterPair
 from kvbaton.router.workers.directory import ListedEngine
 from tests.e2e.pair import Pair, pair

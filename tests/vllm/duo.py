@@ -19,7 +19,7 @@ from typing import Any
 
 from kvbaton.control import keyring
 from kvbaton.control.rank_names import data_parallel_name
-from kvbaton.local_cluster.router_front import Sources, fronted
+from kvbaton.local_cluster.router_front import Sources, run_router
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.router.router_settings import Fallback, RouterSettings
@@ -214,7 +214,7 @@ def kvbaton_router(
 
     async def serve() -> None:
         settings = RouterSettings(deadline_s=180.0, show_pair=True, fallback=Fallback.STRICT)
-        async with fronted(sources, settings, host="127.0.0.1", port=0) as front:
+        async with run_router(sources, settings, host="127.0.0.1", port=0) as front:
             found.append(front)
             started.set()
             await stop.wait()

@@ -21,15 +21,15 @@ from kvbaton.control import keyring
 from kvbaton.control.joining.join_door import door_bind
 from kvbaton.control.plain import Fleet, PlainSettings
 from kvbaton.control.registry import Networks, registry_places
-from kvbaton.local_cluster.router_front import RouterFront, Sources, drained, dumping, fronted
+from kvbaton.local_cluster.router_front import RouterHandle, Sources, drained, dumping, run_router
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_control import told_to_stop
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.ids import WorkerId
+from kvbaton.router.flow.request_admission import BODY_COPIES
 from kvbaton.router.front_secrets import FrontSecrets
 from kvbaton.router.policy import POLICIES
 from kvbaton.router.processes.router_parent import PROCESSES_MAX
-from kvbaton.router.request_admission import BODY_COPIES
 from kvbaton.router.router_settings import Fallback, OperatorPages, RouterSettings
 from kvbaton.router.workers.directory import ListedEngine
 
@@ -293,7 +293,7 @@ async def _serve(args: argparse.Namespace, settings: RouterSettings, sources: So
     """Until a signal comes; then what is under way is finished, unless a second one comes."""
     with told_to_stop() as stop:
         async with (
-            fronted(
+            run_router(
                 sources, settings, host=args.host, port=args.port, processes=args.processes, secrets=secrets
             ) as front,
             traces.exported(args.otlp_endpoint, args.name, front.app.gathering),
@@ -307,7 +307,7 @@ async def _serve(args: argparse.Namespace, settings: RouterSettings, sources: So
     return 0
 
 
-def _facts(args: argparse.Namespace, front: RouterFront) -> dict[str, Any]:
+def _facts(args: argparse.Namespace, front: RouterHandle) -> dict[str, Any]:
     return {
         "name": args.name, "url": front.url, "pid": os.getpid(), "processes": args.processes,
         "registry": front.registry_endpoint, "registries": args.registry or "", "join": front.join_endpoint,
@@ -315,7 +315,7 @@ def _facts(args: argparse.Namespace, front: RouterFront) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _told(args: argparse.Namespace, front: RouterFront) -> list[str]:
+def _told(args: argparse.Namespace, front: RouterHandle) -> list[str]:
     """What an operator needs to know, and what to do next."""
     told = [f"clients {front.url}/v1" + (f" ({args.processes} processes)" if args.processes > 1 else "")]
     if front.registry_endpoint:

@@ -31,7 +31,7 @@ from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.settings import Settings
 from kvbaton.security.sealing import MISSING, Encrypt, check, is_loopback
 
-if TYPE_CHECKING:  # it needs aiohttp, which vLLM's P and D do not
+if TYPE_CHECKING:  # only configurations of the embedded engine need it
     from kvbaton.engines.embedded.worker_options import WorkerOptions
 
 POLICIES = ("recompute", "fail")

@@ -24,7 +24,7 @@ from kvbaton.control.key_room import key_room
 from kvbaton.control.rank_names import data_parallel_name, engine_and_rank
 from kvbaton.engines.embedded.worker_options import WorkerOptions, argv_of
 from kvbaton.local_cluster.restart_orders import offer
-from kvbaton.local_cluster.router_front import RouterFront, Sources, dumping, fronted
+from kvbaton.local_cluster.router_front import RouterHandle, Sources, dumping, run_router
 from kvbaton.processes import process_logs
 from kvbaton.processes.child_process import KVBATON_ARGV, Child, Program, Say, end, ready, start
 from kvbaton.protocol.privileges import Role
@@ -125,7 +125,7 @@ def places(prefills: int, decodes: int, tp_prefill: int, tp_decode: int) -> list
 class Cluster:
     """A running cluster. `deaths` are children that exited without being told to."""
 
-    front: RouterFront
+    front: RouterHandle
     directory: Path
     children: list[Child] = field(default_factory=list)
     deaths: asyncio.Queue[Child] = field(default_factory=asyncio.Queue)
@@ -148,7 +148,9 @@ async def running(plan: Startable, say: Say, stop: asyncio.Event) -> AsyncIterat
         keyring.mint(directory / "keys", [*keyring.ALWAYS, *plan.names()])
         sources = Sources(keyring=keyring.load(directory / "keys", "router"), registry_bind="tcp://127.0.0.1:0")
         async with (
-            fronted(sources, plan.settings, host=plan.host, port=plan.port, processes=plan.router_processes) as front,
+            run_router(
+                sources, plan.settings, host=plan.host, port=plan.port, processes=plan.router_processes
+            ) as front,
             dumping(front.app.gathering, "router", str(directory / "flights")),
         ):
             cluster = Cluster(front, directory)

@@ -32,7 +32,7 @@ from kvbaton.observe.flight.report import ReportError, decode
 from kvbaton.observe.metrics.node_metrics import connections
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.app import Pages, RunningRouter, router_app
-from kvbaton.router.dashboard_page import live_page
+from kvbaton.router.dashboard_page import dashboard
 from kvbaton.router.front_secrets import FrontSecrets
 from kvbaton.router.processes.router_parent import router_processes
 from kvbaton.router.router_settings import RouterSettings
@@ -60,7 +60,7 @@ class Sources(msgspec.Struct, frozen=True, kw_only=True):
     plain: PlainSettings = PlainSettings()
 
 
-class RouterFront(msgspec.Struct, frozen=True):
+class RouterHandle(msgspec.Struct, frozen=True):
     """A listening router."""
 
     url: str
@@ -71,74 +71,128 @@ class RouterFront(msgspec.Struct, frozen=True):
     app: RunningRouter
 
 
+class _Discovery:
+    """The sources of workers of one router, opened in the order of their dependencies."""
+
+    def __init__(self, sources: Sources, gathering: Gathering) -> None:
+        self.registry: RegistryServer | None = None
+        self.readers: RegistryReaders | None = None
+        self.plain: PlainListener | None = None
+        self.door: JoinDoor | None = None
+        self._sources = sources
+        self._full: list[FullWorkers] = []  # once there is a list to mark them in
+        self._listed = functools.partial(_listed, gathering)
+        self._reported = functools.partial(_reported, gathering, self._full)
+
+    @property
+    def registered(self) -> RegistryServer | RegistryReaders | None:
+        """Where registered workers are read from."""
+        return self.readers or self.registry
+
+    def open_registry(self, keyring: Keyring, stack: contextlib.AsyncExitStack) -> None:
+        sources = self._sources
+        admission = Admission(keyring) if sources.join_bind else None
+        self.registry = RegistryServer(
+            keyring,
+            sources.registry_bind,
+            # beside registries that run elsewhere it is read as they are: one rule makes the list
+            on_change=_ignore if sources.registries else self._listed,
+            on_report=None if sources.registries else self._reported,
+            networks=sources.networks,
+            admission=admission,
+        )
+        stack.push_async_callback(asyncio.to_thread, self.registry.close)
+        if admission is not None:
+            self.door = JoinDoor(admission, sources.join_bind, self.registry)
+            stack.push_async_callback(asyncio.to_thread, self.door.close)
+
+    async def read_registries(self, keyring: Keyring, stack: contextlib.AsyncExitStack, authority: str) -> None:
+        """Read those that run elsewhere, and our own like them; `authority` is where this router will listen."""
+        registry = self.registry
+        here = [] if registry is None else [(keyring.name, dialled(registry.endpoint))]
+        self.readers = readers = RegistryReaders(
+            keyring,
+            [*self._sources.registries, *here],
+            on_change=self._listed,
+            on_report=self._reported,
+            networks=self._sources.networks,
+        )
+        stack.push_async_callback(asyncio.to_thread, readers.close)
+        if registry is not None:
+            registry.refuse([authority] if authority else [])
+            registry.start()  # it is read like the others, and needed by those that start beside it
+        if self.door is not None:
+            self.door.start()
+        readers.start()
+        # A router that knows of no worker answers 503: where others serve the same cluster, better not to be asked
+        if not await asyncio.to_thread(readers.wait_until_read, READ_S):
+            log.warning("[registry-silent] no registry has told of a worker within %g s; serving without", READ_S)
+
+    def directories(self, stack: contextlib.AsyncExitStack) -> tuple[WorkerDirectory, RegistryDirectory | None]:
+        """All workers, and those among them that are registered."""
+        parts: list[WorkerDirectory] = []
+        registered = None if self.registered is None else RegistryDirectory(self.registered)
+        if registered is not None:
+            self._full.append(FullWorkers(registered))
+            parts += self._full
+        if self._sources.workers:
+            parts.append(StaticDirectory(self._sources.workers))
+        if self._sources.plain_bind:
+            self.plain = PlainListener(self._sources.plain_bind, settings=self._sources.plain)
+            stack.push_async_callback(asyncio.to_thread, self.plain.close)
+            parts.append(AnnouncedDirectory(self.plain))
+        return parts[0] if len(parts) == 1 else Directories(*parts), registered
+
+    def start(self, app: RunningRouter, authority: str) -> None:
+        """Take workers, now that the router listens at `authority`, which no worker may claim as its own address."""
+        for source in (self.registry, self.readers):
+            if source is not None:
+                source.refuse([authority])
+        if self.registered is not None:
+            self.registered.on_keys = lambda fresh: app.set_ticket_key(fresh.ticket_keys[0])
+        if self.readers is not None:  # they follow the key directory since before there was anyone to tell
+            app.set_ticket_key(self.readers.keyring.ticket_keys[0])
+        for part in (self.plain,) if self.readers is not None else (self.registry, self.plain, self.door):
+            if part is not None:
+                part.start()
+
+
 @contextlib.asynccontextmanager
-async def fronted(
+async def run_router(
     sources: Sources,
     settings: RouterSettings,
     *,
     host: str,
     port: int,
-    pages: Pages | None = live_page,
+    pages: Pages | None = dashboard,
     processes: int = 1,
     secrets: FrontSecrets | None = None,
-) -> AsyncIterator[RouterFront]:
+) -> AsyncIterator[RouterHandle]:
     """A router and its sources of workers, while the context lasts; `pages` are further operator pages."""
-    keyring = sources.keyring
-    secrets = secrets or FrontSecrets()
-    gathering = Gathering()
+    keyring, gathering = sources.keyring, Gathering()
+    discovery = _Discovery(sources, gathering)
     async with contextlib.AsyncExitStack() as stack:
-        parts: list[WorkerDirectory] = []
-        registry = readers = plain = door = discard = show = None
-        full: list[FullWorkers] = []  # once there is a list to mark them in
-        listed, reported = functools.partial(_listed, gathering), functools.partial(_reported, gathering, full)
         if keyring is not None and sources.registry_bind:
-            admission = Admission(keyring) if sources.join_bind else None
-            registry = RegistryServer(
-                keyring,
-                sources.registry_bind,
-                # beside registries that run elsewhere it is read as they are: one rule makes the list
-                on_change=_ignore if sources.registries else listed,
-                on_report=None if sources.registries else reported,
-                networks=sources.networks,
-                admission=admission,
-            )
-            stack.push_async_callback(asyncio.to_thread, registry.close)
-            if admission is not None:
-                door = JoinDoor(admission, sources.join_bind, registry)
-                stack.push_async_callback(asyncio.to_thread, door.close)
+            discovery.open_registry(keyring, stack)
         if keyring is not None and sources.registries:
-            here = [] if registry is None else [(keyring.name, dialled(registry.endpoint))]
-            places = [*sources.registries, *here]
-            readers = RegistryReaders(keyring, places, on_change=listed, on_report=reported, networks=sources.networks)
-            stack.push_async_callback(asyncio.to_thread, readers.close)
-            if registry is not None:
-                registry.refuse([f"{_bracketed(host)}:{port}"] if port else [])
-                registry.start()  # it is read like the others, and needed by those that start beside it
-            if door is not None:
-                door.start()
-            readers.start()
-            # A router that knows of no worker answers 503: where others serve the same cluster, better not to be asked
-            if not await asyncio.to_thread(readers.wait_until_read, READ_S):
-                log.warning("[registry-silent] no registry has told of a worker within %g s; serving without", READ_S)
-        if (source := readers or registry) is not None:
-            registered = RegistryDirectory(source)
-            full.append(FullWorkers(registered))
-            parts.append(full[0])
-            discard, show = registered.discard, registered.show
-        if sources.workers:
-            parts.append(StaticDirectory(sources.workers))
-        if sources.plain_bind:
-            plain = PlainListener(sources.plain_bind, settings=sources.plain)
-            stack.push_async_callback(asyncio.to_thread, plain.close)
-            parts.append(AnnouncedDirectory(plain))
-        directory = parts[0] if len(parts) == 1 else Directories(*parts)
-        ticket_key = None if keyring is None else keyring.ticket_keys[0]
-        name = "router" if keyring is None else keyring.name
-        given = (directory, settings, ticket_key, discard)
-        if pages is live_page and source is not None:
-            pages = functools.partial(live_page, drain=_drain_command(sources, registry))
-        more: dict[str, Any] = {"name": name, "gathering": gathering, "show": show, "pages": pages}
-        more["secrets"] = secrets
+            await discovery.read_registries(keyring, stack, f"{_bracketed(host)}:{port}" if port else "")
+        directory, registered = discovery.directories(stack)
+        if pages is dashboard and registered is not None:
+            pages = functools.partial(dashboard, drain=_drain_command(sources, discovery.registry))
+        given = (
+            directory,
+            settings,
+            None if keyring is None else keyring.ticket_keys[0],
+            None if registered is None else registered.discard,
+        )
+        secrets = secrets or FrontSecrets()
+        more: dict[str, Any] = {
+            "name": "router" if keyring is None else keyring.name,
+            "gathering": gathering,
+            "show": None if registered is None else registered.show,
+            "pages": pages,
+            "secrets": secrets,
+        }
         app: RunningRouter
         if processes > 1:
             app = parent = await stack.enter_async_context(router_processes(processes, host, port, *given, **more))
@@ -146,28 +200,19 @@ async def fronted(
         else:
             app = site = await stack.enter_async_context(router_app(*given, **more))
             url = await stack.enter_async_context(serving(site, host, port, secrets.tls_files()))
-        for each_list in (registry, readers):
-            if each_list is not None:
-                each_list.refuse([_authority(url)])
-        if source is not None:
-            source.on_keys = lambda fresh: app.set_ticket_key(fresh.ticket_keys[0])
-        if readers is not None:  # they follow the key directory since before there was anyone to tell
-            app.set_ticket_key(readers.keyring.ticket_keys[0])
-        app.stats.elsewhere = functools.partial(_beside, gathering, registry)
-        for each in (plain,) if readers is not None else (registry, plain, door):
-            if each is not None:
-                each.start()
-        yield RouterFront(
+        app.stats.elsewhere = functools.partial(_beside, gathering, discovery.registry)
+        discovery.start(app, _authority(url))
+        yield RouterHandle(
             url,
-            "" if registry is None else registry.endpoint,
-            "" if plain is None else plain.endpoint,
-            "" if door is None else door.endpoint,
+            "" if discovery.registry is None else discovery.registry.endpoint,
+            "" if discovery.plain is None else discovery.plain.endpoint,
+            "" if discovery.door is None else discovery.door.endpoint,
             directory,
             app,
         )
 
 
-async def drained(front: RouterFront, drain_s: float, stop: asyncio.Event) -> bool:
+async def drained(front: RouterHandle, drain_s: float, stop: asyncio.Event) -> bool:
     """Take nothing new, and wait until all is answered: for `drain_s` at most, or until `stop` is set again."""
     stop.clear()
     ending, again = asyncio.ensure_future(front.app.drained(drain_s)), asyncio.ensure_future(stop.wait())

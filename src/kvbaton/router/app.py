@@ -16,36 +16,73 @@ from typing import Any, Protocol
 
 import msgspec
 
+from kvbaton.api import shapes
 from kvbaton.api.api_errors import ApiError
 from kvbaton.api.gather import cancel
 from kvbaton.api.http.client_quotas import ClientQuotas, connections_max
-from kvbaton.api.http.http_types import Answer, Handler, Request
+from kvbaton.api.http.http_types import Answer, Events, Handler, Request
 from kvbaton.api.http.path_site import handler_of
 from kvbaton.api.request_ids import clients_request_id
 from kvbaton.control.registry.roster_news import RosterNews, WorkerSeen
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router.dialect_table import TicketMinter
+from kvbaton.router.flow.dialect_table import TicketMinter
+from kvbaton.router.flow.hops import Hops
+from kvbaton.router.flow.request_flow import Discard, Flow
+from kvbaton.router.flow.worker_calls import LegError, Legs
 from kvbaton.router.front_access import AUTHORIZATION, OPEN_PATHS, Cors, FrontKeys
 from kvbaton.router.front_secrets import FrontSecrets
-from kvbaton.router.hops import Hops
-from kvbaton.router.invocations import Invocations
 from kvbaton.router.openai_api import NOT_TO_WORKERS, OpenAiApi
 from kvbaton.router.operator_access import FlightsPage, Show, guarded, why_not
 from kvbaton.router.operator_api import OperatorApi
 from kvbaton.router.passing import Passing
-from kvbaton.router.request_flow import Discard, Flow
-from kvbaton.router.route_table import Treatment, of, refusal
+from kvbaton.router.route_table import BY_PATH, Treatment, of, refusal
 from kvbaton.router.router_flights import LogBook
 from kvbaton.router.router_settings import OperatorPages, RouterSettings
 from kvbaton.router.router_stats import RouterStats
-from kvbaton.router.turn_table import TurnTable
-from kvbaton.router.worker_calls import LegError, Legs
+from kvbaton.router.turns.turn_table import TurnTable
 from kvbaton.router.workers.available import AvailableWorkers
 from kvbaton.router.workers.directory import ListedEngine, WorkerDirectory
 from kvbaton.router.workers.health import Health
 from kvbaton.router.workers.prefixes import Prefixes
 from kvbaton.router.workers.worker_load import Loads
+
+_NONE = msgspec.Raw(b"null")
+
+
+class _Shape(msgspec.Struct):
+    messages: msgspec.Raw = _NONE
+    prompt: msgspec.Raw = _NONE
+    prompt_embeds: msgspec.Raw = _NONE
+
+
+class Invocations:
+    """One path for several APIs."""
+
+    def __init__(self, front: OpenAiApi, passing: Passing) -> None:
+        self._front = front
+        self._passing = passing
+
+    async def answer(self, request: Request) -> Answer | Events:
+        found = _shape(request.body)
+        if _is_there(found.messages):
+            return await self._front.chat(request)
+        if _is_there(found.prompt) or _is_there(found.prompt_embeds):
+            return await self._front.completions(request)
+        return await self._passing.answer(BY_PATH["/invocations"], request)
+
+
+def _is_there(value: msgspec.Raw) -> bool:
+    return bytes(value) != b"null"
+
+
+def _shape(data: bytes) -> _Shape:
+    shapes.check(data)
+    try:
+        return msgspec.json.decode(data, type=_Shape)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _Shape()  # whoever reads all of it says what is wrong
+
 
 log = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from kvbaton.router.router_settings import Fallback
 from kvbaton.router.workers.directory import WorkerListState
 
 
-def live_page(board: Board, drain: str = "") -> Mapping[str, Handler]:
+def dashboard(board: Board, drain: str = "") -> Mapping[str, Handler]:
     """Path to handler, for `router_app(pages=...)`. `drain`: the command that drains a worker, but for its name."""
 
     def listed() -> Sequence[ListedWorker]:

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import re
+import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 
 import msgspec
@@ -23,16 +25,47 @@ from kvbaton.api.gather import all_of, interleave
 from kvbaton.api.http.http_types import Answer, Events, Header, Request
 from kvbaton.api.merge import AnswerPart, Joiner, join, read, split
 from kvbaton.api.params import Mode
+from kvbaton.observe.metrics.histogram import Histogram
 from kvbaton.router import router_flights
-from kvbaton.router.attempt import RoutedCall
-from kvbaton.router.kv_params import Written
-from kvbaton.router.reply import Reply
-from kvbaton.router.request_admission import UnderWay, check_request, check_steering, hold_body
-from kvbaton.router.request_flow import Flow
+from kvbaton.router.flow.attempt import RoutedCall
+from kvbaton.router.flow.kv_params import Written
+from kvbaton.router.flow.reply import Reply
+from kvbaton.router.flow.request_admission import UnderWay, check_request, check_steering, hold_body
+from kvbaton.router.flow.request_flow import Flow
+from kvbaton.router.flow.worker_calls import RANK_HEADER
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.router_stats import RouterStats, count
-from kvbaton.router.stream_meter import StreamMeter, answer_size
-from kvbaton.router.worker_calls import RANK_HEADER
+
+_COUNT = re.compile(rb'"(?:completion_tokens|output_tokens)"\s*:\s*([0-9]{1,9})')
+
+
+class StreamMeter:
+    """One streamed answer. `tokens` are the events that bear one, mostly one each."""
+
+    __slots__ = ("_at", "_between", "tokens")
+
+    def __init__(self, between: Histogram) -> None:
+        self._between = between
+        self._at: float | None = None
+        self.tokens = 0
+
+    def came(self, data: bytes) -> int:
+        """How many of these whole events bear a token."""
+        chunks = sse.token_chunks(data)
+        if chunks:
+            now = time.monotonic()
+            if self._at is not None:
+                self._between.observe(now - self._at)
+            self._at = now
+            self.tokens += chunks
+        return chunks
+
+
+def answer_size(body: bytes) -> int:
+    """Tokens of a whole answer, by the last usage in it; 0 where it has none."""
+    found = _COUNT.findall(body, max(0, len(body) - 4096))
+    return int(found[-1]) if found else 0
+
 
 PARTS_BYTES_MAX = 128 << 20
 """Of one body, once for each of its choices."""

@@ -6,20 +6,22 @@ Law: nothing here changes anything; what changes a cluster is authenticated and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 
 from kvbaton import __version__
+from kvbaton.api import shapes
 from kvbaton.api.api_errors import ApiError, unavailable
 from kvbaton.api.http.http_types import Answer, Request, json_answer, metrics_answer
 from kvbaton.observe.metrics import exposition
-from kvbaton.router import hops, policy
-from kvbaton.router.openapi_document import document
+from kvbaton.router import policy
+from kvbaton.router.flow import hops
+from kvbaton.router.flow.worker_calls import LegError, Legs
+from kvbaton.router.route_table import BY_PATH, ServerRoute, Treatment
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.router_stats import RouterStats
-from kvbaton.router.worker_calls import LegError, Legs
 from kvbaton.router.workers.available import AvailableWorkers, View
 from kvbaton.router.workers.directory import ListedEngine, WorkerListState
 from kvbaton.router.workers.worker_load import Loads
@@ -185,3 +187,49 @@ def _states(view: View) -> dict[str, dict[str, int]]:
         count = states.setdefault(worker.role, {})
         count[worker.state] = count.get(worker.state, 0) + 1
     return states
+
+
+_NESTING_MAX = 64
+
+
+class _Document(msgspec.Struct):
+    openapi: str = "3.1.0"
+    paths: dict[str, dict[str, msgspec.Raw]] = {}
+    components: msgspec.Raw = msgspec.Raw(b"{}")
+
+
+def document(worker: bytes, more: Iterable[str] = ()) -> dict[str, Any]:
+    """`worker`: what one says, b"" if none does. `more`: paths that the router has besides those of a vLLM server."""
+    told = _read(worker)
+    paths = {
+        route.path: _methods(route, told.paths.get(route.path, {})) for route in BY_PATH.values() if _is_here(route)
+    }
+    own = ServerRoute("", ("GET",), Treatment.ANSWERED, "the router's own, for operators")
+    paths |= {path: _methods(own, {}) for path in more if path not in paths}
+    info = {
+        "title": "kvbaton router",
+        "version": __version__,
+        "description": "A vLLM server's API, answered by a cluster of prefill and decode workers.",
+    }
+    return {"openapi": told.openapi[:20], "info": info, "paths": paths, "components": told.components}
+
+
+def _read(worker: bytes) -> _Document:
+    if not worker or shapes.too_costly(worker, _NESTING_MAX):
+        return _Document()
+    try:
+        worker.decode()  # fields that nobody reads go on as they came
+        found = msgspec.json.decode(worker, type=_Document)
+        msgspec.json.decode(bytes(found.components))  # it goes on as it came, so it must be JSON
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return _Document()
+    return found
+
+
+def _is_here(route: ServerRoute) -> bool:
+    return route.treatment is not Treatment.REFUSED
+
+
+def _methods(route: ServerRoute, told: Mapping[str, msgspec.Raw]) -> dict[str, Any]:
+    plain = {"summary": route.note, "responses": {"200": {"description": "OK"}}}
+    return {name: told.get(name, plain) for name in map(str.lower, route.methods)}

@@ -22,20 +22,20 @@ from kvbaton.api.bodies import json_object
 from kvbaton.api.http import http_client
 from kvbaton.api.http.http_types import Answer, Events, Handler, Header, Request
 from kvbaton.router import policy
-from kvbaton.router.openai_api import NOT_TO_WORKERS, passed
-from kvbaton.router.policy import NO_DOUBTS, Doubts, Weights
-from kvbaton.router.request_admission import (
+from kvbaton.router.flow.request_admission import (
     UnderWay,
     check_form,
     check_request,
     check_steering_anywhere,
     hold_body,
 )
-from kvbaton.router.request_flow import STALE_MAX, Flow
+from kvbaton.router.flow.request_flow import STALE_MAX, Flow
+from kvbaton.router.flow.worker_calls import EventStream, Leg, LegError, Legs, WorkerAnswer
+from kvbaton.router.openai_api import NOT_TO_WORKERS, passed
+from kvbaton.router.policy import NO_DOUBTS, Doubts, Weights
 from kvbaton.router.route_table import ServerRoute
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.router_stats import RouterStats, count
-from kvbaton.router.worker_calls import EventStream, Leg, LegError, Legs, WorkerAnswer
 from kvbaton.router.workers.available import AvailableWorkers
 from kvbaton.router.workers.directory import ListedEngine
 from kvbaton.router.workers.worker_load import WorkerLoad

@@ -16,7 +16,7 @@ from kvbaton.api.http.http_types import Answer, Request
 from kvbaton.observe.dashboard.page_files import FILES, HEADERS, REASONS, ROOT, STATE, fixed_pages
 from kvbaton.protocol.errors import Reason
 from kvbaton.router.app import Router, router_app
-from kvbaton.router.dashboard_page import live_page
+from kvbaton.router.dashboard_page import dashboard
 from kvbaton.router.router_settings import OperatorPages, RouterSettings
 from kvbaton.router.workers.directory import StaticDirectory
 
@@ -121,7 +121,7 @@ async def asked(router: Router, path: str, method: str = "GET", peer: str = "127
 
 def test_the_router_serves_the_page_and_its_state() -> None:
     async def run() -> None:
-        async with router_app(StaticDirectory(()), RouterSettings(), pages=live_page) as router:
+        async with router_app(StaticDirectory(()), RouterSettings(), pages=dashboard) as router:
             for path in (*FILES, REASONS, STATE):
                 answer = await asked(router, path)
                 assert answer.status == 200
@@ -137,7 +137,7 @@ def test_the_router_serves_the_page_and_its_state() -> None:
 
 def test_a_slash_too_many_leads_to_the_page() -> None:
     async def run() -> None:
-        async with router_app(StaticDirectory(()), RouterSettings(), pages=live_page) as router:
+        async with router_app(StaticDirectory(()), RouterSettings(), pages=dashboard) as router:
             for method in ("GET", "HEAD"):
                 answer = await asked(router, f"{ROOT}/", method)
                 assert answer.status == 308
@@ -154,7 +154,7 @@ def test_a_slash_too_many_leads_to_the_page() -> None:
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
 def test_nothing_but_reading_is_possible(method: str) -> None:
     async def run() -> None:
-        async with router_app(StaticDirectory(()), RouterSettings(), pages=live_page) as router:
+        async with router_app(StaticDirectory(()), RouterSettings(), pages=dashboard) as router:
             for path in (ROOT, STATE):
                 with pytest.raises(ApiError) as refused:
                     router.handler(method, path)
@@ -174,7 +174,7 @@ def test_nothing_but_reading_is_possible(method: str) -> None:
 )
 def test_the_page_is_shown_to_those_who_may_see_flights(pages: OperatorPages, peer: str, shown: bool) -> None:
     async def run() -> None:
-        async with router_app(StaticDirectory(()), RouterSettings(operator_pages=pages), pages=live_page) as router:
+        async with router_app(StaticDirectory(()), RouterSettings(operator_pages=pages), pages=dashboard) as router:
             for path in (ROOT, STATE, f"{ROOT}/app.js"):
                 if shown:
                     assert (await asked(router, path, peer=peer)).status == 200

@@ -28,13 +28,48 @@ from kvbaton.api.http.path_site import PathSite, reads, takes_body
 from kvbaton.api.merge import Joiner, join
 from kvbaton.api.params import FIELD, TransferParams
 from kvbaton.api.responses import ResponseShape
-from kvbaton.api.stops import StopFilter
 from kvbaton.engines.embedded.server_plan import EventShape, GenerateRequest, ModelCard, PlannedJob, plan
 from kvbaton.engines.embedded.tokenizing import counted, detokenized, tokenized
 from kvbaton.observe.metrics.exposition import Family
 from kvbaton.observe.metrics.handoff_metrics import HandoffMetrics
 from kvbaton.observe.metrics.worker_metrics import render_worker
 from kvbaton.protocol.errors import MEANING, Blame, Reason
+
+
+class StopFilter:
+    """Cuts one answer's text."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.met = ""
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """What may be told now, and whether a stop text was met (then all that follows is to be dropped)."""
+        if not self._stops:
+            return text, False
+        text = self._held + text
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            at, self.met = min(found)
+            self._held = ""
+            return text[:at], True
+        keep = self._open_end(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], False
+
+    def rest(self) -> str:
+        """What was held back, when the answer has ended otherwise."""
+        held, self._held = self._held, ""
+        return held
+
+    def _open_end(self, text: str) -> int:
+        longest = max(map(len, self._stops)) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0
+
 
 __all__ = [
     "Finished",

@@ -1,7 +1,7 @@
 """All records of handoffs at the router: its own, and those that workers report; kept for a while, and joined.
 
 Laws: memory is bounded, whatever workers report; failures are kept apart, so that successes do not evict them, and a
-worker's reports evict only its own (`journey_store`). Records come in any order and more than once; the last record of
+worker's reports evict only its own (`JourneyStore`). Records come in any order and more than once; the last record of
 a side stands, also when its process is gone. A worker reports only for itself: its name and incarnation are those that
 its connection proved. Safe from any thread; callbacks never block.
 
@@ -19,7 +19,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -37,7 +38,6 @@ from kvbaton.observe.flight.joining import (
     tries_of,
 )
 from kvbaton.observe.flight.journey import Journey
-from kvbaton.observe.flight.journey_store import ROUTER, JourneyStore, Story
 from kvbaton.observe.flight.recorder import LEVEL_MAX, is_shared
 from kvbaton.observe.flight.report import FlightReport
 from kvbaton.observe.flight.sanitize import clean, size_of
@@ -345,3 +345,84 @@ def _has_room(story: Story, flight: Flight) -> bool:
 
 def _latest(flight: Flight) -> float:
     return flight.moments[-1].at if flight.moments else 0.0
+
+
+ROUTER = ""
+"""The teller of what the router saw; no worker has this name."""
+
+
+@dataclass(slots=True)
+class Story:
+    """The records of one handoff, or of one attempt without a handoff."""
+
+    key: str
+    teller: str
+    sides: dict[tuple[FlightSeat, str, str, str], Flight] = field(default_factory=dict)
+    bytes: int = 0
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class _Bill:
+    stories: dict[str, None] = field(default_factory=dict)  # keys, oldest first
+    bytes: int = 0
+
+
+class JourneyStore:
+    """Stories by key. Not thread-safe; the owner has a lock."""
+
+    def __init__(self) -> None:
+        self._stories: dict[str, Story] = {}
+        self._bills: dict[str, _Bill] = {}
+
+    def __len__(self) -> int:
+        return len(self._stories)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._stories
+
+    def __iter__(self) -> Iterator[Story]:
+        return iter(self._stories.values())
+
+    def __reversed__(self) -> Iterator[Story]:
+        return reversed(self._stories.values())
+
+    def get(self, key: str) -> Story | None:
+        return self._stories.get(key)
+
+    def add(self, story: Story) -> None:
+        self._stories[story.key] = story
+        bill = self._bills.setdefault(story.teller, _Bill())
+        bill.stories[story.key] = None
+        bill.bytes += story.bytes
+
+    def take(self, key: str) -> Story:
+        """The story, no longer here."""
+        story = self._stories.pop(key)
+        self._strike(story)
+        return story
+
+    def grow(self, story: Story, by_bytes: int) -> None:
+        story.bytes += by_bytes
+        self._bills[story.teller].bytes += by_bytes
+
+    def hand_over(self, story: Story, teller: str) -> None:
+        """Charge it to another owner from here on, as the newest there."""
+        self._strike(story)
+        story.teller = teller
+        bill = self._bills.setdefault(teller, _Bill())
+        bill.stories[story.key] = None
+        bill.bytes += story.bytes
+
+    def drop(self, *, for_bytes: bool = False) -> Story:
+        """Forget the oldest story of the owner that holds the most stories, or the most bytes."""
+        bills = self._bills.values()
+        most = max(bills, key=lambda bill: bill.bytes if for_bytes else len(bill.stories))
+        return self.take(next(iter(most.stories)))
+
+    def _strike(self, story: Story) -> None:
+        bill = self._bills[story.teller]
+        del bill.stories[story.key]
+        bill.bytes -= story.bytes
+        if not bill.stories:
+            del self._bills[story.teller]

@@ -7,20 +7,10 @@ read without this code beside it: it names the side, the unit and what makes the
 
 from __future__ import annotations
 
+from kvbaton.observe.codes.alone_reasons import MISSED, SOURCES
 from kvbaton.observe.flight.flight_records import DELIVERED, STAGES
 from kvbaton.observe.metrics.metric_types import Label, Metric, MetricError, MetricKind, Where
-from kvbaton.observe.metrics.pressure_names import (  # listed with all others, by `METRICS`
-    ALONE_TOKENS,
-    CACHE_RESET_BLOCKS,
-    CACHE_RESETS,
-    FULL,
-    PIN_MAX,
-    PIN_REFUSED,
-    PIN_WAITING,
-    PROMPT_TOKENS,
-)
 from kvbaton.observe.metrics.process_metric_names import OF_PROCESSES
-from kvbaton.observe.metrics.turn_metric_names import ROUTER_TURNS, TURN_BLOCKS, TURN_LOADS, TURN_TOKENS, TURNS
 from kvbaton.protocol.errors import Reason
 from kvbaton.transports.builtin_entries import DISTRIBUTIONS, PLANES
 from kvbaton.transports.catalogue_entry import SUMS
@@ -64,7 +54,8 @@ def _seconds(name: str, text: str, where: tuple[Where, ...], *labels: Label) -> 
 
 # --- handoffs, as D sees them; exemplars carry the handoff id
 HANDOFFS = _counter(
-    "handoffs", "Handoffs of a prompt's KV cache to this engine as decode side that ended, well or not.", _ENGINES,
+    "handoffs", "Handoffs of a prompt's KV cache to this engine as decode side that ended, well or not.",
+    _ENGINES,
     MODE, TRANSPORT, END,
 )  # fmt: skip
 ENDS = _counter(
@@ -169,11 +160,13 @@ LINKS_TOTAL = _counter(
     "links", "Connections that this decode engine made to prefill engines, by transport.", _ENGINES, TRANSPORT
 )
 PLANES_GIVEN_UP = _counter(
-    "planes_given_up", "Times that a transport could not be opened to a peer and the next best was taken.", _ENGINES,
+    "planes_given_up", "Times that a transport could not be opened to a peer and the next best was taken.",
+    _ENGINES,
     TRANSPORT, from_zero=True,
 )  # fmt: skip
 SESSIONS = _counter(
-    "sessions", "Connections of decode engines that this prefill engine accepted, by protocol version.", _ENGINES,
+    "sessions", "Connections of decode engines that this prefill engine accepted, by protocol version.",
+    _ENGINES,
     Label("version", (), "negotiated protocol version"),
 )  # fmt: skip
 HELLO_REFUSED = _counter(
@@ -181,7 +174,8 @@ HELLO_REFUSED = _counter(
     from_zero=True,
 )  # fmt: skip
 FRAMES_REFUSED = _counter(
-    "frames_refused", "Control messages of authenticated peers that were malformed or too large, by reason.", _ENGINES,
+    "frames_refused", "Control messages of authenticated peers that were malformed or too large, by reason.",
+    _ENGINES,
     REASON, from_zero=True,
 )  # fmt: skip
 OVER_QUOTA = _counter(
@@ -196,7 +190,8 @@ CONNECTIONS_REFUSED = _counter(
     "connections_refused", "Connections to this process's control port with a key that is no member's.", _ALL
 )
 DATA_REFUSED = _counter(
-    "data_refused", "Connections and requests refused at this engine's data ports, by transport and cause.", _ENGINES,
+    "data_refused", "Connections and requests refused at this engine's data ports, by transport and cause.",
+    _ENGINES,
     TRANSPORT, Label("reason", tuple(Cause), "see [above](#refused-connections-at-data-ports)"),
 )  # fmt: skip
 MAPPED = _gauge(
@@ -429,6 +424,86 @@ FAULTS = _counter(
 BUILD = Metric(
     "kvbaton_build_info", MetricKind.INFO, "Always 1; the labels have kvbaton's version, the component and its name.",
     _ALL, (Label("version"), Label("component", tuple(Where)), Label("worker", (), "its name; `none` for the router")),
+)  # fmt: skip
+
+# --- who computed the prompts, by D's own account
+PROMPT_TOKENS = _counter(
+    "prompt_tokens",
+    "Prompt tokens of requests that this engine began to decode, by where their KV cache came from.", _ENGINES,
+    Label("source", SOURCES, "`cached`: its own prefix cache; `planned`: computed here, as it should be (the last "
+          "token, short prompts); `alone`: computed here although a prefill engine should have"),
+    from_zero=True,
+)  # fmt: skip
+ALONE_TOKENS = _counter(
+    "alone_tokens",
+    "Prompt tokens that this decode engine computed although a prefill engine should have, by reason.", _ENGINES,
+    Label("reason", (*MISSED, *_REASONS), "see [above](#is-it-really-disaggregating)"), from_zero=True,
+)  # fmt: skip
+FULL = _gauge(
+    "full", "1 while this engine tells routers that it has no room for more: KV cache blocks, or blocks it may pin.",
+    _ENGINES,
+)  # fmt: skip
+
+PIN_MAX = _gauge(
+    "pin_max_blocks",
+    "KV cache blocks that handoffs may pin at this prefill engine, by the setting pin_share.",
+    _ENGINES,
+)
+PIN_WAITING = _gauge(
+    "pin_waiting", "Requests that wait at this prefill engine until handoffs pin fewer of its KV cache blocks.",
+    _ENGINES,
+)  # fmt: skip
+PIN_REFUSED = _counter(
+    "pin_refused", "Requests that this prefill engine refused, since handoffs pinned all blocks that they may pin.",
+    _ENGINES,
+)  # fmt: skip
+
+# --- what members that are gone cost
+CACHE_RESETS = _counter(
+    "cache_resets", "Resets of this engine's prefix cache, since KV of a member that was removed may have been in it.",
+    _ENGINES,
+)  # fmt: skip
+CACHE_RESET_BLOCKS = _counter(
+    "cache_reset_blocks", "Cached blocks that those resets dropped, to be computed again.", _ENGINES,
+)  # fmt: skip
+
+
+# --- turns: what D keeps for the next one of a conversation, and what P takes of it
+TURNS = Metric(
+    "kvbaton_turns_total", MetricKind.COUNTER,
+    "Ended requests that this decode engine kept for the next turn, and what became of them: taken, or why not.",
+    _ENGINES, (Label("outcome", ("kept", "taken", *_REASONS), "`kept`: all; `taken`: read by a prefill engine"),),
+)  # fmt: skip
+TURN_BLOCKS = Metric(
+    "kvbaton_turn_blocks", MetricKind.GAUGE,
+    "Blocks of this decode engine's KV cache that are kept for next turns now, bounded by turn_percent.", _ENGINES,
+)  # fmt: skip
+TURN_LOADS = Metric(
+    "kvbaton_turn_loads_total", MetricKind.COUNTER,
+    "Prompts whose beginning a decode engine had kept, by whether this prefill engine took it from there.", _ENGINES,
+    (
+        Label(
+            "outcome", ("taken", "late", "known", "unfit", *_REASONS),
+            "`known`: it had as much itself; `late`: no answer in time; `unfit`: not this prompt's beginning",
+        ),
+    ),
+)  # fmt: skip
+TURN_TOKENS = Metric(
+    "kvbaton_turn_tokens_total", MetricKind.COUNTER,
+    "Prompt tokens that this prefill engine did not compute, because it took their KV cache from a decode engine.",
+    _ENGINES,
+)  # fmt: skip
+ROUTER_TURNS = Metric(
+    "kvbaton_router_turns_total", MetricKind.COUNTER,
+    "Turns of conversations that the router knows to be kept by a decode worker, and what it did with them.",
+    (Where.ROUTER,),
+    (
+        Label(
+            "outcome", ("noted", "offered", "forgotten"),
+            "`noted`: kept by D; `offered`: told to the next turn's P; `forgotten`: too old, too many, or D is gone",
+        ),
+    ),
+    from_zero=True,
 )  # fmt: skip
 
 METRICS: tuple[Metric, ...] = (*(each for each in list(globals().values()) if isinstance(each, Metric)), *OF_PROCESSES)

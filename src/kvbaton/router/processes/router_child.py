@@ -28,7 +28,7 @@ from kvbaton.observe.flight.flight_records import Flight
 from kvbaton.processes import process_logs
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.app import Router, RouterParts, router_app
-from kvbaton.router.hops import Hops
+from kvbaton.router.flow.hops import Hops
 from kvbaton.router.processes import merged_stats
 from kvbaton.router.processes.process_link import (
     ChildReady,

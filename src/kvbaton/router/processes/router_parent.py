@@ -28,8 +28,10 @@ from kvbaton.observe.metrics import process_metrics
 from kvbaton.processes import process_logs
 from kvbaton.processes.child_process import ChildError
 from kvbaton.router.app import OPERATORS_PATHS, Board, Pages, RouterParts, WorkerCare
+from kvbaton.router.flow.hops import Hops
+from kvbaton.router.flow.request_flow import Discard
+from kvbaton.router.flow.worker_calls import Legs
 from kvbaton.router.front_secrets import FrontSecrets
-from kvbaton.router.hops import Hops
 from kvbaton.router.operator_access import FlightsPage, Show
 from kvbaton.router.operator_api import OperatorApi
 from kvbaton.router.processes import merged_stats, shared_port
@@ -52,9 +54,7 @@ from kvbaton.router.processes.process_link import (
 from kvbaton.router.processes.router_process import RouterProcess
 from kvbaton.router.processes.shared_counts import IN_FLIGHT, SharedCounts, SharedLoads, WorkerNumbers
 from kvbaton.router.processes.shared_turns import turns_bytes
-from kvbaton.router.request_flow import Discard
 from kvbaton.router.router_settings import RouterSettings
-from kvbaton.router.worker_calls import Legs
 from kvbaton.router.workers.available import AvailableWorkers
 from kvbaton.router.workers.directory import WorkerDirectory
 

@@ -17,7 +17,7 @@ from kvbaton.api.request_ids import parse_address
 from kvbaton.control.plain import AnnouncedWorker, Announcement
 from kvbaton.control.rank_names import data_parallel_name
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, WorkerId
-from kvbaton.router.dialect_table import computes_alone, spoken_by
+from kvbaton.router.flow.dialect_table import computes_alone, spoken_by
 from kvbaton.router.workers.directory import ListedEngine, WorkerDirectory, WorkerListState
 
 RANKS_LISTED_MAX = 256

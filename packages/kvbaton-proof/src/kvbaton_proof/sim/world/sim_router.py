@@ -1,6 +1,6 @@
 """The simulated router's discards of unused tickets: when they are sent, and how they travel.
 
-Laws: a ticket is given back as the real router does it (`router/request_flow.py`): when the client leaves, or D's
+Laws: a ticket is given back as the real router does it (`router/flow/request_flow.py`): when the client leaves, or D's
 answer fails,
 or, where both engines were asked at once, when either does. The registry may lose the word, double it, hold it up, and
 bring it to another life of P. Strays are words that no router gives by design and that a cluster must still survive:

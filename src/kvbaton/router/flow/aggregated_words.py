@@ -14,9 +14,9 @@ import msgspec
 from kvbaton.api.api_errors import RETRY_AFTER_S, ApiError
 from kvbaton.observe.codes.alone_reasons import FALLBACK, FIELD, WORDS
 from kvbaton.protocol.errors import Reason
-from kvbaton.router import kv_params
+from kvbaton.router.flow import kv_params
+from kvbaton.router.flow.worker_calls import Leg, LegError
 from kvbaton.router.policy import NEVER
-from kvbaton.router.worker_calls import Leg, LegError
 from kvbaton.router.workers.directory import ListedEngine, WorkerListState
 
 

@@ -17,11 +17,11 @@ from kvbaton.api import sse
 from kvbaton.api.bodies import BodyKind
 from kvbaton.protocol.ids import HandoffId, PeerId
 from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX
-from kvbaton.router import turn_names
-from kvbaton.router.attempt import RoutedCall
-from kvbaton.router.dialect_table import TicketMinter
-from kvbaton.router.turn_names import TurnName
-from kvbaton.router.turn_table import KnownTurn, TurnTable
+from kvbaton.router.flow.attempt import RoutedCall
+from kvbaton.router.flow.dialect_table import TicketMinter
+from kvbaton.router.turns import turn_names
+from kvbaton.router.turns.turn_names import TurnName
+from kvbaton.router.turns.turn_table import KnownTurn, TurnTable
 from kvbaton.router.workers.directory import ListedEngine
 
 TOKENS_MAX = 1 << 31

@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from fake_workers import until
 from raw_server import LOOPS, run_on
-from test_door import GET, Stage, post, same_id, streaming, whole  # noqa: F401 - a fixture
+from test_http_server import GET, Stage, post, same_id, streaming, whole  # noqa: F401 - a fixture
 from tests.certificates import write_certificate
 
 from kvbaton.api.http import http_server, tls_server

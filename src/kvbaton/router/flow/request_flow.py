@@ -39,16 +39,17 @@ from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.flight.flight_records import WHOLE
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router import dialect_table, kv_params
-from kvbaton.router.alone_words import check_kept, word_for, word_params
-from kvbaton.router.attempt import ChosenRoute, RoutedCall, Tries
-from kvbaton.router.choosing import Chooser
-from kvbaton.router.deadlines import Deadline, Deadlines
-from kvbaton.router.dialect_table import TicketMinter
+from kvbaton.router.flow import dialect_table, kv_params
+from kvbaton.router.flow.aggregated_words import check_kept, word_for, word_params
+from kvbaton.router.flow.attempt import ChosenRoute, RoutedCall, Tries
+from kvbaton.router.flow.choosing import Chooser
+from kvbaton.router.flow.deadlines import Deadline, Deadlines
+from kvbaton.router.flow.dialect_table import TicketMinter
+from kvbaton.router.flow.refused_kv import is_of_the_handoff, not_the_clients
+from kvbaton.router.flow.reply import Replies, Reply
+from kvbaton.router.flow.request_admission import LargeBodies
+from kvbaton.router.flow.worker_calls import EventStream, Leg, LegError, Legs, WorkerAnswer
 from kvbaton.router.policy import Pair
-from kvbaton.router.refused_kv import is_of_the_handoff, not_the_clients
-from kvbaton.router.reply import Replies, Reply
-from kvbaton.router.request_admission import LargeBodies
 from kvbaton.router.router_flights import (
     DECODE_SENT,
     FIRST_BYTE,
@@ -60,9 +61,8 @@ from kvbaton.router.router_flights import (
 )
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.router_stats import RouterStats, count
-from kvbaton.router.turn_book import TurnBook
-from kvbaton.router.turn_table import TurnTable
-from kvbaton.router.worker_calls import EventStream, Leg, LegError, Legs, WorkerAnswer
+from kvbaton.router.turns.turn_book import TurnBook
+from kvbaton.router.turns.turn_table import TurnTable
 from kvbaton.router.workers.available import AvailableWorkers
 from kvbaton.router.workers.directory import ListedEngine
 from kvbaton.router.workers.prefixes import Prefixes, beginning, pieces, prompt_text

@@ -14,10 +14,10 @@ from typing import Any
 
 from kvbaton.api.gather import cancel
 from kvbaton.api.http.http_types import Header
-from kvbaton.router.attempt import ChosenRoute
+from kvbaton.router.flow.attempt import ChosenRoute
+from kvbaton.router.flow.worker_calls import EventStream, LegError, WorkerAnswer
 from kvbaton.router.router_flights import OK, Trip
 from kvbaton.router.router_stats import RouterStats, count
-from kvbaton.router.worker_calls import EventStream, LegError, WorkerAnswer
 from kvbaton.router.workers.directory import ListedEngine
 from kvbaton.router.workers.health import Health
 from kvbaton.router.workers.worker_load import WorkerLoad

@@ -37,7 +37,7 @@ from kvbaton.observe.flight.journey import REFUSED
 from kvbaton.observe.flight.terminal_timeline import brief, draw
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, WorkerId
 from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
-from kvbaton.router import kv_params
+from kvbaton.router.flow import kv_params
 from kvbaton.router.router_flights import LogBook, begun
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import ListedEngine

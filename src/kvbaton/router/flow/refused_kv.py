@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from kvbaton.api.api_errors import ApiError
 from kvbaton.api.params import FIELD, Mode
-from kvbaton.router.attempt import ChosenRoute
-from kvbaton.router.worker_calls import LegError
+from kvbaton.router.flow.attempt import ChosenRoute
+from kvbaton.router.flow.worker_calls import LegError
 
 
 def is_of_the_handoff(route: ChosenRoute, error: LegError) -> bool:

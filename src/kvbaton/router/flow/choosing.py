@@ -14,8 +14,9 @@ from kvbaton.api.api_errors import ApiError, unavailable
 from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router import dialect_table, policy
-from kvbaton.router.attempt import ChosenRoute, RoutedCall, Tries
+from kvbaton.router import policy
+from kvbaton.router.flow import dialect_table
+from kvbaton.router.flow.attempt import ChosenRoute, RoutedCall, Tries
 from kvbaton.router.policy import Pair, Weights
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.workers.available import AvailableWorkers, View

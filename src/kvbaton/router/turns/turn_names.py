@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.bodies import TEXT_PARTS, BodyKind
-from kvbaton.router.attempt import RoutedCall
+from kvbaton.router.flow.attempt import RoutedCall
 
 STEP_BYTES = 256
 """A text is looked up by its beginnings of so many bytes and multiples of it; a shorter one is not worth it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.observe.flight.journey_store import JourneyStore, Story
+from kvbaton.observe.flight.collector import JourneyStore, Story
 
 TELLERS = ("", "p0", "d0")
 steps = st.lists(

@@ -99,35 +99,6 @@ def test_a_body_that_would_be_inflated_is_refused_as_it_is(coding: str, chunked:
     assert (status_of(answer), code_of(answer)) == ((415, "encoded_body") if shown else (401, "not_the_router"))
 
 
-@pytest.mark.parametrize(
-    "header",
-    [
-        "Content-Encoding: br", "Content-Encoding: zstd", "Content-Encoding: gzip, gzip", "content-encoding: GZIP",
-        "Content-Encoding: x-gzip", "Content-Encoding: identity\r\nContent-Encoding: gzip",
-        "Content-Encoding: identity, deflate", "Content-Encoding: nonsense",
-    ],
-)  # fmt: skip
-def test_any_encoding_is_refused_by_its_name(header: str) -> None:
-    async def story() -> bytes:
-        async with door(guarded=False) as url:
-            return await said(url, post(PLAIN, header))
-
-    answer = run(story())
-    assert (status_of(answer), code_of(answer)) == (415, "encoded_body")
-    assert b"Content-Encoding: " in answer.partition(b"\r\n\r\n")[2]
-
-
-@pytest.mark.parametrize("coding", ["gzip, chunked", "gzip", "chunked, gzip", "chunked, chunked", "deflate,chunked"])
-def test_a_transfer_encoding_other_than_chunked_is_refused(coding: str) -> None:
-    async def story() -> bytes:
-        data = post(BOMBS["gzip"], chunked=True).replace(b"Encoding: chunked", f"Encoding: {coding}".encode(), 1)
-        async with door(guarded=False) as url:
-            return await said(url, data)
-
-    answer = run(story())
-    assert status_of(answer) in (400, 415, 501)
-
-
 @pytest.mark.parametrize("header", ["Content-Encoding: identity", "Content-Encoding: ", "X-Other: gzip"])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_a_plain_body_is_answered(header: str, chunked: bool) -> None:

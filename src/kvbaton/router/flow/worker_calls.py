@@ -23,7 +23,7 @@ from kvbaton.api.http.http_client import Exchange, Origin, Pool
 from kvbaton.api.http.http_types import Header
 from kvbaton.api.tokens import NOT_THE_ROUTER
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router.hops import Hops
+from kvbaton.router.flow.hops import Hops
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import OWN, ListedEngine
 

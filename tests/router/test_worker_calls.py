@@ -16,8 +16,8 @@ from kvbaton.api.api_errors import ApiError
 from kvbaton.api.http import http_client
 from kvbaton.api.http.answer_reader import UNREAD_BYTES_MAX
 from kvbaton.protocol.ids import Incarnation, WorkerId
+from kvbaton.router.flow.worker_calls import RETRY_AFTER_S_MAX, Leg, LegError, Legs
 from kvbaton.router.router_settings import RouterSettings
-from kvbaton.router.worker_calls import RETRY_AFTER_S_MAX, Leg, LegError, Legs
 from kvbaton.router.workers.directory import ListedEngine
 
 Run = Callable[[Coroutine[Any, Any, None]], None]

@@ -14,10 +14,10 @@ from kvbaton.api.http.http_types import Header
 from kvbaton.api.params import Mode
 from kvbaton.observe.tracing.trace_context import Traceparent
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router.kv_params import Written
+from kvbaton.router.flow.kv_params import Written
+from kvbaton.router.flow.worker_calls import LegError
 from kvbaton.router.policy import NO_DOUBTS, Doubts
 from kvbaton.router.router_flights import Trip
-from kvbaton.router.worker_calls import LegError
 from kvbaton.router.workers.directory import ListedEngine
 
 

@@ -1,0 +1,1 @@
+"""Which decode worker keeps the KV of a conversation's last turn."""
