@@ -148,9 +148,9 @@ processes: $(VENV)/.planes $(ROUTER_VENV)/.ready ## tests of nodes, engines, dat
 .PHONY: $(PARTS)
 $(PARTS): export KVBATON_TEST_ALL = 1
 processes-runtime:
-	$(PYTEST) $(RUNTIME) tests/engines tests/integrations tests/gpu_test tests/api
+	$(PYTEST) $(RUNTIME) tests/engines tests/integrations tests/gpu_test tests/rig tests/api
 processes-planes:
-	$(PYTEST) tests/transports
+	$(PYTEST) tests/transports packages/kvbaton-mori/tests
 processes-routers:
 	$(PYTEST) tests/router tests/bench tests/control
 processes-commands:

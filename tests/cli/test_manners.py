@@ -199,7 +199,7 @@ def test_a_missing_library_is_named_with_the_way_to_get_it(
         raise ModuleNotFoundError(f"No module named {lacks!r}", name=lacks)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    for lacks in ("aiohttp", "uvloop"):
+    for lacks in ("httptools", "uvloop"):
         status, _, err = call(capsys, "router")
         assert (status, err.count("\n")) == (2, 1)
         assert f"needs {lacks}: pip install 'kvbaton[serve]'" in err

@@ -14,7 +14,7 @@ from docs_commands import ROOT
 
 from kvbaton.cli.main import COMMANDS
 from kvbaton.cli.settings import layers
-from kvbaton.engines.vllm.connector_settings import ConnectorSettings
+from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.observe.tracing import export
 
 

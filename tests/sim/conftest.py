@@ -9,7 +9,7 @@ import pytest
 from kvbaton.protocol.machines.lease import Lease
 from kvbaton.protocol.machines.producer import Producer
 from kvbaton_proof.sim import run
-from kvbaton_proof.sim.checks.hearing import Hearing
+from kvbaton_proof.sim.checks.version_checks import VersionChecks
 from kvbaton_proof.sim.run import run_seed
 
 from .seen_seeds import SeenSeeds
@@ -22,7 +22,7 @@ SEEDS = range(40)
 def worlds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the questions beside each world and the books of its ledgers, which see most of what others are for."""
     monkeypatch.setattr(run, "asked", lambda bank, seed: None)
-    monkeypatch.setattr(Hearing, "_keep_books", lambda self, life: None)
+    monkeypatch.setattr(VersionChecks, "_keep_books", lambda self, life: None)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
 """Questions with known answers (`proof/sim/questions/exam.py`), and the books of a ledger
-(`proof/sim/checks/accounts.py`, `proof/sim/checks/due.py`)."""
+(`proof/sim/checks/ledger_consistency.py`, `proof/sim/checks/timer_checks.py`)."""
 
 from __future__ import annotations
 

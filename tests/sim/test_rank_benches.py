@@ -16,7 +16,6 @@ from kvbaton_proof.sim.rank_models.rank_bench import ANYTHING, Raised, outcome, 
 from kvbaton_proof.sim.rank_models.rank_benches import BENCHES, BENCHES_PER_SEED, run_benches
 
 PARTS = {
-    "ranks.rank_endpoints": ("port",),
     "ranks.rank_host": ("host",),
     "ranks.rank_link": ("link", "links"),
     "ranks.rank_messages": ("messages",),

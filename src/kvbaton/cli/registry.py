@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.http_common import run as run_loop
+from kvbaton.api.http.server_loop import run as run_loop
 from kvbaton.cli.arguments import host_port, networks, port
 from kvbaton.cli.flags import log as log_flags
 from kvbaton.control import keyring as keys
@@ -123,7 +123,7 @@ async def _health(args: argparse.Namespace, server: RegistryServer) -> AsyncIter
     if not args.health:
         yield ""
         return
-    from kvbaton.api.status_page import status_page  # with aiohttp, for who asked for it
+    from kvbaton.api.http.status_page import status_page
 
     def families() -> list[Family]:
         workers: Counter[tuple[str, str]] = Counter(_role_and_state(entry) for entry in server.workers())

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.http_common import run as run_loop
+from kvbaton.api.http import http_client
+from kvbaton.api.http.server_loop import run as run_loop
 from kvbaton.api.params import Mode
 from kvbaton.api.tokens import is_loopback
 from kvbaton.cli.arguments import host_port, networks, port, registries, seconds, seconds_or_off, whole
@@ -26,7 +27,6 @@ from kvbaton.processes.operator_control import told_to_stop
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.front_secrets import FrontSecrets
-from kvbaton.router.http import http_client
 from kvbaton.router.policy import POLICIES
 from kvbaton.router.processes.router_parent import PROCESSES_MAX
 from kvbaton.router.request_admission import BODY_COPIES

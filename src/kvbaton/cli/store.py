@@ -151,7 +151,7 @@ async def _status(
     if not address:
         yield ""
         return
-    from kvbaton.api.status_page import status_page
+    from kvbaton.api.http.status_page import status_page
 
     async with status_page(address, lambda: {"status": "ok", **figures()}, families) as url:
         yield f"{url}/health"

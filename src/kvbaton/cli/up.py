@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.http_common import run as run_loop
+from kvbaton.api.http.server_loop import run as run_loop
 from kvbaton.api.params import Mode
 from kvbaton.cli import installed, progress
 from kvbaton.cli.arguments import planes_choice, port, seconds, seconds_or_off, whole
@@ -209,7 +209,7 @@ def vllm_plan_of(
 
 
 async def _check(args: argparse.Namespace) -> int:
-    from kvbaton.local_cluster.answer_check import check, summary  # with aiohttp, as a client
+    from kvbaton.local_cluster.answer_check import check, summary
 
     modes = list(Mode) if args.mode is None else [Mode(args.mode)]
     transports = ["shm", "tcp"] if args.transport is None else [args.transport]
@@ -221,7 +221,7 @@ async def _check(args: argparse.Namespace) -> int:
 
 
 async def _check_vllm(args: argparse.Namespace, server: ServerOptions) -> int:
-    from kvbaton.local_cluster import vllm_check  # with aiohttp, as above
+    from kvbaton.local_cluster import vllm_check
 
     modes = list(Mode) if args.mode is None else [Mode(args.mode)]
     plan = vllm_plan_of(args, server, args.transport or "auto", http_port=args.port or 0, mode=modes[0])

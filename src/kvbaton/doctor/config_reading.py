@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvbaton.doctor.finding import Finding, finding
-from kvbaton.engines.vllm import launching
+from kvbaton.engines.vllm.launch import launching
 
 Side = Literal["prefill", "decode"]
 TEXT_BYTES_MAX = 1 << 20

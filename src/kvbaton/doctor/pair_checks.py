@@ -16,8 +16,8 @@ from kvbaton.control.registry.registry_places import registry_places
 from kvbaton.doctor import key_checks, shape_checks
 from kvbaton.doctor.config_checks import ConfiguredEngine
 from kvbaton.doctor.finding import Finding, finding
-from kvbaton.engines.vllm.connector_settings import ConnectorSettings
-from kvbaton.engines.vllm.vllm_compat import config_digest, weights_digest
+from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
+from kvbaton.engines.vllm.content.vllm_compat import config_digest, weights_digest
 from kvbaton.protocol.compat import difference
 from kvbaton.security.sealing import is_loopback
 from kvbaton.transports import catalogue

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.api.http.tls_server import TlsError
 from kvbaton.cli.flags.router_way import OPERATOR_KEY_VARIABLE
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.front_access import (
@@ -20,7 +21,6 @@ from kvbaton.router.front_access import (
     read_keys,
 )
 from kvbaton.router.front_secrets import FrontSecrets
-from kvbaton.router.http.tls_server import TlsError
 from kvbaton.router.router_settings import is_origin
 
 KEY_VARIABLE = "KVBATON_API_KEY"

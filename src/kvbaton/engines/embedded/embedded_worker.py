@@ -19,8 +19,8 @@ import msgspec
 
 import kvbaton
 from kvbaton.api.foreign import ForeignLookup
-from kvbaton.api.http import serving
-from kvbaton.api.http_common import run
+from kvbaton.api.http.http_server import serving
+from kvbaton.api.http.server_loop import run
 from kvbaton.api.params import Mode
 from kvbaton.api.tokens import guard
 from kvbaton.control.joining.join_client import JoinedMember
@@ -52,8 +52,7 @@ from kvbaton.node.cluster_node import (
     make_doorway,
     new_life,
 )
-from kvbaton.node.fullness import Fullness
-from kvbaton.node.pin_budget import budget_of
+from kvbaton.node.pin_budget import Fullness, budget_of
 from kvbaton.observe.metrics import node_metrics as node_figures
 from kvbaton.protocol.events import DrainStarted
 from kvbaton.protocol.ids import PeerId, RequestId, rank_peer
@@ -254,7 +253,7 @@ async def _serve(options: WorkerOptions) -> int:
     times = worker.thread.times.families
     app = worker_app(worker.door, lookup=worker.lookup, handoffs=handoffs, disown=disown, times=times)
     if options.http_is_guarded:
-        app.middlewares.append(guard(options.name, lambda: worker.node.doorway.config.ticket_keys))
+        app.guards.append(guard(options.name, lambda: worker.node.doorway.config.ticket_keys))
     async with _running(worker), serving(app, options.http_host, options.http_port) as url:
         with stop.on_signals(), _dumping(worker), _registered(worker, url, stop) as client:
             print(f"{options.name} {worker.node.peer.incarnation:016x} serves {url}", flush=True)

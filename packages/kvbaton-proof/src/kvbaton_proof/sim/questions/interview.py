@@ -23,9 +23,9 @@ from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import encode, pack_blocks
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton_proof.sim.questions.exam import same
+from kvbaton_proof.sim.world.life import BoundedTimers
 from kvbaton_proof.sim.world.sim_memory import Shape
 from kvbaton_proof.sim.world.sim_transport import KINDS
-from kvbaton_proof.sim.world.watched_timers import BoundedTimers
 
 KEY = b"the key of a cluster in which all is known"
 TIMES = {

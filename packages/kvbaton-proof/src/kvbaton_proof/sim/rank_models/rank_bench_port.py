@@ -1,4 +1,4 @@
-"""A data plane as the node sees it (`rank_transport`, `rank_endpoints`) on the bench: any call, and any news.
+"""A data plane as the node sees it (`rank_transport`) on the bench: any call, and any news.
 
 Laws of the model: what is asked is posted, once and in order, unless it is refused: at the bounds, of a lost rank, of
 an endpoint that is nonsense or another's, of what cannot cross. A copy that was accepted ends once; after an end that
@@ -22,8 +22,7 @@ from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.ranks import rank_messages as said
 from kvbaton.ranks import rank_transport
 from kvbaton.ranks.rank_carrying import Arrival
-from kvbaton.ranks.rank_endpoints import ENDPOINT_WAIT_S
-from kvbaton.ranks.rank_transport import RESTLESS_MAX, RemoteTransport
+from kvbaton.ranks.rank_transport import ENDPOINT_WAIT_S, RESTLESS_MAX, RemoteTransport
 from kvbaton.transports.core.transport import CopyEnded, CopyRested, FenceEnded, OpenFailed, TransportEvent
 from kvbaton.transports.local.region_listener import ShmEndpoint
 from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpEndpoint
