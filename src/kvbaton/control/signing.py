@@ -51,7 +51,7 @@ class Signer:
 
     @classmethod
     def from_private(cls, raw: bytes) -> Signer:
-        """Of a process that has a member's signing key, and not its CURVE secret: a rank of its engine."""
+        """The signer of a process that has a member's signing key, and not its CURVE secret: a rank of its engine."""
         return cls(_ed25519().Ed25519PrivateKey.from_private_bytes(raw))
 
     @property

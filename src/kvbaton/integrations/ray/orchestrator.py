@@ -139,7 +139,7 @@ class PrefillFailedError(Exception):
 
 
 class Orchestrator:
-    """Of one decode replica.
+    """What one decode replica does with requests.
 
     `backend` shapes the requests, `decode` runs one on the replica's own engine, `count` is told how each was served:
     `prefill`, `retried` (at another P; once for each that failed) or `alone`.
