@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import types
@@ -114,24 +113,6 @@ def test_a_missing_key_file_is_named_with_the_next_step(capsys: pytest.CaptureFi
     status, _, err = call(capsys, "router", "--keys", directory, "--port", "0", "--registry-port", "0")
     assert status == 2
     assert "secret/router.json is missing; add that identity" in err
-
-
-def test_a_port_in_use_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    call(capsys, "keys", "new", str(tmp_path / "keys"), "p0")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        for words in (
-            ["router", "--keys", str(tmp_path / "keys"), "--registry-port", "0", "--port", port],
-            ["router", "--keys", str(tmp_path / "keys"), "--registry-port", port, "--port", "0"],
-            ["router", "--prefill-url", "http://x", "--decode-url", "http://x", "--port", port],
-            ["up", "--port", port],
-        ):
-            status, out, err = call(capsys, *words)
-            assert (status, out) == (2, ""), words
-            assert port in err
-            assert err.count("\n") == 1
 
 
 def test_keys_are_minted_with_a_router_and_added_to(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

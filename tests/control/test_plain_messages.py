@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import random
-
 import msgspec
 import pytest
 
 from kvbaton.control.plain import Announcement, Fleet, PlainFault
-from kvbaton.control.plain.announcements import MESSAGE_BYTES_MAX, NESTING_MAX, decode, is_nested_within, payload_of
+from kvbaton.control.plain.announcements import MESSAGE_BYTES_MAX, NESTING_MAX, decode, is_nested_within
 from kvbaton.control.plain.announcer import p2p_nccl_registration, registration
 
 HTTP = "127.0.0.1:8100"
@@ -200,13 +198,6 @@ def test_depth_is_counted_alike_whatever_lies_beside(kind: object) -> None:
     assert decode(msgspec.msgpack.encode(shallow)) == decode(msgspec.msgpack.encode(MORIIO))
 
 
-def test_no_bytes_make_counting_raise_or_take_long() -> None:
-    draw = random.Random(7)
-    for _ in range(2000):
-        is_nested_within(draw.randbytes(draw.randrange(64)), 4)
-    assert is_nested_within(b"\xdf\xff\xff\xff\xff" * 4, 16) and not is_nested_within(b"\x91" * 17, 16)
-
-
 def test_text_that_is_not_utf_8_is_refused_by_its_field() -> None:
     damaged = msgspec.msgpack.encode(MORIIO).replace(b"127.0.0.1:8100", b"127.0.0.1:81\xff\xfe")
     assert fault(damaged).field == "http_address"
@@ -215,15 +206,3 @@ def test_text_that_is_not_utf_8_is_refused_by_its_field() -> None:
 def test_a_fault_shows_no_control_characters_and_not_much() -> None:
     text = str(fault({**MORIIO, "http_address": "\x1b[2J\n" + "ü" * 900 + ":80"}))
     assert text.isprintable() and text.isascii()
-
-
-def test_one_frame_speaks_and_an_empty_one_before_it_is_tolerated() -> None:
-    assert payload_of([b"said"]) == b"said"
-    assert payload_of([b"", b"said"]) == b"said"
-    assert payload_of([b""]) == b""
-
-
-@pytest.mark.parametrize("frames", [[], [b"a", b"b"], [b"", b"", b"a"], [b"", b"a", b"b"], [b"a", b""]])
-def test_other_frames_are_refused(frames: list[bytes]) -> None:
-    with pytest.raises(PlainFault, match=r"^frames: "):
-        payload_of(frames)

@@ -1,4 +1,7 @@
-"""Registrations from anyone: the plain announcements and their list, and what the authenticated registry is told."""
+"""Registrations from anyone: the plain announcements and their list, and what the authenticated registry is told.
+
+Any bytes, and any damage, are tried by the targets `plain` and `registry`, guided by coverage.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,14 @@ from fuzzing import (
     CASES_MIN,
     TIMEOUT_S,
     Family,
-    damaged,
     damaged_text,
     dialable,
-    edits,
     host_port,
     hosts,
     names,
     numeric,
     packed,
     ports,
-    scalars,
     text_edits,
     values,
 )
@@ -46,7 +46,7 @@ from kvbaton.protocol.privileges import Role
 from kvbaton.router.workers.announced import RANKS_LISTED_MAX, AnnouncedDirectory
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
-plain, registry = Family(), Family(examples=500)
+plain, registry = Family(examples=400), Family(examples=1000)
 
 
 def test_enough_cases_are_tried() -> None:
@@ -72,35 +72,6 @@ announcements = st.builds(
     sizes,
     sizes,
 ) | st.builds(Announcement, st.just(Fleet.P2P_NCCL), st.sampled_from("PD"), http_addresses, http_addresses)
-
-
-@plain.fuzz(st.binary(max_size=200))
-def test_any_bytes(payload: bytes) -> None:
-    heard(payload)
-
-
-@plain.fuzz(
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "type": st.sampled_from("PD") | scalars,
-            "http_address": http_addresses | scalars,
-            "zmq_address": http_addresses | st.builds(moriio, dialable, ports, ports) | scalars,
-            "dp_size": sizes | scalars,
-            "tp_size": sizes | scalars,
-            "transfer_mode": st.sampled_from(["READ", "WRITE", "read"]) | scalars,
-        },
-    ),
-    values,
-)
-def test_any_values_in_its_fields_and_in_others(fields: dict[str, object], more: object) -> None:
-    heard(packed(more))
-    heard(packed({**fields, "later": more}))
-
-
-@plain.fuzz(announcements, edits)
-def test_any_damage_to_an_announcement(said: Announcement, damage: list[tuple[int, int, bytes]]) -> None:
-    heard(damaged(packed(told(said)), damage))
 
 
 @plain.fuzz(announcements, values)
@@ -313,36 +284,6 @@ tags = sorted(
 
 def test_there_are_decoders_and_messages_to_try() -> None:
     assert len(DECODERS) >= 2 and {"register", "ping", "directory"} <= set(tags)
-
-
-@registry.fuzz(st.binary(max_size=200))
-def test_any_bytes_to_the_registry(frame: bytes) -> None:
-    understood(frame)
-
-
-@registry.fuzz(
-    st.sampled_from(tags),
-    st.dictionaries(
-        st.sampled_from(
-            ["registration", "incarnation", "seen", "worker", "entries", "complete", "detail", "gone", "held"]
-        ),
-        values,
-        max_size=5,
-    ),
-    values,
-    st.just(m.VERSION) | scalars,
-)
-def test_any_values_to_the_registry(tag: str, fields: dict[str, object], value: object, version: object) -> None:
-    understood(packed(value))
-    understood(packed([version, {"type": tag, **fields}]))
-    understood(packed([m.VERSION, {"type": tag, **fields}]))
-
-
-@registry.fuzz(said_with_decoder, edits)
-def test_any_damage_to_a_message_of_the_registry(
-    said: tuple[typing.Any, Callable[[bytes], msgspec.Struct]], damage: list[tuple[int, int, bytes]]
-) -> None:
-    understood(damaged(m.encode(said[0]), damage))
 
 
 @registry.fuzz(said_with_decoder)

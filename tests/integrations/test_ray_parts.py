@@ -22,8 +22,7 @@ from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.integrations import ray as package
 from kvbaton.integrations.ray import request_shaping
 from kvbaton.integrations.ray.orchestration_settings import OrchestrationSettings
-from kvbaton.integrations.ray.orchestrator import Orchestrator
-from kvbaton.integrations.ray.prefill_breaker import ANY, PrefillBreaker
+from kvbaton.integrations.ray.orchestrator import ANY, Orchestrator, PrefillBreaker
 from kvbaton.integrations.ray.replica_identity import check_shared, joined, replica_name, side_of
 from kvbaton.node.prompt_account import HANDOFF, word_of
 from kvbaton.observe.codes.alone_reasons import PLANNED

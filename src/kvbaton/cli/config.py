@@ -184,7 +184,7 @@ def _about(action: argparse.Action) -> str:
 
 
 def _parsers(needed: Sequence[str]) -> dict[str, Parser]:
-    """Of every command that this installation can serve; one that is needed and cannot be is a `CommandError`."""
+    """The parser of every command that this installation can serve; `CommandError` for a needed one that it cannot."""
     found = {}
     for name in layers.CONFIGURED:
         try:

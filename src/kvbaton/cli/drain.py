@@ -46,7 +46,7 @@ class DrainOutcome(msgspec.Struct, frozen=True):
 
 
 class RanksDrained(DrainOutcome, frozen=True):
-    """Of an engine with data-parallel ranks; the outcome is that of the rank that fared worst."""
+    """The outcome for an engine with data-parallel ranks: that of the rank that fared worst."""
 
     ranks: tuple[DrainOutcome, ...] = ()
 

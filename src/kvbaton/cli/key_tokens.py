@@ -67,7 +67,7 @@ def check_unused(args: argparse.Namespace) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Of `token new DIR`: the parser sees `new` as the directory, and DIR as the first name."""
+    """Runs `token new DIR`: the parser sees `new` as the directory, and DIR as the first name."""
     action, names = args.directory, list(args.names)
     if action not in ACTIONS or not names:
         raise CommandError(f"argument ACTION: expected token {'|'.join(ACTIONS)} DIR; see: kvbaton keys --help")

@@ -20,7 +20,7 @@ from typing import Any, get_args
 import kvbaton
 from kvbaton.cli import installed, screen
 from kvbaton.cli.arguments import BAD_USAGE, HelpFormatter, Parser, add_common, complain
-from kvbaton.processes.lasting_imports import lasting_imports
+from kvbaton.processes.gc_freeze_imports import gc_freeze_imports
 from kvbaton.processes.operator_errors import CommandError, StoppedError
 
 GROUPS: Mapping[str, Mapping[str, str]] = {
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     who = f"kvbaton {command}" if command in COMMANDS else "kvbaton"
     try:
         with _flushed():
-            return _run(words, command, debug, lasting_imports() if argv is None else contextlib.nullcontext())
+            return _run(words, command, debug, gc_freeze_imports() if argv is None else contextlib.nullcontext())
     except (KeyboardInterrupt, StoppedError):
         return _INTERRUPTED
     except CommandError as error:

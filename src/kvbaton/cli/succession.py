@@ -1,8 +1,8 @@
 """Who serves when a worker has drained: whether it is the last of its role, and who comes after it.
 
 Laws: the last ready worker of a role is drained only by an operator who was asked, or said --force; only a registry of
-the release before cannot tell which one is the last. A successor is the
-next life of that name, or a ready worker of its role that was not ready before; whoever served beside it is none.
+the release before cannot tell which one is the last. A successor is the next life of that name, or a ready worker of
+its role that was not ready before; a worker that served beside it is none.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _look(line: OperatorLine, name: str, until: float) -> DrainState | None:
 
 
 def _ranks(said: DrainState) -> list[str]:
-    """Of the engine that was asked for, if that is what it is."""
+    """The ranks of the name that was asked for, if it is an engine's."""
     return [name for name in said.workers if engine_of(name) == said.worker] if said.state == "unknown" else []
 
 

@@ -30,7 +30,7 @@ from kvbaton.engines.embedded.worker_options import (
     WorkerOptions,
     flag_of,
 )
-from kvbaton.processes.lasting_imports import lasting_imports
+from kvbaton.processes.gc_freeze_imports import gc_freeze_imports
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.security.sealing import ENCRYPT
@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
     raise_file_limit()
     if args.stop_on_eof:
         threading.Thread(target=_stop_on_eof, name="kvbaton-parent", daemon=True).start()
-    with lasting_imports():
+    with gc_freeze_imports():
         engine = importlib.import_module("kvbaton.engines.embedded.embedded_worker")
     with contextlib.redirect_stdout(_ReadyAsJson(options, sys.stdout)) if args.json else contextlib.nullcontext():
         status: int = engine.main(options)

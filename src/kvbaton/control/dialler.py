@@ -36,7 +36,7 @@ _EVENTS = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCON
 
 
 class LineWatch:
-    """Of one socket that connects to one address; closed with it."""
+    """The watch over one socket that connects to one address; closed with it."""
 
     def __init__(self, plane: SocketPlane, socket: Socket) -> None:
         self._clock = plane.clock

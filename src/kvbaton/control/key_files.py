@@ -127,7 +127,7 @@ def cards(base: Path) -> list[Public]:
 
 
 def signing(base: Path, cards: Iterable[Public]) -> dict[str, bytes]:
-    """Of these identities the signing keys, by their CURVE keys; of one whose file is missing there is none."""
+    """The signing keys of these identities, by their CURVE keys; there is none where a file is missing."""
     found: dict[str, bytes] = {}
     for card in cards:
         known = _signing(base, card.name)

@@ -1,4 +1,4 @@
-"""Whom the file system lets at a key directory besides the user whose it is.
+"""Checks that only its owner can read and change a key directory.
 
 Law: who can write a public file lets himself in, and who can put another directory or file in a key's place does too;
 so every folder from the one above on is looked at, and every file, whatever its name: copies and drafts hold secrets.
@@ -63,7 +63,7 @@ def _folders(base: Path) -> Iterator[Opening]:
 
 
 def _files(base: Path) -> Iterator[Opening]:
-    """Of others, or for others to write. The directory's own user, and root, may have any."""
+    """Files of other users, or that others may write. The directory's own user, and root, may have any."""
     with contextlib.suppress(OSError):
         owners = {0, os.stat(base).st_uid}
         for path in (base / "public", base / "secret", *_plain_files(base)):

@@ -23,13 +23,13 @@ def data_parallel_name(engine: str, rank: int) -> WorkerId:
 
 
 def engine_and_rank(name: str) -> tuple[str, int] | None:
-    """Of a data-parallel rank; None for any other name."""
+    """The parts of a data-parallel rank's name; None for any other name."""
     found = _DATA_PARALLEL.fullmatch(name)
     return None if found is None else (found["engine"], int(found["rank"]))
 
 
 def engine_of(name: str) -> str | None:
-    """Of a data-parallel rank, also of one that has named itself (`pod.dp1-xkcdtr`); None for any other name."""
+    """The engine of a data-parallel rank, also one that named itself (`pod.dp1-xkcdtr`); None for other names."""
     found = _DATA_PARALLEL.fullmatch(_OWN_TAIL.sub("", name))
     return None if found is None else found["engine"]
 

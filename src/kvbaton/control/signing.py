@@ -51,7 +51,7 @@ class Signer:
 
     @classmethod
     def from_private(cls, raw: bytes) -> Signer:
-        """Of a process that has a member's signing key, and not its CURVE secret: a rank of its engine."""
+        """The signer of a process that has a member's signing key, and not its CURVE secret: a rank of its engine."""
         return cls(_ed25519().Ed25519PrivateKey.from_private_bytes(raw))
 
     @property
@@ -59,7 +59,11 @@ class Signer:
         return bytes(self._private.private_bytes_raw())
 
     def sign(self, context: str, payload: bytes) -> bytes:
-        return bytes(self._private.sign(_said(context, payload)))
+        return self.sign_bytes(_said(context, payload))
+
+    def sign_bytes(self, data: bytes) -> bytes:
+        """For formats with a prefix of their own."""
+        return bytes(self._private.sign(data))
 
     def __repr__(self) -> str:
         return f"Signer({self.public.hex()[:16]}…)"
@@ -67,9 +71,14 @@ class Signer:
 
 def verify(context: str, public: bytes, payload: bytes, signature: bytes) -> bool:
     """Whether the holder of the signing key `public` has signed `payload` in that context."""
+    return has_signed(public, _said(context, payload), signature)
+
+
+def has_signed(public: bytes, data: bytes, signature: bytes) -> bool:
+    """The same, of what `Signer.sign_bytes` was given."""
     invalid = importlib.import_module("cryptography.exceptions").InvalidSignature
     try:
-        _public(public).verify(signature, _said(context, payload))
+        _public(public).verify(signature, data)
     except (invalid, ValueError):
         return False
     return True

@@ -114,11 +114,11 @@ class ZmqControl:
         self._note("directory", lambda: self._take_directory(checked, joined))
 
     def set_keyring(self, keyring: Keyring) -> None:
-        """Of a member that joined: its renewed keyring."""
+        """The renewed keyring of a member that joined."""
         self._note("keyring", lambda: self._take_keyring(keyring))
 
     def add_removed(self, names: Iterable[WorkerId], keys: Iterable[str]) -> None:
-        """Of these it was proven that they were removed; what was said before stays said."""
+        """It was proven that these were removed; what was said before stays said."""
         told = frozenset(names), frozenset(keys)
         if not (told[0] <= self._removed[0] and told[1] <= self._removed[1]):
             self._note("removed", lambda: self._take_removed(*told))

@@ -40,7 +40,7 @@ def share_line(prompts: Mapping[str, int], alone: Mapping[str, int]) -> str:
 
 
 def by_label(text: str, metric: str, label: str) -> dict[str, int]:
-    """Of a page of metrics, one counter by one of its labels. `ValueError` where a value is no number."""
+    """One counter of a page of metrics by one of its labels. `ValueError` where a value is no number."""
     found: dict[str, int] = {}
     for line in text.splitlines():
         if line.startswith(f"kvbaton_{metric}{{"):

@@ -20,7 +20,7 @@ LOOKS_MAX = 10
 
 
 class SegmentWatch:
-    """Of one process group. A look costs a listing of /dev/shm, unless there is a new name."""
+    """The segments of one process group. A look costs a listing of /dev/shm, unless there is a new name."""
 
     def __init__(self, group: int) -> None:
         self.names: set[str] = set()

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
-from contextlib import suppress
-
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from kvbaton.control.registry import DirectoryEntry, Registration, addresses
 from kvbaton.control.registry import registry_messages as m
-from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
+from kvbaton.protocol.ids import Incarnation, WorkerId
 
 from ..rig import cluster
 
@@ -19,7 +15,6 @@ GOOD = Registration(
     WorkerId("p0"), LIFE, "prefill", "127.0.0.1:8000", "tcp://127.0.0.1:5000", ("pull",), ("shm",), "ab", 2
 )
 ENTRY = DirectoryEntry(WorkerId("p0"), Incarnation(7), "both", "tcp://[::1]:5", KEY)
-unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
 
 def _changed(**fields: object) -> bytes:
@@ -27,39 +22,6 @@ def _changed(**fields: object) -> bytes:
     body = msgspec.to_builtins(m.Register(GOOD))
     body["registration"].update(fields)
     return msgspec.msgpack.encode((m.VERSION, body))
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        m.Register(GOOD),
-        m.Register(msgspec.structs.replace(GOOD, host="a host", draining=True)),
-        m.Ping(LIFE, m.SeenWorkers(3, 4)),
-        m.Ping(LIFE, m.SeenWorkers(3, 4), "2 leases"),
-        m.Deregister(LIFE),
-        m.DrainWorker(WorkerId("p0"), LIFE >> 1),
-    ],
-)
-def test_what_a_worker_or_an_operator_says_arrives_as_it_was(message: m.ToRegistry) -> None:
-    assert m.decode_to_registry(m.encode(message)) == message
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        m.RegisteredReply(Incarnation(1)),
-        m.RegisteredReply(Incarnation(1), draining=True),
-        m.DrainWorker(WorkerId("p0"), 7),
-        m.DiscardTickets(Incarnation(1), ("ticket", "x" * 1024)),
-        m.Unknown(Incarnation(1)),
-        m.Superseded(Incarnation(1)),
-        m.RegistryRefused("why"),
-        m.Deregistered(Incarnation(1)),
-        m.Directory(m.SeenWorkers(1, 2), False, (ENTRY,), (PeerId(WorkerId("d0"), Incarnation(3)),)),
-    ],
-)
-def test_what_the_registry_says_arrives_as_it_was(message: m.FromRegistry) -> None:
-    assert m.decode_from_registry(m.encode(message)) == message
 
 
 @pytest.mark.parametrize(
@@ -149,28 +111,6 @@ def test_a_worker_checks_what_the_registry_says_too(field: str) -> None:
     body["entries"][0][field] = 0 if field == "incarnation" else "no good"
     with pytest.raises(m.RegistryFault, match=field):
         m.decode_from_registry(msgspec.msgpack.encode((m.VERSION, body)))
-
-
-@unhurried
-@given(st.binary(max_size=300))
-def test_whatever_the_bytes_decoding_fails_in_one_way_only(frame: bytes) -> None:
-    for decode in (m.decode_to_registry, m.decode_from_registry, m.decode_to_operator):
-        with suppress(m.RegistryFault):
-            decode(frame)
-
-
-@unhurried
-@given(st.data())
-def test_a_damaged_registration_is_refused_or_within_bounds(data: st.DataObject) -> None:
-    frame = bytearray(m.encode(m.Register(GOOD)))
-    for _ in range(data.draw(st.integers(1, 4))):
-        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        message = m.decode_to_registry(bytes(frame))
-    except m.RegistryFault:
-        return
-    if isinstance(message, m.Register):
-        m.validate(message.registration)
 
 
 def test_a_directory_becomes_addresses_to_dial() -> None:

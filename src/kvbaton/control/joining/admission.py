@@ -65,7 +65,7 @@ class Admission:
     """One registry's. `judge`, `save` and `sweep` are the door's thread's; `vouch` and `card` are for any."""
 
     def __init__(self, keyring: Keyring, *, life_s: float = LIFE_S, wall: Callable[[], float] = time.time) -> None:
-        """Of a registry whose key directory holds the admission key; ControlError if it does not."""
+        """`keyring` is a registry's whose key directory holds the admission key; ControlError if it does not."""
         self._base = Path(keyring.directory)
         secret = book.admission_secret(self._base)
         if not keyring.directory or secret is None:

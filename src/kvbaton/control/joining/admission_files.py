@@ -95,7 +95,7 @@ class JoinedFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 
 
 def admission_secret(base: Path) -> AdmissionSecret | None:
-    """Of a directory where tokens were made; None elsewhere."""
+    """The secret of a directory where tokens were made; None elsewhere."""
     path = base / "admission.json"
     return files.read(path, AdmissionSecret, private=True) if path.exists() else None
 

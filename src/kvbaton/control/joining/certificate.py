@@ -11,14 +11,13 @@ release that did not sign the last two are missing.
 from __future__ import annotations
 
 import functools
-import importlib
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from kvbaton.control.key_files import is_public_key
-from kvbaton.control.signing import SIGNING_KEY_BYTES
+from kvbaton.control.signing import SIGNATURE_BYTES, SIGNING_KEY_BYTES, Signer, has_signed
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, WorkerId, is_worker_id
 from kvbaton.protocol.privileges import Role
 
@@ -29,7 +28,6 @@ LIFE_S = 3600.0
 SKEW_S = 60.0
 """By which clocks of a cluster may differ: one that ran out this recently is still taken."""
 _DOMAIN = b"kvbaton membership certificate 1\n"
-_SIGNATURE_BYTES = 64
 
 Certificate = Annotated[bytes, Meta(max_length=CERTIFICATE_BYTES_MAX)]
 
@@ -57,24 +55,22 @@ class Membership(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 def sign(membership: Membership, seed: bytes) -> bytes:
     """Remembered: a registry tells the same certificates with every list."""
     body = _spelled(membership)
-    return bytes(_private(seed).sign(_DOMAIN + body)) + body
+    return _signer(seed).sign_bytes(_DOMAIN + body) + body
 
 
-@functools.lru_cache(maxsize=8)
 def admission_public(seed: bytes) -> bytes:
     """The key by which everybody checks what this seed signs."""
-    raw = importlib.import_module("cryptography.hazmat.primitives.serialization")
-    public = _private(seed).public_key()
-    return bytes(public.public_bytes(raw.Encoding.Raw, raw.PublicFormat.Raw))
+    return _signer(seed).public
 
 
 @functools.lru_cache(maxsize=8192)
 def verified(certificate: bytes, admission: bytes) -> Membership:
     """What it says, if the admission key has signed it; not whether it has expired."""
-    if not _SIGNATURE_BYTES < len(certificate) <= CERTIFICATE_BYTES_MAX:
+    if not SIGNATURE_BYTES < len(certificate) <= CERTIFICATE_BYTES_MAX:
         raise CertificateFault(f"certificate: {len(certificate)} bytes")
-    signature, body = certificate[:_SIGNATURE_BYTES], certificate[_SIGNATURE_BYTES:]
-    _check_signature(signature, _DOMAIN + body, admission)
+    signature, body = certificate[:SIGNATURE_BYTES], certificate[SIGNATURE_BYTES:]
+    if not has_signed(admission, _DOMAIN + body, signature):
+        raise CertificateFault("certificate: not signed by this cluster's admission key")
     try:
         found = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
@@ -91,22 +87,9 @@ def _spelled(membership: Membership) -> bytes:
     return _encoder.encode(fields if membership.signing else fields[:5])
 
 
-def _check_signature(signature: bytes, said: bytes, admission: bytes) -> None:
-    ed25519, invalid = _ed25519(), importlib.import_module("cryptography.exceptions").InvalidSignature
-    try:
-        ed25519.Ed25519PublicKey.from_public_bytes(admission).verify(signature, said)
-    except (invalid, ValueError):
-        raise CertificateFault("certificate: not signed by this cluster's admission key") from None
-
-
 @functools.lru_cache(maxsize=8)
-def _private(seed: bytes) -> Any:
-    return _ed25519().Ed25519PrivateKey.from_private_bytes(seed)
-
-
-def _ed25519() -> Any:
-    """When the first certificate is seen: commands that see none start sooner."""
-    return importlib.import_module("cryptography.hazmat.primitives.asymmetric.ed25519")
+def _signer(seed: bytes) -> Signer:
+    return Signer.from_private(seed)
 
 
 _encoder = msgspec.msgpack.Encoder()

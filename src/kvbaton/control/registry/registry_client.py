@@ -152,7 +152,7 @@ class RegistryClient:
         self._member.held = held[: m.FIELD_CHARS_MAX]
 
     def set_keyring(self, keyring: Keyring) -> None:
-        """Of a member that joined: its renewed keyring. From any thread."""
+        """The renewed keyring of a member that joined. From any thread."""
         self._control.set_keyring(keyring)
 
     def _take_keys(self, keyring: Keyring) -> None:

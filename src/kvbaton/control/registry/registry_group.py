@@ -52,7 +52,7 @@ def _same(entry: m.DirectoryEntry) -> m.DirectoryEntry:
 
 
 def _vouched(entries: Sequence[m.DirectoryEntry]) -> m.DirectoryEntry:
-    """Of one life in several lists, the entry with a certificate: a registry without the admission key gives none."""
+    """The entry with a certificate, of one life in several lists: a registry without the admission key gives none."""
     return max(entries, key=lambda entry: bool(entry.certificate))
 
 

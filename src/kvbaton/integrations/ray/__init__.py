@@ -2,15 +2,13 @@
 
 Importing this package costs nothing and needs no Ray; what does is loaded when it is asked for by name.
 
-pd_app             the application: deployments, their defaults, the backend registered with Ray
+pd_app             the application: deployments, their defaults, an ingress that asks another D, the backend
 ray_backend        what Ray asks of a connector: a replica's identity, and the shape of both requests
 decode_replica     Ray's servers, with what follows
 orchestrator       D: asks P, another P, or computes alone
-prefill_leg        one request to one P, in a task of its own
 fail_stop          a replica ends with its engine
-retrying_ingress   a request that had no answer yet is asked again when its D died
 
-Only the first three and the ingress import Ray.
+Only the first three import Ray.
 """
 
 from __future__ import annotations

@@ -4,7 +4,10 @@ With Ray's own decode server a dead P is an error for every request until Ray ha
 
 Laws: a failure of P is never the client's: a request that D can compute gets D's answer. Nothing that P must do is
 waited for without a deadline. Once D has said something, P no longer matters. D's engine is told why it computes alone,
-for its account of prompts.
+for its account of prompts. A replica that failed is left alone until its rest is over, and then asked by one request,
+whose success ends the rest and whose failure begins another; `ANY` stands for all of them. Ray's reservation of a
+replica must be given back after P has answered, whatever has become of the client's request meanwhile: so a request to
+P has a task of its own, which ends when P has answered or died, or the leg was given up; then P is told to stop.
 """
 
 from __future__ import annotations
@@ -13,13 +16,12 @@ import asyncio
 import contextlib
 import logging
 import secrets
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from kvbaton.api.params import Mode
 from kvbaton.integrations.ray.orchestration_settings import OrchestrationSettings
-from kvbaton.integrations.ray.prefill_breaker import ANY, PrefillBreaker
-from kvbaton.integrations.ray.prefill_leg import NotAskedError, PrefillLeg
 from kvbaton.integrations.ray.request_shaping import (
     alone_request,
     decode_request,
@@ -30,6 +32,94 @@ from kvbaton.integrations.ray.request_shaping import (
 )
 from kvbaton.observe.codes.alone_reasons import NOT_TAKEN
 from kvbaton.observe.codes.saying import worth_saying
+
+ANY = ""
+
+
+class PrefillBreaker:
+    """One D's experience with the prefill deployment."""
+
+    def __init__(self, rest_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rest_s = rest_s
+        self._clock = clock
+        self._until: dict[str, float] = {}
+
+    def allows(self, replica: str) -> bool:
+        """Whether to ask it now; whoever is told so after a rest is the one that tries it."""
+        until = self._until.get(replica)
+        if until is None:
+            return True
+        if self._clock() < until:
+            return False
+        self._until[replica] = self._clock() + self._rest_s
+        return True
+
+    def failed(self, replica: str) -> None:
+        now = self._clock()
+        # Of a replica that Ray has replaced nothing more is heard: its entry goes once nobody can be trying it.
+        self._until = {each: until for each, until in self._until.items() if until + self._rest_s > now}
+        self._until[replica] = now + self._rest_s
+
+    def worked(self, replica: str) -> None:
+        self._until.pop(replica, None)
+        self._until.pop(ANY, None)
+
+    def __len__(self) -> int:
+        return len(self._until)
+
+
+Prepare = Callable[[str, dict[str, Any]], Any]
+"""P's request, given the replica that was chosen and what it published; None: not this one."""
+
+
+class NotAskedError(Exception):
+    """The replica that Ray chose is left alone for now."""
+
+
+class PrefillLeg:
+    """`method`: of Ray's handle of the prefill deployment, bound to what is asked of it."""
+
+    def __init__(self, method: Any, request: Any, raw_request_info: Any, prepare: Prepare) -> None:
+        loop = asyncio.get_running_loop()
+        self.taken: asyncio.Future[str] = loop.create_future()  # the replica
+        self.answer: asyncio.Future[Any] = loop.create_future()  # the first that P said, None if it said nothing
+        self._response: Any = None
+        self._task = loop.create_task(self._run(method, request, raw_request_info, prepare))
+
+    async def _run(self, method: Any, request: Any, raw_request_info: Any, prepare: Prepare) -> None:
+        try:
+            async with method.choose_replica(request) as selection:
+                asked = prepare(selection.replica_id, dict(selection.replica_metadata or {}))
+                if asked is None:
+                    raise NotAskedError(selection.replica_id)
+                self._response = method.dispatch(selection, asked, raw_request_info)
+                _decide(self.taken, selection.replica_id)
+                async for chunk in self._response:
+                    _decide(self.answer, chunk)
+            _decide(self.answer, None)
+        except asyncio.CancelledError:
+            self.taken.cancel()
+            self.answer.cancel()
+            raise
+        except Exception as error:  # noqa: BLE001 - Ray's, P's: whoever waits judges it
+            for future in (self.taken, self.answer):
+                if not future.done():
+                    future.set_exception(error)
+                    future.exception()  # somebody may have stopped waiting: no complaint at its end
+
+    def give_up(self) -> None:
+        """Nobody waits any more."""
+        if self._response is None:
+            self._task.cancel()
+        elif not self.answer.done():
+            with contextlib.suppress(Exception):
+                self._response.cancel()
+
+
+def _decide(future: asyncio.Future[Any], value: Any) -> None:
+    if not future.done():
+        future.set_result(value)
+
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +139,7 @@ class PrefillFailedError(Exception):
 
 
 class Orchestrator:
-    """Of one decode replica.
+    """What one decode replica does with requests.
 
     `backend` shapes the requests, `decode` runs one on the replica's own engine, `count` is told how each was served:
     `prefill`, `retried` (at another P; once for each that failed) or `alone`.

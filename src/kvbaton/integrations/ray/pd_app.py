@@ -2,19 +2,24 @@
 
     ingress (OpenAI's API) -> decode replicas (own engine, ask P) -> prefill replicas
 
-Law: the configuration is one for all replicas of a deployment; whatever must differ is made by each replica itself.
+Laws: the configuration is one for all replicas of a deployment; whatever must differ is made by each replica itself. A
+request whose D died before it said anything is asked of another D, `tries` times at most; what a client has been sent
+is never sent again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from ray import serve
+from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.llm._internal.common.dict_utils import maybe_apply_llm_deployment_config_defaults
 from ray.llm._internal.serve.constants import RAY_SERVE_LLM_ENABLE_DIRECT_STREAMING
 from ray.llm._internal.serve.core.configs.openai_api_models import to_model_metadata
-from ray.llm._internal.serve.core.ingress.ingress import make_fastapi_ingress
+from ray.llm._internal.serve.core.ingress.ingress import OpenAiIngress, make_fastapi_ingress
 from ray.llm._internal.serve.core.server.builder import build_llm_deployment
 from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
 from ray.llm._internal.serve.serving_patterns.prefill_decode.builder import PDServingArgs
@@ -23,7 +28,40 @@ from kvbaton.engines.vllm.launch.launching import CONNECTOR
 from kvbaton.integrations.ray.decode_replica import BatonDecodeServer, BatonPrefillServer
 from kvbaton.integrations.ray.orchestration_settings import FIELD, OrchestrationSettings
 from kvbaton.integrations.ray.replica_identity import KV_ROLES, RaySide, check_shared
-from kvbaton.integrations.ray.retrying_ingress import BatonIngress
+from kvbaton.integrations.ray.request_shaping import is_servers_fault
+
+log = logging.getLogger(__name__)
+
+PAUSE_S = 0.2
+
+
+class BatonIngress(OpenAiIngress):  # type: ignore[misc]
+    """OpenAI's endpoints in front of the decode deployment."""
+
+    def __init__(self, *args: Any, tries: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._tries = tries
+
+    async def _get_response(self, **asked: Any) -> AsyncGenerator[Any, None]:
+        for left in reversed(range(self._tries)):
+            said = False
+            try:
+                async for chunk in super()._get_response(**asked):
+                    if left and not said and is_servers_fault(chunk):
+                        raise _AskAgainError(chunk)
+                    said = True
+                    yield chunk
+                return
+            except (RayActorError, RayTaskError, _AskAgainError) as error:
+                if said or not left or isinstance(error, TaskCancelledError):
+                    raise
+                log.warning("[asked-again] kvbaton: no answer from a decode replica: %s", type(error).__name__)
+            await asyncio.sleep(PAUSE_S)
+
+
+class _AskAgainError(Exception):
+    """A decode replica answered with an error of its own."""
+
 
 BACKEND = "kvbaton.integrations.ray.ray_backend:BatonBackend"
 

@@ -124,6 +124,10 @@ def test_a_port_in_use_is_one_line_for_every_server(capsys: pytest.CaptureFixtur
         taken.listen()
         port = str(taken.getsockname()[1])
         for words in (
+            ["router", "--keys", "keys", "--registry-port", "0", "--port", port],
+            ["router", "--keys", "keys", "--registry-port", port, "--port", "0"],
+            ["router", "--prefill-url", "http://x", "--decode-url", "http://x", "--port", port],
+            ["up", "--port", port],
             ["store", "--keys", "keys", "--port", port],
             [*WORKER.split(), "--keys", "keys", "--registry", "tcp://127.0.0.1:1", "--control-port", port],
             [*WORKER.split(), "--keys", "keys", "--registry", "tcp://127.0.0.1:1", "--http-port", port],

@@ -7,9 +7,9 @@ import sys
 
 CODE = """
 import gc
-from kvbaton.processes.lasting_imports import lasting_imports
+from kvbaton.processes.gc_freeze_imports import gc_freeze_imports
 try:
-    with lasting_imports():
+    with gc_freeze_imports():
         within = gc.isenabled()
         raise ImportError
 except ImportError:

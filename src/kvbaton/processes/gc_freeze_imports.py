@@ -1,4 +1,4 @@
-"""Importing what a process is made of: it stays until the process ends, so nobody has to look for garbage in it.
+"""Imports of what a process is made of: it stays until the process ends, so the garbage collector need not scan it.
 
 Looking was a sixth of a worker's start, and most of its end.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def lasting_imports() -> Iterator[None]:
+def gc_freeze_imports() -> Iterator[None]:
     """Whatever is there at the end of the context is never looked at by the garbage collector again.
 
     For a process that is the command's own: in another's, what is garbage by then would stay, too.
