@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from kvbaton.proof.sim.checks.cards import absurdity
-from kvbaton.proof.sim.mutants.hunting import find
+from kvbaton.proof.sim.mutants.kept import find
 from kvbaton.proof.sim.run import run_seed
 from kvbaton.proof.sim.world.sim_memory import Shape
 from kvbaton.protocol.geometry.layout import EngineLayout, GroupKind

@@ -8,7 +8,8 @@ from kvbaton.proof.sim.checks.causes import CAUSES, LIE, Causes
 from kvbaton.proof.sim.checks.tables import check_tables
 from kvbaton.proof.sim.hardship.world_plan import draw
 from kvbaton.proof.sim.looking import look
-from kvbaton.proof.sim.mutants.hunting import find, hunt
+from kvbaton.proof.sim.mutants.hunting import hunt
+from kvbaton.proof.sim.mutants.kept import find
 from kvbaton.proof.sim.promises import NEEDLESS, RULE, Broken
 from kvbaton.proof.sim.world.life import Life
 from kvbaton.proof.sim.world.sim_cluster import Cluster

@@ -7,7 +7,7 @@ import pytest
 from kvbaton.proof.sim import kept_seeds
 from kvbaton.proof.sim.kept_seeds import KeptSeed
 from kvbaton.proof.sim.looking import Seen
-from kvbaton.proof.sim.mutants.hunting import find
+from kvbaton.proof.sim.mutants.kept import find
 
 LINES = [
     KeptSeed(1, "a hang"),
