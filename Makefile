@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SOURCES := pyproject.toml setup.py src/kvbaton/transports/core/_mover.c
+SOURCES := pyproject.toml packages/kvbaton-proof/pyproject.toml setup.py src/kvbaton/transports/core/_mover.c
+PROOF := -e packages/kvbaton-proof
 
 # vLLM lives in an environment of its own: .venv stays small. Another release beside it, with its own PyTorch:
 #   make vllm VLLM=0.31.0 VLLM_VENV=.venv-vllm-0.31      (and TORCH=… where that release needs another one)
@@ -97,8 +98,8 @@ test-full: test vllm-full ## make test plus the long tests: KV shapes, lease exp
 check: lint types layers unit sim ## lint, types, layers, unit tests, 150 simulated clusters (under two minutes)
 
 lint: $(VENV)/.dev ## ruff: rules and format
-	$(BIN)/ruff check src tests tools
-	$(BIN)/ruff format --check src tests tools
+	$(BIN)/ruff check src packages tests tools
+	$(BIN)/ruff format --check src packages tests tools
 
 types: $(VENV)/.dev ## mypy, strict
 	$(BIN)/mypy
@@ -147,9 +148,9 @@ processes: $(VENV)/.planes $(ROUTER_VENV)/.ready ## tests of nodes, engines, dat
 .PHONY: $(PARTS)
 $(PARTS): export KVBATON_TEST_ALL = 1
 processes-runtime:
-	$(PYTEST) $(RUNTIME) tests/engines tests/integrations tests/gpu_test tests/api
+	$(PYTEST) $(RUNTIME) tests/engines tests/integrations tests/gpu_test tests/rig tests/api
 processes-planes:
-	$(PYTEST) tests/transports
+	$(PYTEST) tests/transports packages/kvbaton-mori/tests
 processes-routers:
 	$(PYTEST) tests/router tests/bench tests/control
 processes-commands:
@@ -310,7 +311,7 @@ vllm-matrix: $(VLLM_VENV)/.ready ## every supported vLLM with its neighbours
 GPU_PYTHON ?= $(PYTHON)
 GPU_TEST ?=
 gpu-test: ## on a machine with an NVIDIA GPU and vLLM
-	PYTHONPATH=src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON) -m kvbaton_proof.gpu_test $(GPU_TEST)
+	PYTHONPATH=src:packages/kvbaton-proof/src$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON) -m kvbaton_proof.gpu_test $(GPU_TEST)
 
 # The peer that benchmarks compare with: vLLM's own NIXL connector, and the router that goes with it.
 vllm-nixl: $(VLLM_VENV)/.nixl
@@ -327,12 +328,12 @@ $(VENV)/bin/pip:
 
 $(VENV)/.serve: $(VENV)/bin/pip $(SOURCES)
 	@$(call make-venv,$(VENV))
-	$(BIN)/pip $(INSTALL) -q --no-warn-conflicts -e '.[serve]'
+	$(BIN)/pip $(INSTALL) -q --no-warn-conflicts -e '.[serve]' $(PROOF)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/bin/pip $(SOURCES)
 	@$(call make-venv,$(VENV))
-	$(BIN)/pip $(INSTALL) -q --no-warn-conflicts -e '.[serve,dev]'
+	$(BIN)/pip $(INSTALL) -q --no-warn-conflicts -e '.[serve,dev]' $(PROOF)
 	@touch $@ $(VENV)/.serve
 
 # Mooncake needs libibverbs.so.1 even without RDMA; where the system has none it gets the one that comes with nixl.
@@ -360,7 +361,7 @@ $(VLLM_VENV)/.ready: $(VLLM_VENV)/.engine $(SOURCES) tools/vllm_alias.py
 	@echo "vllm: 3 of 3, kvbaton itself"
 	@for mover in src/kvbaton/transports/core/_mover*.so; do \
 		if [ "$$mover" -nt src/kvbaton/transports/core/_mover.c ]; then export KVBATON_MOVER=built; fi; \
-	done; $(VLLM_PIP) -e '.[serve,vllm-test]'
+	done; $(VLLM_PIP) -e '.[serve,vllm-test]' $(PROOF)
 	@$(VLLM_BIN)/python tools/vllm_alias.py
 	@touch $@
 

@@ -1,4 +1,4 @@
-"""Compiles `cuda_move.cu` to PTX and writes `cuda_ptx.py`. Needs NVRTC (pip install nvidia-cuda-nvrtc-cu12), no GPU.
+"""Compiles `cuda_move.cu` to PTX and writes `cuda_move.ptx`. Needs NVRTC (pip install nvidia-cuda-nvrtc-cu12), no GPU.
 
     python tools/cuda_ptx.py [path of libnvrtc] [--set TEAM=32 --set LOADS=2 --to other.ptx]
 
@@ -20,13 +20,7 @@ from pathlib import Path
 
 ARCHITECTURE = "compute_70"
 FOLDER = Path(__file__).parent.parent / "src" / "kvbaton" / "transports" / "cuda"
-HEAD = '''"""`cuda_move.cu` as PTX, for {architecture} and later: written by tools/cuda_ptx.py, never by hand."""
-
-SOURCE_SHA256 = "{digest}"
-MOVE, DIGEST = b"kvbaton_move", b"kvbaton_digest"
-THREADS = 1024
-PTX = r"""{ptx}"""
-'''
+HEAD = "// cuda_move.cu, compiled for {architecture} by tools/cuda_ptx.py; SHA-256 of the source: {digest}\n"
 
 
 def compile_ptx(library: str, source: bytes, values: list[str]) -> str:
@@ -60,7 +54,7 @@ def main() -> None:
     parser.add_argument("--to", type=Path, metavar="FILE")
     args = parser.parse_args()
     if args.set and args.to is None:
-        parser.error("--set needs --to: cuda_ptx.py is the source as it is")
+        parser.error("--set needs --to: cuda_move.ptx is the source as it is")
     source = (FOLDER / "cuda_move.cu").read_bytes()
     lines = [line.split("//")[0].rstrip() for line in compile_ptx(args.library, source, args.set).splitlines()]
     ptx = "\n".join(line for line in lines if line) + "\n"
@@ -68,7 +62,7 @@ def main() -> None:
         args.to.write_text(ptx)
         return
     digest = hashlib.sha256(source).hexdigest()
-    (FOLDER / "cuda_ptx.py").write_text(HEAD.format(architecture=ARCHITECTURE, digest=digest, ptx=ptx))
+    (FOLDER / "cuda_move.ptx").write_text(HEAD.format(architecture=ARCHITECTURE, digest=digest) + ptx)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Hunts all mutants and writes packages/kvbaton-proof/src/kvbaton_proof/sim/mutants/mutants_generated.txt and mutants_seeds.txt (those
+"""Hunts all mutants and writes the proof's sim/mutants/mutants_generated.txt and mutants_seeds.txt (those
 written by hand).
 
     python tools/kept_mutants.py                    # those whose remembered world or test catches them no longer

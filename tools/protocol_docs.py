@@ -264,7 +264,7 @@ def named_rules(text: str) -> list[str]:
 def place(where: str) -> str:
     """`protocol/machines/lease.py: judge`, if there is such a thing."""
     module, _, path = where.partition(":")
-    found = importlib.import_module(f"kvbaton.{module}")
+    found = importlib.import_module(module if module.startswith("kvbaton_proof.") else f"kvbaton.{module}")
     for name in path.split("."):
         if not hasattr(found, name) and name not in getattr(found, "__struct_fields__", ()):
             raise SystemExit(f"{where}: there is no {name}")

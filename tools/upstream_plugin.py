@@ -170,8 +170,8 @@ def swap(config: Any, keys: str) -> None:
 
 def note_failed_loads() -> None:
     """Note it where a request asks for KV and has no ticket of ours: such a load fails before it begins."""
+    from kvbaton.engines.side.decode import Decode
     from kvbaton.engines.vllm.before_ranks import BeforeRanks
-    from kvbaton.engines.vllm.decode import Decode
 
     def noting(plain: Any, failed: Any) -> Any:
         @functools.wraps(plain)

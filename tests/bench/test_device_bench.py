@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -16,8 +15,7 @@ from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.cuda import cuda_driver
 from kvbaton_proof.bench.device import device_page
 from kvbaton_proof.bench.device.device_nixl import Reads
-from kvbaton_proof.bench.device.device_peer import make_plane
-from kvbaton_proof.bench.device.device_side import DeviceSide
+from kvbaton_proof.bench.device.device_peer import device_side
 from kvbaton_proof.bench.device.device_ways import Bus, DeviceReport, Size
 from kvbaton_proof.bench.device.device_world import (
     BLOCK_BYTES,
@@ -29,6 +27,8 @@ from kvbaton_proof.bench.device.device_world import (
     spans_of,
     weave_of,
 )
+from kvbaton_proof.bench.kit.handoff_side import Want
+from kvbaton_proof.bench.kit.run_facts import Stopwatch
 
 from ..transports.fake_gpu import FakeGpu
 
@@ -56,7 +56,7 @@ def test_blocks_by_layers_are_the_same_bytes_as_span_by_span() -> None:
 
 
 def test_a_run_that_holds_every_bound_holds() -> None:
-    assert all(verdict.ok for verdict in device_page.verdicts(report()))
+    assert all(verdict.ok for verdict in device_page.checks(report()))
 
 
 @pytest.mark.parametrize(
@@ -69,19 +69,19 @@ def test_a_run_that_holds_every_bound_holds() -> None:
     ],
 )
 def test_each_bound_that_is_missed_is_one_verdict(change: dict[str, object]) -> None:
-    missed = [verdict for verdict in device_page.verdicts(report(size(**change))) if not verdict.ok]
-    assert len(missed) == 1 and device_page.said(missed[0]).startswith("MISSED")
+    missed = [verdict for verdict in device_page.checks(report(size(**change))) if not verdict.ok]
+    assert len(missed) == 1 and str(missed[0]).startswith("DOES NOT HOLD")
 
 
 def test_an_aim_is_told_beside_its_bound_and_missing_it_is_no_miss() -> None:
-    (handoff,) = (verdict for verdict in device_page.verdicts(report()) if verdict.aim is not None)
+    (handoff,) = (verdict for verdict in device_page.checks(report()) if verdict.aim is not None)
     assert handoff.ok and handoff.value > handoff.aim  # type: ignore[operator]
-    assert device_page.said(handoff).endswith("2.400 (bound 2.5, aim 1.5)")
+    assert str(handoff).endswith("2.4 (<= 2.5, aim 1.5)")
 
 
 def test_wrong_bytes_by_nixl_are_wrong_bytes_and_a_setting_that_failed_is_not() -> None:
-    assert not device_page.verdicts(report(nixl=[Reads("x", {16: 1.0}, right=False)]))[0].ok
-    assert device_page.verdicts(report(nixl=[Reads("x", problem="no such back end")]))[0].ok
+    assert not device_page.checks(report(nixl=[Reads("x", {16: 1.0}, right=False)]))[0].ok
+    assert device_page.checks(report(nixl=[Reads("x", problem="no such back end")]))[0].ok
 
 
 def test_the_best_setting_is_the_fastest_at_the_largest_size_that_it_finished() -> None:
@@ -99,10 +99,12 @@ def test_the_best_setting_is_the_fastest_at_the_largest_size_that_it_finished() 
 
 def test_the_page_and_the_plot_name_every_way() -> None:
     found = report(size(blocks=16, handoff_over_copy=9.0), size(), nixl=[Reads("as installed", {1000: 4000.0}, True)])
-    text, drawn = device_page.table(found), device_page.plot(found)
+    shown, drawn = device_page.findings(Stopwatch().facts("kvbaton", {}), found), device_page.plot(found)
+    text = shown.as_text()
+    assert shown.ok and "handoff" in shown.as_page()
     for name in ("contiguous", "handoff", "staged-tcp"):
         assert name in text and name in drawn
-    assert "as installed" in text and "NIXL, best found" in drawn and "9.0" not in text.split("MISSED")[0][-200:]
+    assert "as installed" in text and "NIXL, best found" in drawn
 
 
 def test_without_a_driver_the_command_says_what_is_missing(
@@ -116,10 +118,12 @@ def test_without_a_driver_the_command_says_what_is_missing(
 @pytest.mark.parametrize("plane", ["cuda", "cuda+sums", "staged-tcp+sums"])
 def test_a_whole_handoff_brings_the_blocks(tmp_path: Path, plane: str) -> None:
     directory, gpu = str(tmp_path / "keys"), FakeGpu()
-    make = partial(make_plane, plane, gpu=gpu, slots=(1 << 20, 2))
     keyring.mint(directory, ["p", "d"])
     memory = {name: gpu.allocate(REGION_BYTES) for name in "pd"}  # never touched but for a few pages
-    sides = {name: DeviceSide(name, directory, DeviceMemory(memory[name], REGION_BYTES), gpu, make) for name in "pd"}
+    sides = {
+        name: device_side(name, directory, DeviceMemory(memory[name], REGION_BYTES), gpu, plane, (1 << 20, 2))
+        for name in "pd"
+    }
     try:
         sides["d"].knows("p", sides["p"].address)
         source, target = [3, 700], [900, 5]
@@ -127,11 +131,11 @@ def test_a_whole_handoff_brings_the_blocks(tmp_path: Path, plane: str) -> None:
         last = (SEGMENTS - 1) * BLOCKS
         data = random.Random(1).randbytes(SEGMENT_BYTES)
         view["p"][(last + 700) * SEGMENT_BYTES : (last + 701) * SEGMENT_BYTES] = data
-        assert sides["d"].fetch(sides["p"].grant(source), source, target) > 0
+        assert sides["d"].fetch([Want(sides["p"].grant(source), source, target)])[0] > 0
         assert view["d"][(last + 5) * SEGMENT_BYTES : (last + 6) * SEGMENT_BYTES] == data
         assert ("digest_rows" in gpu.calls) is plane.endswith("+sums")
         with pytest.raises(RuntimeError, match="failed"):
-            sides["d"].fetch("no ticket", source, target)
+            sides["d"].fetch([Want("no ticket", source, target)])
     finally:
         for side in sides.values():
             side.close()

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from kvbaton_proof.bench.kit.cpu_meter import Cpu, cpu_s, descended, family
+from kvbaton_proof.bench.kit.run_facts import RunFacts
 from kvbaton_proof.bench.router import router_page
 from kvbaton_proof.bench.router import router_rows as rows_of
-from kvbaton_proof.bench.router.router_meters import Cpu, cpu_s, descended, family
 from kvbaton_proof.bench.router.router_rows import DIRECT, KVBATON, KVBATON_2, MORIIO, NIXL, TOY, Level, Row, Streams
 
+RATE, MORE_CPU = "req/s of two processes", "CPU a request of two processes"
 ONE, MANY, STREAMING = Level(False, 1), Level(False, 64), Level(True, 512)
 
 
@@ -76,15 +78,14 @@ def good(cpu: float = 0.5, p50: float = 0.7) -> list[Row]:
     ]
 
 
+def failed(rows: list[Row], all_streams: list[Streams]) -> list[str]:
+    return [each.name for each in rows_of.bounds(rows, all_streams) if not each.ok]
+
+
 def test_bounds_are_met_at_their_limit_and_not_beyond() -> None:
-    met = rows_of.bounds(good(cpu=0.8, p50=1.1), [streams()])
-    assert {name: bound.met for name, bound in met.items()} == {
-        "cpu_us": True,
-        "added_p50_ms": True,
-        "streams_complete": True,
-    }
-    assert not rows_of.bounds(good(cpu=0.801), [streams()])["cpu_us"].met
-    assert not rows_of.bounds(good(p50=1.102), [streams()])["added_p50_ms"].met
+    assert failed(good(cpu=0.8, p50=1.1), [streams()]) == []
+    assert failed(good(cpu=0.801), [streams()]) == ["CPU µs a request, 1 and 64 at once"]
+    assert failed(good(p50=1.102), [streams()]) == ["ms added to p50, one at once"]
 
 
 def test_the_cpu_bound_is_about_the_median_of_1_and_64_at_once() -> None:
@@ -94,8 +95,8 @@ def test_the_cpu_bound_is_about_the_median_of_1_and_64_at_once() -> None:
 
 
 def test_what_was_not_measured_meets_no_bound() -> None:
-    assert not any(bound.met for bound in rows_of.bounds([], []).values())
-    assert not any(bound.met for bound in rows_of.bounds([row(TOY)], [streams(TOY)]).values())
+    assert not any(bound.ok for bound in rows_of.bounds([], []))
+    assert not any(bound.ok for bound in rows_of.bounds([row(TOY)], [streams(TOY)]))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +104,7 @@ def test_what_was_not_measured_meets_no_bound() -> None:
 )
 def test_streams_are_whole_only_if_all_were_open_at_once_and_ended(more: dict[str, Any]) -> None:
     assert streams().is_whole
-    assert not rows_of.bounds(good(), [streams(**more)])["streams_complete"].met
+    assert failed(good(), [streams(**more)]) == ["streams open at once that ended in full"]
     (said,) = rows_of.complaints([], [streams(**more)])
     assert said.startswith("kvbaton, round 1: of 512 streams")
 
@@ -124,14 +125,13 @@ def test_two_processes_are_held_to_vllm_routers_better_rate_and_to_the_cpu_of_on
         row(NIXL, busy, answered=1500),
         row(MORIIO, busy, answered=1800),
     ]
-    found = rows_of.bounds(rows, [])
-    assert (found["req_per_s_of_two"].value, found["req_per_s_of_two"].met) == (1.0, True)
-    assert (found["cpu_of_two"].value, found["cpu_of_two"].met) == (1.1, True)
-    slower = [*rows[:3], row(MORIIO, busy, answered=1810)]
-    assert not rows_of.bounds(slower, [])["req_per_s_of_two"].met
+    rate, cpu = (next(each for each in rows_of.bounds(rows, []) if what in each.name) for what in (RATE, MORE_CPU))
+    assert (rate.value, rate.ok, cpu.value, cpu.ok) == (1.0, True, 1.1, True)
+    assert [RATE in each for each in failed([*rows[:3], row(MORIIO, busy, answered=1810)], [])].count(True) == 1
     dearer = [rows[0], row(KVBATON_2, busy, router_cpu_s=1.99, answered=1800), *rows[2:]]
-    assert not rows_of.bounds(dearer, [])["cpu_of_two"].met
-    assert "req_per_s_of_two" not in rows_of.bounds(rows[:2], []) and "cpu_of_two" not in rows_of.bounds(rows[1:], [])
+    assert [MORE_CPU in each for each in failed(dearer, [])].count(True) == 1
+    assert not any(RATE in each.name for each in rows_of.bounds(rows[:2], []))
+    assert not any(MORE_CPU in each.name for each in rows_of.bounds(rows[1:], []))
     assert rows_of.ratios(rows)[f"{KVBATON_2} / {NIXL}"]["req_per_s"] == {"512": 1.2}
 
 
@@ -160,24 +160,25 @@ def test_a_family_is_all_descendants_and_nobody_else() -> None:
 
 def test_cpu_of_a_process_that_is_gone_is_nothing() -> None:
     assert cpu_s([2**22 + 1]) == 0
-    assert Cpu(1, 2, 3, 4, 5).until(Cpu(3, 5, 7, 9, 11)) == Cpu(2, 3, 4, 5, 6)
+    assert Cpu(1, {"router": 2}, 3).until(Cpu(3, {"router": 5}, 9)) == Cpu(2, {"router": 3}, 6)
 
 
 def test_a_page_tells_figures_bounds_failures_and_what_is_missing() -> None:
-    facts = router_page.RouterFacts(
-        date="2026-01-01", machine="2 cores", cores=2, load_before=(0.1, 0, 0), load_after=(0.2, 0, 0),
-        versions={"kvbaton": "0"}, command="kvbaton bench router", window_s=0.5, rounds=1, seconds=3.0,
-        targets=[KVBATON],
-        commands={KVBATON: "python -m x"}, missing={MORIIO: "make it"}, failures=["toy could not be measured: away"],
+    facts = RunFacts(
+        date="2026-01-01", machine="2 cores", versions={"kvbaton": "0"}, command="kvbaton bench router", seconds=3.0
+    )
+    measured = router_page.Measured(
+        targets=[KVBATON], missing={MORIIO: "make it"}, rounds=1, window_s=0.5, rows=good(cpu=0.9)[:5],
+        streams=[streams(complete=3)], failures=["toy could not be measured: away"], commands={KVBATON: "python -m x"},
     )  # fmt: skip
-    text = router_page.page(facts, good(cpu=0.9)[:5], [streams(complete=3)])
+    text = router_page.findings(facts, measured).as_page()
     for said in (
         "| 1 | kvbaton | 500 | 0.700 | 1.00 | 0.600 | 0.00 | 900 |",
         "kvbaton / vllm-router-nixl | 2.25 | 2.00 | 1.00 |",
-        "NOT met: CPU µs a request, 1 and 64 at once: 900 (at most 800, aim 400)",
-        "met: ms added to p50",
+        "DOES NOT HOLD: CPU µs a request, 1 and 64 at once: 900 (<= 800, aim 400)",
+        "holds: ms added to p50",
         "3 of 512 ended in full",
-        "vllm-router-moriio was not measured: it is not installed (make it).",
+        "vllm-router-moriio was not measured: vllm-router is not installed; make it",
         "**toy could not be measured: away**",
         "these figures are coarse",
         "`python -m x`",

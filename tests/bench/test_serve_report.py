@@ -8,37 +8,51 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from kvbaton_proof.bench.serve.serve_meter import Meter, Part, Used, part, together
-from kvbaton_proof.bench.serve.serve_page import page, plot
-from kvbaton_proof.bench.serve.serve_report import Report, Spread, base_of, complaints, ratios, tables
-from kvbaton_proof.bench.serve.serve_stats import quantiles
-from kvbaton_proof.bench.serve.serve_stream import Told
-from kvbaton_proof.bench.serve.serve_summary import notes
+from kvbaton_proof.bench.load.load_figures import TIMES, quantiles, times_of
+from kvbaton_proof.bench.load.open_loop import Record
+from kvbaton_proof.bench.load.request_plan import Ask, Piece
+from kvbaton_proof.bench.load.token_stream import Answer
+from kvbaton_proof.bench.serve.serve_parts import Part, Turn, Used, part_of, together
+from kvbaton_proof.bench.serve.serve_report import (
+    Report,
+    Spread,
+    base_of,
+    complaints,
+    findings,
+    notes,
+    plot,
+    ratios,
+)
+
+
+def a_turn(number: int, target: str, count: int, seconds: float, ttft_s: float, used: Used | None = None) -> Turn:
+    answer = Answer(ttft_s, ttft_s + 0.03, (0.01, 0.02), 3, b"x")
+    records = [Record(Ask(index, 0.0, (Piece("u", 8),), 3), 0.0, 1.0, answer) for index in range(count)]
+    return Turn(
+        round=number, target=target, records=records, seconds=seconds, planned=count, is_timed=False,
+        used=used or Used(),
+    )  # fmt: skip
 
 
 def a_part(number: int, target: str, req_per_s: float = 10.0, ttft_ms: float = 100.0, **more: Any) -> Part:
-    meter = Meter()
-    meter.sent = meter.planned = 4
-    for index in range(4):
-        meter.answered(index, 8, Told(ttft_ms / 1e3, ttft_ms / 1e3 + 0.03, (0.01, 0.02), 3, b"x"))
-    meter.seconds = 4 / req_per_s
-    found = part(number, target, meter, None, more.pop("used", Used()), None)
+    found = part_of(a_turn(number, target, 4, 4 / req_per_s, ttft_ms / 1e3, more.pop("used", None)), None)
     return msgspec.structs.replace(found, **more)
 
 
 def a_report(parts: list[Part], **more: Any) -> Report:
     names = list(dict.fromkeys(each.target for each in parts))
-    pool = Meter()
-    pool.sent, pool.right, pool.seconds = 8, 8, 1.0
-    for index in range(100):
-        pool.answered(index, 8, Told(0.1 + index / 1e3, 0.2 + index / 1e3, (0.01, 0.0), 3, b"x"))
-    totals = [together([each for each in parts if each.target == name], pool, None) for name in names]
+    pool = a_turn(0, "", 8, 1.0, 0.1)
+    answers = [each.answer for each in pool.records if each.answer is not None]
+    totals = [
+        together([msgspec.structs.replace(pool, target=name)], [each for each in parts if each.target == name], None)
+        for name in names
+    ]
     values: dict[str, Any] = {
         "ok": True, "wrong": (), "notes": (), "stopped": False, "date": "2026-01-02", "machine": "2 cores",
-        "versions": {"kvbaton": "1"}, "command": "kvbaton bench serve", "seconds": 3.0, "load": (0.5, 1.5),
+        "versions": {"kvbaton": "1"}, "command": "kvbaton bench serve", "seconds": 3.0, "load_before": 0.5,
         "engine": "embedded", "options": {"rounds": 2}, "order": [(each.round, each.target) for each in parts],
         "targets": totals, "parts": parts, "ratios": ratios(parts, names),
-        "quantiles": {name: {time: quantiles(pool.times[time]) for time in pool.times} for name in names},
+        "quantiles": {name: {time: quantiles(times_of(answers, time)) for time in TIMES} for name in names},
     }  # fmt: skip
     return Report(**values | more)
 
@@ -109,56 +123,44 @@ def test_other_answers_are_wrong_where_engines_are_exact_and_only_there() -> Non
 
 
 def test_tables_have_every_target_time_and_ratio() -> None:
-    report = a_report(THREE_ROUNDS)
-    for as_markdown in (False, True):
-        rates, times, beside = tables(report, as_markdown=as_markdown)
-        assert "aggregated" in rates and "8 of 8" not in times
-        assert [name in times for name in ("TTFT", "TPOT", "ITL", "E2E")] == [True] * 4
-        assert "pull / aggregated" in beside and "0.80 (0.50 to 1.00)" in beside
-    assert len(tables(a_report([a_part(1, "pull")]))) == 2, "one target has no ratios"
+    found = findings(a_report(THREE_ROUNDS))
+    for text in (found.as_text(), found.as_page()):
+        assert "aggregated" in text and "8 of 8" in text
+        assert all(name in text for name in ("TTFT", "TPOT", "ITL", "E2E"))
+        assert "pull / aggregated" in text and "0.80 (0.50 to 1.00)" in text
+    assert len(findings(a_report([a_part(1, "pull")])).tables) == 2, "one target has no ratios"
 
 
 def test_the_page_says_what_rounds_decide_and_nothing_more() -> None:
     again = [msgspec.structs.replace(each, round=each.round + 3) for each in THREE_ROUNDS]
-    said = page(a_report([*THREE_ROUNDS, *again]), "x.svg")
+    said = findings(a_report([*THREE_ROUNDS, *again]), "x.svg").as_page()
     assert "pull beside aggregated: WORSE in TTFT p50 (1.50), TTFT p99 (1.50), E2E p50" in said
-    assert "undecided in req/s" in said and "](x.svg)" in said and "```console\n$ kvbaton bench serve\n```" in said
+    assert "undecided in req/s" in said and "](x.svg)" in said and "    kvbaton bench serve\n" in said
     assert f"Order of the parts: {' '.join(['aggregated pull'] * 6)}." in said
-    one = page(a_report(THREE_ROUNDS), "x.svg")
+    one = findings(a_report(THREE_ROUNDS)).as_page()
     assert "Fewer than 6 decide nothing" in one and "WORSE" not in one and "better in" not in one
 
 
-def test_the_page_says_what_is_wrong_and_how_busy_the_machine_was() -> None:
+def test_the_page_says_what_is_wrong_what_ran_and_how_busy_the_machine_was() -> None:
     busy = [a_part(1, "pull", used=Used(others_cores=0.7))]
-    said = page(a_report(busy, ok=False, wrong=["pull, round 1: 3 of 4 requests failed"], stopped=True), "x.svg")
+    wrong, ran = ["pull, round 1: 3 of 4 requests failed"], {"aggregated d0": "kvbaton worker --name d0"}
+    said = findings(a_report(busy, ok=False, wrong=wrong, stopped=True, commands=ran)).as_page()
     assert "**pull, round 1: 3 of 4 requests failed**" in said and "answered in full" not in said
     assert "not quiet" in said and "up to 0.70" in said and "stopped before it was done" in said
-
-
-def test_the_page_says_what_ran() -> None:
-    said = page(a_report(THREE_ROUNDS, commands={"aggregated d0": "kvbaton worker --name d0"}), "x.svg")
     assert "- aggregated d0: `kvbaton worker --name d0`" in said
-    assert "## What ran" not in page(a_report(THREE_ROUNDS, engine=""), "x.svg")
+    assert "## What ran" not in findings(a_report(THREE_ROUNDS, engine="")).as_page()
 
 
-def test_the_picture_is_xml_with_a_curve_for_each_target_and_time() -> None:
+def test_the_picture_is_xml_with_a_line_for_each_target() -> None:
     report = a_report(THREE_ROUNDS)
-    drawn = plot(report.quantiles)
-    root = ElementTree.fromstring(drawn)
-    curves = root.findall("{http://www.w3.org/2000/svg}polyline")
-    assert len(curves) == 2 * 4 and drawn == plot(report.quantiles)
-    for curve in curves:
-        points = [tuple(map(float, point.split(","))) for point in curve.attrib["points"].split()]
-        assert len(points) == 101
-        assert all(0 <= x <= 860 and 0 <= y <= float(root.attrib["height"]) for x, y in points)
-        assert [x for x, _ in points] == sorted(x for x, _ in points), "slower is further right"
-
-
-def test_a_target_without_times_and_odd_names_can_be_drawn() -> None:
-    drawn = plot({"<a&b>": {"ttft": [1.0] * 101}, "none": {"ttft": []}})
-    root = ElementTree.fromstring(drawn)
-    assert len(root.findall("{http://www.w3.org/2000/svg}polyline")) == 1 and "&lt;a&amp;b&gt;" in drawn
-    ElementTree.fromstring(plot({"none": {}}))
+    root = ElementTree.fromstring(plot(report))
+    lines = root.findall("{http://www.w3.org/2000/svg}polyline")
+    assert len(lines) == 2 and plot(report) == plot(report)
+    for line in lines:
+        points = [tuple(map(float, point.split(","))) for point in line.attrib["points"].split()]
+        assert len(points) == 101 and [x for x, _ in points] == sorted(x for x, _ in points), "slower is further right"
+        assert all(0 <= x <= float(root.attrib["width"]) for x, _ in points)
+        assert all(0 <= y <= float(root.attrib["height"]) for _, y in points)
 
 
 def test_the_object_is_read_back_as_it_was_and_by_its_schema() -> None:
@@ -167,7 +169,7 @@ def test_the_object_is_read_back_as_it_was_and_by_its_schema() -> None:
     assert msgspec.json.encode(msgspec.json.decode(data, type=Report)) == data
     schema = msgspec.json.schema(Report)["$defs"]
     assert set(msgspec.json.decode(data)) == set(schema["Report"]["properties"])
-    assert set(schema["Report"]["required"]) == set(schema["Report"]["properties"]) - {"commands"}
+    assert {"ok", "wrong", "targets", "parts", "ratios", "quantiles"} <= set(schema["Report"]["required"])
     for each in msgspec.json.decode(data)["parts"]:
         assert set(each) == set(schema["Part"]["properties"])
         assert set(each["ttft"]) == {"count", "mean_ms", "p50_ms", "p90_ms", "p99_ms", "max_ms"}

@@ -12,8 +12,9 @@ import pytest
 from kvbaton.cli import main as cli
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.testing.store_harness import FaultyBackend
+from kvbaton_proof.bench.kit.run_facts import Stopwatch
 from kvbaton_proof.bench.store.store_moves import SHAPES, Shape, measure, settled
-from kvbaton_proof.bench.store.store_page import Report, complaints, page
+from kvbaton_proof.bench.store.store_page import StoreReport, complaints, findings
 from kvbaton_proof.bench.store.store_ttft import Ttft
 
 SMALL = Shape(8, 3, 1 << 10)
@@ -51,14 +52,12 @@ def test_a_store_that_takes_nothing_is_an_error() -> None:
         measure("memory", _Forgetful(memory), FaultyBackend(memory), SMALL, rounds=1)
 
 
-def report(**changes: object) -> Report:
+def report(**changes: object) -> StoreReport:
     row = measure("m", *[FaultyBackend(MemoryBackend(1 << 20))] * 2, Shape(2, 1, 64), rounds=1)
     ttft = Ttft("m", 100, 50.0, 5.0, 10.0, 6, 0)
     row = msgspec.structs.replace(row, **{name: value for name, value in changes.items() if hasattr(row, name)})
     ttft = msgspec.structs.replace(ttft, **{name: value for name, value in changes.items() if hasattr(ttft, name)})
-    return Report(
-        moves=(row,), ttft=(ttft,), failures=(), rounds=1, seconds=1.0, load=(0.0, 0.0), machine="here", version="0"
-    )
+    return StoreReport(moves=(row,), ttft=(ttft,), failures=(), rounds=1)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +72,9 @@ def report(**changes: object) -> Report:
 def test_what_is_wrong_is_complained_of(changes: dict[str, object], said: str) -> None:
     found = complaints(report(**changes), strict=True)
     assert len(found) == 1 and said in found[0]
+    facts = Stopwatch().facts("command", {})
     assert complaints(report(), strict=True) == []
-    assert said in page(report(**changes), found, "command")
+    assert said in findings(facts, report(**changes), strict=True).as_page()
 
 
 def test_slowness_is_no_complaint_where_no_verdict_is_wanted() -> None:

@@ -10,31 +10,31 @@ from kvbaton.cli import main as cli
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.vllm import vllm_targets
 from kvbaton_proof.bench.vllm.vllm_rows import Level
-from kvbaton_proof.cli import bench_arguments
+from kvbaton_proof.cli import bench_vllm
 
 
 def test_levels_have_their_default_requests_and_others_two_for_each_at_once() -> None:
-    assert bench_arguments.levels((1, 32, 512, 64), None) == (
+    assert bench_vllm.levels((1, 32, 512, 64), None) == (
         Level(1, 30),
         Level(32, 192),
         Level(512, 1024),
         Level(64, 128),
     )
-    assert bench_arguments.levels((2,), None) == (Level(2, 30),)
+    assert bench_vllm.levels((2,), None) == (Level(2, 30),)
 
 
 def test_requests_are_given_once_for_all_or_one_by_one() -> None:
-    assert bench_arguments.levels((1, 4), (8,)) == (Level(1, 8), Level(4, 8))
-    assert bench_arguments.levels((1, 4), (2, 9)) == (Level(1, 2), Level(4, 9))
+    assert bench_vllm.levels((1, 4), (8,)) == (Level(1, 8), Level(4, 8))
+    assert bench_vllm.levels((1, 4), (2, 9)) == (Level(1, 2), Level(4, 9))
     with pytest.raises(CommandError, match="3 numbers for 2 levels"):
-        bench_arguments.levels((1, 4), (1, 2, 3))
+        bench_vllm.levels((1, 4), (1, 2, 3))
     with pytest.raises(CommandError, match="concurrency 8"):
-        bench_arguments.levels((8,), (4,))
+        bench_vllm.levels((8,), (4,))
 
 
 def test_the_targets_that_can_be_named_are_those_that_can_be_started() -> None:
-    assert tuple(vllm_targets.TARGETS) == bench_arguments.TARGETS
-    assert set(bench_arguments.DEFAULT_TARGETS) < set(bench_arguments.TARGETS)
+    assert tuple(vllm_targets.TARGETS) == bench_vllm.TARGETS
+    assert set(bench_vllm.DEFAULT_TARGETS) < set(bench_vllm.TARGETS)
 
 
 @pytest.mark.parametrize(

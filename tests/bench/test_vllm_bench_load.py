@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from kvbaton.engines.vllm import nixl_shim
+from kvbaton.engines.vllm.launch import nixl_shim
 from kvbaton_proof.bench.vllm import vllm_load
 from kvbaton_proof.bench.vllm.vllm_load import Load, Outcome
 from kvbaton_proof.bench.vllm.vllm_rows import Level

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbaton_proof.bench.kit import text_tables
+from kvbaton_proof.bench.kit import lab_pages
 from kvbaton_proof.bench.vllm import vllm_page, vllm_rows, vllm_table
 from kvbaton_proof.bench.vllm.vllm_rows import BadResultError, Row, Told
 
@@ -117,7 +117,7 @@ def test_the_table_has_a_line_per_level_and_target_with_the_spread_of_rounds() -
 
 def test_both_drawings_hold_the_same_cells() -> None:
     lines = vllm_table.grid([row("nixl"), row("kvbaton-push", handed_over=10, same_answers=10)])
-    drawn, marked = text_tables.plain(vllm_table.HEAD, lines), text_tables.markdown(vllm_table.HEAD, lines)
+    drawn, marked = lab_pages.plain(vllm_table.HEAD, lines), lab_pages.markdown(vllm_table.HEAD, lines)
     assert len(drawn.splitlines()) == 3 and len(marked.splitlines()) == 4
     for cell in lines[1]:
         assert cell in drawn and f" {cell} " in marked

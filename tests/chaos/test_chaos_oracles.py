@@ -21,9 +21,8 @@ from kvbaton_proof.chaos.chaos_plan import Plan
 from kvbaton_proof.chaos.fleet import Fleet, FleetError
 from kvbaton_proof.chaos.judged_request import Found, Prompt, Way, ask, judged
 from kvbaton_proof.chaos.members import Ports, Spec, Surroundings
-from kvbaton_proof.chaos.outcome import Outcome, Row
-from kvbaton_proof.chaos.resources import Usage, is_there, usage
-from kvbaton_proof.chaos.seen import AtRest, Finds, Sample, Seen, seen
+from kvbaton_proof.chaos.outcome import AtRest, Finds, Outcome, Row, Sample, Seen, seen
+from kvbaton_proof.chaos.rest_oracle import Usage, is_there, usage
 
 PROMPT = Prompt("hello", "abcd", 4)
 QUIET: Mapping[str, Any] = {

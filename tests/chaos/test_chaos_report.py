@@ -7,10 +7,8 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton_proof.chaos.chaos_report import bare, markdown, write
-from kvbaton_proof.chaos.outcome import Member, Outcome, Row
-from kvbaton_proof.chaos.seen import Sample, Second, Seen
-from kvbaton_proof.chaos.timeline import page
+from kvbaton_proof.chaos.chaos_report import bare, markdown, page, write
+from kvbaton_proof.chaos.outcome import Member, Outcome, Row, Sample, Second, Seen
 
 OUTCOME = Outcome(
     plan="random", seed=7, engine="embedded", connector="kvbaton", seconds=4.0, requests=9, right=8, errors=1, wrong=0,

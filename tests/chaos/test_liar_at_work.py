@@ -40,6 +40,7 @@ from kvbaton_proof.chaos.liars.liar_http import ANSWERS, ODD, Door, Question
 from kvbaton_proof.chaos.liars.liar_post import Asked, Errand, Member, Post, honest_card
 from kvbaton_proof.chaos.liars.liar_reach import CHUNKS
 from kvbaton_proof.chaos.liars.lies import Count, Guise
+from kvbaton_proof.lies.lie_fields import Fields, Seen
 from tests.e2e.cluster import some_prompts
 from tests.e2e.pair import Pair
 
@@ -124,6 +125,7 @@ class _Listening:
         self.me = PeerId(WorkerId("liar"), Incarnation(3))
         self.errand = _errand("", {"d0": Member("decode", "tcp://127.0.0.1:1", "127.0.0.1:2")})
         self.answers: list[tuple[m.Message, bytes]] = []
+        self.fields = Fields(self.rng, Seen())
         self.manner: Any = self.refuse
         self.reach = self
 

@@ -17,11 +17,11 @@ from kvbaton_proof.chaos.chaos_plan import Step
 from kvbaton_proof.chaos.fault_catalogue import Moment
 from kvbaton_proof.chaos.outcome import Row
 from kvbaton_proof.chaos.vllm import vllm_judge, vllm_run, vllm_steps
-from kvbaton_proof.chaos.vllm.vllm_client import Tally, Told, ask
 from kvbaton_proof.chaos.vllm.vllm_judge import Well, row_of
 from kvbaton_proof.chaos.vllm.vllm_pair import Pair
 from kvbaton_proof.chaos.vllm.vllm_plan import standard
-from kvbaton_proof.chaos.vllm.vllm_process import EngineError
+from kvbaton_proof.rig.client import Answer, Tally, ask
+from kvbaton_proof.rig.server import EngineError
 from tests.chaos.vllm_stand_in import Habits, right, stand_ins
 
 SHORT_S = 0.05
@@ -151,14 +151,19 @@ def test_errors_are_counted_by_kind_and_are_no_broken_promise(tmp_path: Path) ->
 
 def test_a_tally_judges_each_way_a_request_can_end() -> None:
     tally = Tally()
-    for told in (Told(tokens=("a",)), Told(tokens=("b",)), Told(late=True, error="late"), Told(error="status 500")):
+    for told in (
+        Answer(tokens=("a",)),
+        Answer(tokens=("b",)),
+        Answer(late=True, error="late"),
+        Answer(error="status 500"),
+    ):
         tally.count(told, ["a"])
     assert (tally.right, tally.wrong, tally.late, tally.errors) == (1, 1, 1, Counter({"status 500": 1}))
     assert tally.requests == 4
 
 
 def test_an_answer_that_is_no_completion_is_an_error(tmp_path: Path) -> None:
-    async def told() -> Told:
+    async def told() -> Answer:
         async with stand_ins(tmp_path) as (pair, _p, _d):
             return await ask(pair.session, f"{pair.d.url}/nowhere", [1, 2], deadline_s=20)
 

@@ -14,10 +14,10 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvbaton_proof.chaos.vllm.vllm_client import prompt_of
 from kvbaton_proof.chaos.vllm.vllm_pair import BLOCKS, LONG, USUAL, Pair
-from kvbaton_proof.chaos.vllm.vllm_plan import D, P
-from kvbaton_proof.chaos.vllm.vllm_process import Engine
+from kvbaton_proof.rig.client import prompt_of
+from kvbaton_proof.rig.connectors import D, P
+from kvbaton_proof.rig.server import Engine
 
 HOST = "127.0.0.1"
 

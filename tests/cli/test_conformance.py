@@ -9,15 +9,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from kvbaton.cli import main as cli
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.cli import conformance
-from kvbaton_proof.conformance import conformance_run
 from kvbaton_proof.conformance.case_registry import CaseVerdict
-from kvbaton_proof.conformance.stalls import STALL_S, StallMeter
+from kvbaton_proof.conformance.conformance_run import VERDICT, Collector, ConformanceReport
+from kvbaton_proof.conformance.stalls import STALL_S, TRIES, StallMeter, unstalled
 
 
 class GoneError(Exception):
@@ -100,6 +102,27 @@ def test_nonsense_is_one_line_and_status_2(words: list[str], capsys: pytest.Capt
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+def test_what_came_of_cases_and_seeds_is_added_up_and_a_failure_says_how_it_is_replayed() -> None:
+    heard: list[str] = []
+    collector = Collector(ConformanceReport(), 3, heard.append)
+    for verdict in (
+        CaseVerdict(name="all_is_well", steps=5, handoffs=2, delivered=2),
+        CaseVerdict(name="one_is_wrong[pull]", what="WrongKvError: x", kind="wrong", steps=1, trace="..."),
+        CaseVerdict(name="seed 7", what="AssertionError: y", kind="assertion", seconds=2.5, run_again=1),
+    ):
+        told = [(VERDICT, msgspec.json.encode(verdict).decode())]
+        for when in ("setup", "call", "teardown"):
+            collector.pytest_runtest_logreport(SimpleNamespace(user_properties=told, when=when))  # type: ignore[arg-type]
+    report = collector.report
+    assert (report.cases, report.failed, report.seeds, report.seeds_failed) == (2, 1, 1, 1)
+    assert (report.steps, report.wrong, report.assertion_errors, report.run_again) == (6, 1, 1, 1)
+    assert [each["replay"] for each in report.failures] == [
+        "kvbaton conformance vllm --case 'one_is_wrong[pull]'",
+        "kvbaton conformance vllm --seeds 7",
+    ]
+    assert heard[-1] == "3 of 3, 2 broken: seed 7" and collector.ended == 3
+
+
 class Standing:
     """A machine that stands still, or does not."""
 
@@ -114,7 +137,7 @@ def verdicts(*kinds: str) -> Callable[[], CaseVerdict]:
 
 def test_what_was_not_in_time_while_the_machine_stood_still_is_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     Standing(monkeypatch, [True, True])
-    held = conformance_run._unstalled(verdicts("broken", "broken", ""))
+    held = unstalled(verdicts("broken", "broken", ""))
     assert held.holds
     assert held.run_again == 2
 
@@ -122,21 +145,21 @@ def test_what_was_not_in_time_while_the_machine_stood_still_is_run_again(monkeyp
 @pytest.mark.parametrize("kind", ["wrong", "assertion", "error"])
 def test_a_wrong_answer_is_never_excused_by_the_machine(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     Standing(monkeypatch, [True])
-    broken = conformance_run._unstalled(verdicts(kind, ""))
+    broken = unstalled(verdicts(kind, ""))
     assert (broken.kind, broken.run_again) == (kind, 0)
 
 
 def test_nothing_is_run_again_on_a_machine_that_did_not_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
     Standing(monkeypatch, [False])
-    assert conformance_run._unstalled(verdicts("broken", "")).kind == "broken"
+    assert unstalled(verdicts("broken", "")).kind == "broken"
 
 
 def test_what_is_never_in_time_is_broken_however_often_the_machine_stands_still(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    Standing(monkeypatch, [True] * conformance_run.TRIES)
-    broken = conformance_run._unstalled(verdicts(*["broken"] * conformance_run.TRIES))
-    assert (broken.kind, broken.run_again) == ("broken", conformance_run.TRIES - 1)
+    Standing(monkeypatch, [True] * TRIES)
+    broken = unstalled(verdicts(*["broken"] * TRIES))
+    assert (broken.kind, broken.run_again) == ("broken", TRIES - 1)
 
 
 def test_a_process_that_was_stopped_is_seen_to_have_stood_still() -> None:
@@ -166,7 +189,7 @@ def test_a_thread_that_waits_for_a_processor_is_seen_though_the_meter_is_run() -
     """Two busy processes on one core each get half of it; whoever sleeps in between is woken in time."""
     said = (
         "import os, time; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from kvbaton_proof.conformance.stalls import STALL_S, StallMeter\n"
+        "from kvbaton_proof.conformance.stalls import STALL_S, TRIES, StallMeter, unstalled\n"
         "rival = os.fork()\n"
         "if not rival:\n"
         "    while os.getppid() > 1 and time.process_time() < 60: pass\n"

@@ -20,7 +20,7 @@ import pytest
 from kvbaton.cli.main import main
 from kvbaton.control import key_rotation, keyring
 from kvbaton.doctor import machine_checks, port_checks
-from kvbaton.engines.vllm.launching import CONNECTOR, PYTHON_VARIABLE
+from kvbaton.engines.vllm.launch.launching import CONNECTOR, PYTHON_VARIABLE
 from kvbaton.observe.codes.entry import Severity
 from kvbaton.observe.codes.findings import SEVERITY
 from kvbaton.processes.free_ports import free_ports
@@ -560,17 +560,17 @@ def test_a_machine_without_the_c_mover_or_encryption(
 def test_planes_that_cannot_be_used_or_are_open(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: Place
 ) -> None:
-    for name, problem in (("mori", "gone"), ("nixl", "")):
+    for name, problem in (("mooncake", "gone"), ("nixl", "")):
         had = catalogue.PLANES[name]
         made = msgspec.structs.replace(had, usable=lambda problem=problem: problem, in_auto=lambda: True)
         monkeypatch.setitem(catalogue.PLANES, name, made)
-    place.extra("p")["transport"] = "mori"
+    place.extra("p")["transport"] = "mooncake"
     place.more = ["--transport", "nixl"]
     status, found = told(capsys, place.words())
     (open_one,) = (each for each in found if each["code"] == "plane-open")
     (unusable,) = (each for each in found if each["code"] == "no-plane")
     assert status == 1 and "nixl is not encrypted" in open_one["found"]
-    assert "mori cannot be used here: gone" in unusable["found"] and "amd_mori" in unusable["fix"]
+    assert "mooncake cannot be used here: gone" in unusable["found"] and "pip install mooncake" in unusable["fix"]
 
 
 def test_notes_are_no_verdict(

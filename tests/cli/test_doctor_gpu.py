@@ -13,7 +13,7 @@ from kvbaton.cli.main import main
 from kvbaton.doctor import gpu_checks
 from kvbaton.doctor.config_checks import examine
 from kvbaton.doctor.config_reading import parse
-from kvbaton.engines.vllm.launching import CONNECTOR
+from kvbaton.engines.vllm.launch.launching import CONNECTOR
 from kvbaton.transports import builtin_entries
 
 

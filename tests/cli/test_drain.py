@@ -23,7 +23,7 @@ from kvbaton.control.registry import (
     DrainState,
     OperatorLine,
     Registration,
-    RegistryClient,
+    RegistryGroup,
     RegistryServer,
     RegistrySettings,
 )
@@ -43,17 +43,17 @@ class Town:
         self.server = RegistryServer(keyring.load(self.keys, "router"), settings=CALM)
         self.server.start()
         self.on_drain: Callable[[], None] = lambda: None
-        self.clients: list[RegistryClient] = []
+        self.clients: list[RegistryGroup] = []
 
-    def join(self, stays: bool = False, name: str = P0, life: int = 0xAB, role: str = "prefill") -> RegistryClient:
+    def join(self, stays: bool = False, name: str = P0, life: int = 0xAB, role: str = "prefill") -> RegistryGroup:
         registration = Registration(
             WorkerId(name), Incarnation(life), role, "127.0.0.1:80", "tcp://127.0.0.1:5000", stays=stays, born=life
         )
-        client = RegistryClient(
+        client = RegistryGroup(
             keyring.load(self.keys, name),
-            (WorkerId("router"), self.server.endpoint),
+            [(WorkerId("router"), self.server.endpoint)],
             registration,
-            on_directory=lambda entries: None,
+            on_directory=lambda *_: None,
             on_departed=lambda worker, incarnation: None,
             on_drain=self._drain,
             settings=CALM,

@@ -25,6 +25,7 @@ from kvbaton.protocol.errors import MEANING, Reason
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src" / "kvbaton"
+MORI = ROOT / "packages" / "kvbaton-mori" / "src"
 NOT_THE_PRODUCT = {"chaos", "sim", "bench", "testing", "conformance"}
 LEVELS = {"warning", "error", "exception", "critical"}
 METRIC = re.compile(r"\bkvbaton_[a-z_]+")
@@ -33,8 +34,8 @@ CODE = re.compile(r"\[([a-z0-9]+(?:-[a-z0-9]+)*)\] ")
 
 def modules(*words: str) -> Iterator[tuple[Path, ast.Module]]:
     """The product's sources that have one of these words in them: to parse all of them takes a while."""
-    for path in sorted(SOURCES.rglob("*.py")):
-        if not NOT_THE_PRODUCT & set(path.relative_to(SOURCES).parts):
+    for path in sorted([*SOURCES.rglob("*.py"), *MORI.rglob("*.py")]):
+        if path.is_relative_to(MORI) or not NOT_THE_PRODUCT & set(path.relative_to(SOURCES).parts):
             text = path.read_text()
             if any(word in text for word in words):
                 yield path, ast.parse(text)

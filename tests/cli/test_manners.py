@@ -24,7 +24,7 @@ UNGROUPED_MAX = 16
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Every parser below `kvbaton`, by the words that lead to it."""
-    modules = {name: importlib.import_module(f"kvbaton.cli.{name}") for name in cli.COMMANDS}
+    modules = {name: cli.module_of(name) for name in cli.COMMANDS}
     todo: list[tuple[str, argparse.ArgumentParser]] = [("", cli.parser_of(modules))]
     while todo:
         path, parser = todo.pop()
@@ -195,7 +195,7 @@ def test_a_missing_library_is_named_with_the_way_to_get_it(
         raise ModuleNotFoundError(f"No module named {lacks!r}", name=lacks)
 
     monkeypatch.setattr(importlib, "import_module", missing)
-    for lacks in ("aiohttp", "uvloop"):
+    for lacks in ("httptools", "uvloop"):
         status, _, err = call(capsys, "router")
         assert (status, err.count("\n")) == (2, 1)
         assert f"needs {lacks}: pip install 'kvbaton[serve]'" in err

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import io
 import json
 import os
@@ -29,7 +28,7 @@ KVBATON = [sys.executable, "-m", "kvbaton.cli.main"]
 
 
 def parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    modules = {name: importlib.import_module(f"kvbaton.cli.{name}") for name in cli.COMMANDS}
+    modules = {name: cli.module_of(name) for name in cli.COMMANDS}
     todo: list[tuple[str, argparse.ArgumentParser]] = [("", cli.parser_of(modules))]
     while todo:
         path, parser = todo.pop()

@@ -133,47 +133,13 @@ def test_a_table_lines_up_with_and_without_styles() -> None:
         assert lines == ["name      pins  state", "p0           3  ok", "decode-1    12"]
 
 
-def test_progress_is_drawn_over_and_taken_away() -> None:
-    now = [0.0]
-    screen = live({"COLUMNS": "60"})
-    with screen.progress("requests", 8, lambda: now[0]) as progress:
-        progress.update(2, "none failed")
-        progress.update(3)  # too soon to be drawn
-        now[0] += 0.2
-        progress.update(4, "a note that\nis much longer than the line has room for, by far")
-        progress.update(8)  # the end is always drawn
-    stream = screen.stream
-    assert isinstance(stream, io.StringIO)
-    drawn = stream.getvalue().split("\r\x1b[K")
-    assert drawn[0] == "" and drawn[-1] == "" and len(drawn) == 5
-    assert drawn[1] == f"requests {'█' * 6}{'░' * 18} 2/8 none failed"
-    assert len(drawn[2]) == 59 and "\n" not in drawn[2]
-    assert drawn[3].endswith("8/8")
-
-
-def test_progress_without_a_total_counts() -> None:
-    screen = live()
-    with screen.progress("handoffs") as progress:
-        progress.update(7)
-    assert isinstance(screen.stream, io.StringIO)
-    assert screen.stream.getvalue() == "\r\x1b[Khandoffs 7\r\x1b[K"
-
-
-@pytest.mark.parametrize("environ", [{}, {"FORCE_COLOR": "1"}])
-def test_no_progress_when_piped_not_even_with_forced_colours(environ: dict[str, str]) -> None:
-    stream = io.StringIO()
-    with Screen(stream, environ).progress("requests", 8) as progress:
-        progress.update(8)
-    assert stream.getvalue() == ""
-
-
 def test_progress_outlives_its_terminal() -> None:
     class Gone(Terminal):
         def write(self, _: str) -> int:
             raise OSError("the terminal went away")
 
-    with Screen(Gone(), {"TERM": "xterm"}).progress("requests", 8) as progress:
-        progress.update(1)
+    with progress.shown("requests", Screen(Gone(), {"TERM": "xterm"})) as tell:
+        tell("1 of 8")
 
 
 def test_the_flag_colours_help_and_complaints_and_nothing_else_does(capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,7 +179,7 @@ def test_other_words_clear_the_line_first_and_it_is_gone_at_the_end(capsys: pyte
     assert isinstance(screen.stream, io.StringIO)
     with progress.shown("check", screen) as tell:
         tell("1 of 2 rows")
-        screens.note("up", "a note")
+        progress.note("up", "a note")
         assert screen.stream.getvalue().endswith("\r\x1b[K"), "cleared before the note was written"
     assert screen.stream.getvalue().endswith("\r\x1b[K")
     assert capsys.readouterr().err == "kvbaton up: a note\n"

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from kvbaton.cli import main as cli
-from kvbaton.cli import streams
 
 KVBATON = [sys.executable, "-m", "kvbaton.cli.main"]
 WAIT_S = 60.0
@@ -79,7 +78,8 @@ def test_a_closed_stream_changes_no_status(words: list[str], closed: str, status
 
 def test_no_socket_takes_the_number_of_a_closed_stream() -> None:
     code = (
-        "import os\nfrom kvbaton.cli import streams\nstreams.have_all()\nimport socket\nwith socket.socket() as one:\n"
+        "import os\nfrom kvbaton.cli import main\nmain._open_all_streams()\n"
+        "import socket\nwith socket.socket() as one:\n"
         "    os._exit(0 if one.fileno() > 2 else 1)"
     )
     assert shell('"$@" <&- >&- 2>&-', sys.executable, "-c", code).returncode == 0
@@ -127,4 +127,4 @@ def test_a_path_of_odd_bytes_is_printed_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_stream_that_somebody_reads_is_left_alone() -> None:
-    assert streams.nobody_reads() is False
+    assert cli._nobody_reads() is False

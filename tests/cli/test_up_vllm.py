@@ -31,7 +31,7 @@ here = pathlib.Path(__file__).parent
 words = sys.argv[1:]
 if words[0] == "-c":
     sys.exit(0)
-if words[1] == "kvbaton.engines.vllm.tiny_model":
+if words[1] == "kvbaton.engines.vllm.models.tiny_model":
     print("some noise")
     print("made:", here / "tiny-llama-7-v1")
     sys.exit(0)

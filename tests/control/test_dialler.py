@@ -13,8 +13,7 @@ import pytest
 import zmq
 
 from kvbaton.control.addressing import ControlLimits
-from kvbaton.control.dialler import Dialler
-from kvbaton.control.line_watch import PATIENCE_S
+from kvbaton.control.dialler import REFUSAL_S, Dialler
 from kvbaton.control.sockets import SocketPlane
 from kvbaton.protocol.ids import WorkerId
 
@@ -283,7 +282,7 @@ def test_a_peer_whose_process_has_ended_is_known_at_once() -> None:
             d0.knows(p0)
             exchange(d0, p0)
             assert not gone
-        until(lambda: gone, d0, timeout_s=PATIENCE_S)
+        until(lambda: gone, d0, timeout_s=REFUSAL_S)
         assert set(gone) == {P0} and d0.control.counters["refused_lines"] == len(gone)
 
 
@@ -295,7 +294,7 @@ def test_where_nobody_ever_answered_one_waits_a_moment_for_another_address() -> 
         began = time.monotonic()
         assert d0.control.send(P0, b"hello")
         until(lambda: gone, d0)
-        assert time.monotonic() - began >= PATIENCE_S
+        assert time.monotonic() - began >= REFUSAL_S
 
 
 def test_connections_that_break_while_something_listens_are_no_death() -> None:
@@ -306,7 +305,7 @@ def test_connections_that_break_while_something_listens_are_no_death() -> None:
         assert d0.control.send(P0, b"hello")
         between.settimeout(20.0)
         began, cut = time.monotonic(), 0
-        while time.monotonic() - began < 1.5 * PATIENCE_S or cut < 2:
+        while time.monotonic() - began < 1.5 * REFUSAL_S or cut < 2:
             between.accept()[0].close()  # whoever listens is there
             cut += 1
             d0.turn()

@@ -7,10 +7,9 @@ import random
 import msgspec
 import pytest
 
-from kvbaton.control.moriio import p2p_nccl_registration, registration
 from kvbaton.control.plain import Announcement, Fleet, PlainFault
-from kvbaton.control.plain.announcements import MESSAGE_BYTES_MAX, NESTING_MAX, decode, payload_of
-from kvbaton.control.plain.nesting import is_nested_within
+from kvbaton.control.plain.announcements import MESSAGE_BYTES_MAX, NESTING_MAX, decode, is_nested_within, payload_of
+from kvbaton.control.plain.announcer import p2p_nccl_registration, registration
 
 HTTP = "127.0.0.1:8100"
 ZMQ = "host:127.0.0.1,handshake:6301,notify:61005"

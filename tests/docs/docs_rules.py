@@ -19,8 +19,8 @@ from pathlib import Path
 
 from docs_commands import ROOT, Command
 
-from kvbaton.cli.main import COMMANDS, build_parser
-from kvbaton.engines.vllm.connector_settings import ConnectorSettings
+from kvbaton.cli.main import COMMANDS, build_parser, module_of
+from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 
 OPERATORS = {"|", ">", ">>", "2>", "&", "&&", ";", "<"}
 VLLM_FIELDS = {
@@ -74,7 +74,7 @@ def parsed(words: list[str]) -> argparse.Namespace:
     if name not in COMMANDS:
         raise DocsError(f"kvbaton has no command {name}")
     try:
-        module = importlib.import_module(f"kvbaton.cli.{name}")
+        module = module_of(name)
     except ModuleNotFoundError:
         raise DocsError(f"kvbaton {name} is not there yet") from None
     said = io.StringIO()
@@ -163,7 +163,7 @@ def _make(words: list[str]) -> None:
 
 
 def _pytest(words: list[str]) -> None:
-    named = [word for word in words[1:] if word.startswith("tests")]
+    named = [word for word in words[1:] if word.startswith(("tests", "packages"))]
     for word in named:
         path, _, test = word.partition("::")
         if not (ROOT / path).exists():

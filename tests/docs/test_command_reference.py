@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from docs_commands import ROOT
 
-from kvbaton.cli import layered_settings as layers
 from kvbaton.cli.main import COMMANDS
-from kvbaton.engines.vllm.connector_settings import ConnectorSettings
+from kvbaton.cli.settings import layers
+from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.observe.tracing import export
 
 
@@ -58,16 +58,16 @@ def test_every_key_of_the_connector_and_every_variable_of_the_product_has_its_ro
     for field in msgspec.structs.fields(ConnectorSettings):
         assert f"| `{field.name}` |" in reference and f"| `{field.name}` |" in every
     assert f"| `{layers.variable_of('worker', 'http_access')}` |".split()[1] in every
-    product = [path for path in (ROOT / "src" / "kvbaton").rglob("*.py") if "proof" not in path.parts]
+    product = list((ROOT / "src" / "kvbaton").rglob("*.py"))
     named = set(re.findall(r"\"(KVBATON_[A-Z_]+[A-Z])\"", "".join(path.read_text() for path in product)))
     assert {"KVBATON_JOIN_TOKEN", "KVBATON_API_KEY"} <= named
-    internal = {"KVBATON_ENDS_WITH", "KVBATON_CONFORMANCE_INSIDE"}  # from a parent to its own child
+    internal = {"KVBATON_ENDS_WITH"}  # from a parent to its own child
     assert {name for name in named - internal if f"`{name}`" not in every} == set()
 
 
 def test_an_extra_that_the_program_names_exists() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    sources = "".join(path.read_text() for path in (ROOT / "src" / "kvbaton").rglob("*.py"))
+    sources = "".join(path.read_text() for part in ("src", "packages") for path in (ROOT / part).rglob("*.py"))
     named = set(re.findall(r"kvbaton\[([\w-]+)\]", sources))
     assert {"serve", "dev"} <= named <= set(project["optional-dependencies"])
     named = set(re.findall(r'"(otel[\w-]*)"', inspect.getsource(export.needed)))

@@ -5,7 +5,6 @@ product's own parsers. `docs/contributing.md` says how a page is marked.
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from docs_commands import NEEDS, ROOT, Command, all_commands, blocks, commands_o
 from docs_rules import RULES, DocsError, check
 from docs_running import Reader, cluster
 
-from kvbaton.cli.main import COMMANDS, build_parser
+from kvbaton.cli.main import COMMANDS, build_parser, module_of
 
 EVERY = all_commands()
 RUN = sorted({command.page for command in EVERY if command.needs in ("", "cluster")})
@@ -90,7 +89,7 @@ def _known_by_name(page: str, words: list[str]) -> None:
     assert name in COMMANDS or name.startswith("-") or not re.fullmatch(r"[a-z]+", name), f"{page}: kvbaton {name}"
     flags = {word.split("=")[0] for word in words if word.startswith("--")}
     if name in COMMANDS and flags:
-        parser = build_parser(name, importlib.import_module(f"kvbaton.cli.{name}"))
+        parser = build_parser(name, module_of(name))
         assert not flags - _flags(parser), f"{page}: kvbaton {name} has no {', '.join(flags - _flags(parser))}"
 
 

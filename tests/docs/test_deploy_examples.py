@@ -16,9 +16,9 @@ import pytest
 from docs_commands import ROOT
 from docs_rules import check_transfer_config, parsed
 
-from kvbaton.cli import layered_settings as layers
 from kvbaton.cli import main as cli
-from kvbaton.cli.settings_file import read
+from kvbaton.cli.settings import layers
+from kvbaton.cli.settings.file import read
 
 DEPLOY = ROOT / "deploy"
 SETTINGS = DEPLOY / "config" / "cluster.yaml"

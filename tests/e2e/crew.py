@@ -24,12 +24,12 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from kvbaton.api.http.http_server import serving
 from kvbaton.control import keyring
 from kvbaton.control.registry import RegistryServer, RegistrySettings
 from kvbaton.engines.embedded.embedded_worker import reference_answers
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.app import Router, router_app
-from kvbaton.router.http.http_server import serving
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import ListedEngine, WorkerListState
 from kvbaton.router.workers.registered import RegistryDirectory

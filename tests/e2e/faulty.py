@@ -18,8 +18,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvbaton.api.http import serving
 from kvbaton.api.params import FIELD
+from tests.aiohttp_server import serving
 
 _PASSED_ON = ("Content-Type", "Retry-After", "X-Request-Id")
 _ASKED_WITH = ("Content-Type", "Authorization", "X-Request-Id")

@@ -18,10 +18,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvbaton.api.http import serving
-from kvbaton.control.moriio import MoriioAnnouncer, registration
+from kvbaton.control.plain.announcer import MoriioAnnouncer, registration
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.embedded_worker import reference_answers
+from tests.aiohttp_server import serving
 from tests.e2e import warm_workers
 from tests.e2e.cluster import eventually
 from tests.e2e.fleet import Fleet, fleet, vllm_router_on_path

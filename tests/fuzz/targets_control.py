@@ -17,7 +17,7 @@ from mutators import Shape
 
 from kvbaton.control import keyring
 from kvbaton.control.addressing import ControlError, check_authority, check_bind, check_endpoint
-from kvbaton.control.moriio import MoriioRegistration, p2p_nccl_registration, registration
+from kvbaton.control.plain.announcer import MoriioRegistration, p2p_nccl_registration, registration
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.ranks.store_address import store_place

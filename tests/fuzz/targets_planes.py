@@ -13,7 +13,7 @@ import msgspec
 from guided import Target
 from mutators import Shape
 
-from kvbaton.control.moriio import registration  # noqa: F401 - loads the control layer before the planes
+from kvbaton.control.plain.announcer import registration  # noqa: F401 - loads the control layer before the planes
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import ProtocolError, Reason
@@ -28,12 +28,11 @@ from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.store import store_messages, tcp_connection, value_header
 from kvbaton.store.content_keys import HASH_BYTES
 from kvbaton.store.value_trust import ALONE
-from kvbaton.transports.checksum import checksum_endpoint
+from kvbaton.transports.checksum import checksum_transport
 from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.cuda import cuda_listener
 from kvbaton.transports.local.region_listener import ShmEndpoint
 from kvbaton.transports.mooncake import mooncake_endpoint
-from kvbaton.transports.mori import mori_endpoint
 from kvbaton.transports.net import connection_handshake, transfer_frames
 from kvbaton.transports.nixl import nixl_endpoint
 from kvbaton.transports.nixl.nixl_lists import NixlPlace
@@ -55,14 +54,8 @@ def _nixl(data: bytes) -> PeerId:
     return nixl_endpoint.parse(PEER, nixl_endpoint.VERSION + zlib.compress(data, 1)).owner
 
 
-def _mori(data: bytes) -> PeerId:
-    found = mori_endpoint.parse(mori_endpoint.VERSION + zlib.compress(data, 1))
-    assert len(found.regions) <= mori_endpoint.REGIONS_MAX
-    return PEER  # whose it is only mori can tell
-
-
 def _summed(data: bytes) -> PeerId:
-    assert len(checksum_endpoint.parse(PEER, checksum_endpoint.VERSION + data).secret) == SECRET_BYTES
+    assert len(checksum_transport.parse(PEER, checksum_transport.VERSION + data).secret) == SECRET_BYTES
     return PEER
 
 
@@ -74,7 +67,6 @@ ENDPOINTS: dict[str, Callable[[bytes], PeerId]] = {
     "staged-shm": lambda data: staged_listener.parse_endpoint(PEER, "shm", data).owner,
     "mooncake": lambda data: mooncake_endpoint.parse(PEER, data).owner,
     "nixl": _nixl,
-    "mori": _mori,
     "sums": _summed,
 }
 
@@ -84,9 +76,8 @@ def endpoints(data: bytes) -> None:
     for name, parse in ENDPOINTS.items():
         with contextlib.suppress(REFUSED):
             assert parse(data) == PEER, name
-    for parse_packed in (mori_endpoint.parse, lambda data: nixl_endpoint.parse(PEER, data)):
-        with contextlib.suppress(REFUSED):
-            parse_packed(data)
+    with contextlib.suppress(REFUSED):
+        nixl_endpoint.parse(PEER, data)  # packed
 
 
 def endpoint_seeds() -> list[bytes]:
@@ -104,11 +95,9 @@ def endpoint_seeds() -> list[bytes]:
         staged_listener.StagedEndpoint(PEER, "shm", host, "name", 0, SECRET),
         mooncake_endpoint.MooncakeEndpoint(PEER, "10.0.0.1", 5000, 4096, b"m" * 16, {0: region}),
         nixl_endpoint.NixlEndpoint(PEER, agent, life, places, head),
-        checksum_endpoint.SumEndpoint("10.0.0.1", 5000, SECRET, b"inner"),
+        checksum_transport.SumEndpoint("10.0.0.1", 5000, SECRET, b"inner"),
     ]
-    mori = mori_endpoint.MoriEndpoint(PEER, b"engine", {0: PACK([1, b"a", "x"]), 1: PACK([1, b"b", "x"])})
-    told = zlib.decompress(mori_endpoint.pack(mori)[len(mori_endpoint.VERSION) :])
-    return [*map(PACK, plain), told]
+    return [*map(PACK, plain)]
 
 
 # --- what crosses a data plane's sockets

@@ -15,11 +15,11 @@ from mutators import Shape
 from kvbaton.api import sse
 from kvbaton.api.api_errors import ApiError
 from kvbaton.api.bodies import BodyKind
+from kvbaton.api.http import http_client, http_types
 from kvbaton.api.params import FIELD
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router import kv_params, worker_calls
 from kvbaton.router.hops import Hops
-from kvbaton.router.http import http_client, http_types
 from kvbaton.router.openai_api import OpenAiApi
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.router_stats import LABELS_MAX, RouterStats, count

@@ -34,10 +34,10 @@ from laws import DECODERS, heard, told, understood
 from kvbaton.api.request_ids import RequestIdError, parse_address
 from kvbaton.control.joining.join_messages import ClusterCard, MemberCard
 from kvbaton.control.keyring import Keyring
-from kvbaton.control.moriio import p2p_nccl_registration, registration
 from kvbaton.control.plain import AnnouncedWorker, Announcement, Fleet, PlainFault, PlainSettings
 from kvbaton.control.plain.announced_roster import PlainRoster
 from kvbaton.control.plain.announcements import RANKS_MAX, decode, payload_of
+from kvbaton.control.plain.announcer import p2p_nccl_registration, registration
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry import statements
 from kvbaton.control.signing import Signed

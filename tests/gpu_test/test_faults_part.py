@@ -13,14 +13,14 @@ from kvbaton_proof.chaos.chaos_plan import Step
 from kvbaton_proof.chaos.outcome import Outcome, Row
 from kvbaton_proof.chaos.vllm import fault_table
 from kvbaton_proof.chaos.vllm.vllm_judge import Well
-from kvbaton_proof.chaos.vllm.vllm_plan import D, P
 from kvbaton_proof.chaos.vllm.vllm_steps import DO
 from kvbaton_proof.gpu_test import gpu_faults
 from kvbaton_proof.gpu_test.gpu_machine import MemoryWatch
-from kvbaton_proof.gpu_test.gpu_record import Book, Page
-from kvbaton_proof.gpu_test.servers import GIB
 from kvbaton_proof.gpu_test.sizes import CPU, QUICK, STANDARD, Sizes
 from kvbaton_proof.gpu_test.watched import START_S, Meeting
+from kvbaton_proof.rig.connectors import D, P
+from kvbaton_proof.rig.record import Book, Page
+from kvbaton_proof.rig.servers import GIB
 
 GOOD = Row(at_s=0, title="abort", fault="abort", promises=(1, 3), requests=2, right=2, recover_s=0.5)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +12,15 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from kvbaton.engines.vllm.tiny_model import KINDS
-from kvbaton_proof.gpu_test import command, feature_trial, gpu_client, gpu_features, servers
+from kvbaton.engines.vllm.models.tiny_model import KINDS
+from kvbaton_proof.gpu_test import command, feature_trial, gpu_features, trial
 from kvbaton_proof.gpu_test.feature_trial import Drafts, alike, rate
 from kvbaton_proof.gpu_test.gpu_features import FEATURES, ServerRoom, specs
-from kvbaton_proof.gpu_test.gpu_record import Book
-from kvbaton_proof.gpu_test.servers import Spec
 from kvbaton_proof.gpu_test.sizes import CPU, QUICK, STANDARD
+from kvbaton_proof.rig import meters, servers
+from kvbaton_proof.rig.client import Answer
+from kvbaton_proof.rig.record import Book
+from kvbaton_proof.rig.servers import Spec
 
 ANSWER = ("a", "b", "c", "d")
 SIZES = msgspec.structs.replace(CPU, feature_tokens=(2, 5, 9), damaged=2)
@@ -72,48 +73,6 @@ class TestSpecs:
         with pytest.raises(SystemExit):
             command._sized(options.parse_args(["--features", "magic", "--nixl", "off"]), options)
         assert "got 'magic'" in capsys.readouterr().err
-
-
-class TestServers:
-    def made(self, tmp_path: Path, spec: Spec, device: Any = "cuda") -> servers.Group:
-        site = servers.Site(device, "/usr/bin/python3", tmp_path, tmp_path / "logs")
-        site.models |= {kind: Path(f"/somewhere/models/tiny-{kind}-1-v1") for kind in KINDS}
-        return servers.made(site, spec)
-
-    def test_words_name_the_directory_of_a_model_and_what_is_shown_does_not(self, tmp_path: Path) -> None:
-        pair = self.made(tmp_path, by_name("eagle")["eagle"])
-        for engine in (pair.p, pair.d):
-            told = json.loads(engine.command[engine.command.index("--speculative-config") + 1])
-            assert told == {
-                "num_speculative_tokens": 2,
-                "method": "eagle",
-                "model": "/somewhere/models/tiny-eagle-1-v1",
-            }
-        assert '"model": "EAGLE"' in pair.commands()[-1] and "/somewhere" not in pair.commands()[-1]
-        lora = self.made(tmp_path, by_name("lora")["lora"])
-        assert "poet=/somewhere/models/tiny-adapter-1-v1" in lora.d.command
-        assert "poet=ADAPTER" in lora.commands()[-1]
-
-    def test_words_of_one_side_are_of_that_side_alone(self, tmp_path: Path) -> None:
-        pair = self.made(tmp_path, by_name("uncached")["uncached-d"])
-        assert gpu_features.UNCACHED in pair.d.command and gpu_features.UNCACHED not in pair.p.command
-
-    @pytest.mark.parametrize(("name", "ours_first"), [("offloading", "p0"), ("offloading-turned", "d0")])
-    def test_ours_is_first_on_one_side_and_last_on_the_other(self, tmp_path: Path, name: str, ours_first: str) -> None:
-        pair = self.made(tmp_path, by_name("offloading")[name])
-        for engine in (pair.p, pair.d):
-            told = json.loads(engine.command[-1])
-            assert (told["kv_connector"], told["kv_role"]) == ("MultiConnector", "kv_both")
-            children = told["kv_connector_extra_config"]["connectors"]
-            ours, other = children if engine.name == ours_first else children[::-1]
-            assert (ours["kv_connector"], other["kv_connector"]) == ("BatonConnector", "OffloadingConnector")
-            assert ours["kv_role"] == ("kv_producer" if engine.name == "p0" else "kv_consumer")
-            assert "spec_name" not in other["kv_connector_extra_config"], "on a GPU it is vLLM's own"
-
-    def test_on_a_cpu_the_other_connector_gets_a_worker_that_runs_there(self, tmp_path: Path) -> None:
-        pair = self.made(tmp_path, by_name("offloading")["offloading"], "cpu")
-        children = json.loads(pair.d.command[-1])["kv_connector_extra_config"]["connectors"]
-        assert children[0]["kv_connector_extra_config"]["spec_name"] == "HostOffloadingSpec"
 
 
 class TestDrafts:
@@ -172,7 +131,7 @@ class Fake:
         wrong = (self.case.get("wrong") and by_handoff) or damaged or doubts
         base = ("z", *ANSWER[1:]) if name.startswith("lora") and not more.get("model") else ANSWER
         answer = ("x", *base[1:]) if wrong else base
-        return gpu_client.Told(tokens=answer, gaps=(1.0,) * 4, cached=len(prompt) - 1 - self.case.get("extra", 0))
+        return Answer(tokens=answer, gaps=(1.0,) * 4, cached=len(prompt) - 1 - self.case.get("extra", 0))
 
     async def figures(self, session: object) -> dict[str, float]:
         end = "incompatible" if self.case.get("refused") else "delivered"
@@ -210,12 +169,12 @@ def missed(
     async def yes(*told: object) -> bool:
         return True
 
-    for name in ("ask", "both_legs"):
-        monkeypatch.setattr(feature_trial, name, fake.ask)
+    for module, name in ((feature_trial, "ask"), (trial, "ask"), (trial, "both_legs")):
+        monkeypatch.setattr(module, name, fake.ask)
     monkeypatch.setattr(feature_trial, "forget", yes)
     monkeypatch.setattr(feature_trial, "LAG_S", 0.0)
-    monkeypatch.setattr(gpu_client, "LAG_S", 0.0)
-    monkeypatch.setattr(gpu_client, "at_rest", yes)
+    monkeypatch.setattr(meters, "LAG_S", 0.0)
+    monkeypatch.setattr(meters, "at_rest", yes)
     page = Book(tmp_path, "standard", "cpu", {}, "test").begin("features")
     sizes = msgspec.structs.replace(SIZES, features=features)
     site, session = servers.Site("cpu", "python3", tmp_path, tmp_path), cast("Any", None)

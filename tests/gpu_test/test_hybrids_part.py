@@ -10,11 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvbaton.engines.vllm.tiny_hybrids import HYBRIDS
-from kvbaton_proof.gpu_test import gpu_client, gpu_hybrids, gpu_oracle
-from kvbaton_proof.gpu_test.gpu_oracle import Right
-from kvbaton_proof.gpu_test.gpu_record import Book
+from kvbaton.engines.vllm.models.tiny_hybrids import HYBRIDS
+from kvbaton_proof.gpu_test import gpu_hybrids, trial
 from kvbaton_proof.gpu_test.sizes import CPU, STANDARD
+from kvbaton_proof.rig import meters, oracle
+from kvbaton_proof.rig.client import Answer
+from kvbaton_proof.rig.oracle import Right
+from kvbaton_proof.rig.record import Book
 
 ANSWER = ("a", "b", "c", "d")
 SIZES = msgspec.structs.replace(CPU, hybrids=("mamba2",), hybrid_tokens=(2, 5, 9), damaged=2)
@@ -46,14 +48,14 @@ class Site:
         self.delivered += 1
         damaged = self.flag.exists() and not self.blind
         tokens = ("x", *ANSWER[1:]) if self.wrong or damaged else ANSWER
-        return gpu_client.Told(tokens=tokens, cached=len(prompt) - 1 - self.extra)
+        return Answer(tokens=tokens, cached=len(prompt) - 1 - self.extra)
 
     def group(self, name: str) -> Any:
         async def figures(session: object) -> dict[str, float]:
             return {'kvbaton_ends_total{end="delivered"}': float(self.delivered)}
 
         engine = SimpleNamespace(url=name, figures=figures)
-        spec = SimpleNamespace(prefix_caching=True)
+        spec = SimpleNamespace(prefix_caching=True, connector="kvbaton")
         shared = {"is_up": True, "commands": list, "flag": self.flag, "spec": spec, "name": name}
         return SimpleNamespace(**shared, alone=engine, p=engine, d=engine, router=engine)
 
@@ -79,10 +81,10 @@ def test_it_fails_for_a_wrong_answer_a_token_too_many_and_a_control_that_sees_no
     async def calm(*told: object) -> bool:
         return True
 
-    monkeypatch.setattr(gpu_oracle, "learned", learned)
-    monkeypatch.setattr(gpu_client, "at_rest", calm)
-    monkeypatch.setattr(gpu_hybrids, "both_legs", made.answer)
-    monkeypatch.setattr(gpu_hybrids, "ask", made.answer)
+    monkeypatch.setattr(oracle, "learned", learned)
+    monkeypatch.setattr(meters, "at_rest", calm)
+    monkeypatch.setattr(trial, "both_legs", made.answer)
+    monkeypatch.setattr(trial, "ask", made.answer)
     book = Book(tmp_path, "standard", "cpu", {}, "test")
     groups = {name: made.group(name) for name in ("mamba2", "mamba2-alone")}
     session: Any = None

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton_proof.gpu_test import command, gpu_answers, gpu_faults, gpu_record, page, timing
+from kvbaton_proof.gpu_test import command, gpu_answers, gpu_faults, timing
 from kvbaton_proof.gpu_test.gpu_plan import ABOUT, acts
-from kvbaton_proof.gpu_test.gpu_record import Book
 from kvbaton_proof.gpu_test.sizes import CPU, QUICK, STANDARD, sizes_of
+from kvbaton_proof.rig import record
+from kvbaton_proof.rig.record import Book
 
 
 def book(directory: Path, plan: str = "standard", device: str = "cuda") -> Book:
@@ -50,7 +51,7 @@ class TestRecord:
         first.begin("bytes").verdict("b", 1, "1", True)
         again = book(tmp_path)
         again.begin("answers").verdict("c", 2, "2", True)
-        found = gpu_record.read(tmp_path / gpu_record.FILE)
+        found = record.read(tmp_path / record.FILE)
         assert [each.name for each in found.parts["answers"].verdicts] == ["c"]
         assert [each.name for each in found.parts["bytes"].verdicts] == ["b"]
         assert len(found.commands) == 2
@@ -66,9 +67,9 @@ class TestRecord:
         found = book(tmp_path).begin("answers")
         table = found.table("t", ["a"])
         for write in (lambda: found.verdict("v", 1, "1", True), lambda: found.row(table, 7), lambda: found.note("n")):
-            before = (tmp_path / gpu_record.FILE).read_bytes()
+            before = (tmp_path / record.FILE).read_bytes()
             write()
-            assert (tmp_path / gpu_record.FILE).read_bytes() != before
+            assert (tmp_path / record.FILE).read_bytes() != before
 
     def test_a_part_is_good_only_if_it_ended_and_was_judged(self, tmp_path: Path) -> None:
         found = book(tmp_path).begin("answers")
@@ -85,7 +86,7 @@ class TestRecord:
     def test_a_file_of_another_kind_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "x.json").write_text('{"a": 1}')
         with pytest.raises(ValueError, match="not a record"):
-            gpu_record.read(tmp_path / "x.json")
+            record.read(tmp_path / "x.json")
 
 
 class TestPage:
@@ -97,7 +98,7 @@ class TestPage:
         bad = kept.begin("timing")
         bad.verdict("leg", "1.5", "at most 1.3", False)
         bad.verdict("peer", "9", "at most 1.3", False, judged=False)
-        text = page.drawn(kept.record)
+        text = record.drawn(kept.record, ABOUT)
         rows = [line for line in text.splitlines() if line.startswith("| `")]
         assert [row.rsplit("|", 2)[1].strip() for row in rows] == [
             "**missed**",
@@ -108,13 +109,13 @@ class TestPage:
         assert "ended" in rows[1]
 
     def test_a_rehearsal_says_so(self, tmp_path: Path) -> None:
-        assert "rehearsal" in page.drawn(book(tmp_path, device="cpu").record)
-        assert "rehearsal" not in page.drawn(book(tmp_path / "other").record)
+        assert "rehearsal" in record.drawn(book(tmp_path, device="cpu").record, ABOUT)
+        assert "rehearsal" not in record.drawn(book(tmp_path / "other").record, ABOUT)
 
     def test_cells_cannot_break_the_table(self, tmp_path: Path) -> None:
         found = book(tmp_path)
         found.begin("answers").verdict("a|b\nc", "x", "y", False)
-        assert "| a/b c | x | y |" in page.drawn(found.record)
+        assert "| a/b c | x | y |" in record.drawn(found.record, ABOUT)
 
 
 class TestCommand:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "kvbaton"
-PROOF = "proof"
+PROOF = "kvbaton_proof"
+PACKAGES = {"": SOURCE, PROOF: ROOT / "packages" / "kvbaton-proof" / "src" / PROOF}
+"""The distributions of this repository: the prefix of their modules' names here, and where they lie."""
 
 
 @dataclass(frozen=True)
@@ -26,14 +28,19 @@ class Class:
         return f"{self.module}:{self.name}"
 
 
-def name_of(path: Path) -> str:
-    return ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+def _below(prefix: str, root: Path, path: Path) -> str:
+    return "/".join([*filter(None, [prefix]), *path.relative_to(root).parts]).removesuffix(".py")
 
 
 @cache
 def modules() -> dict[str, Path]:
-    """Every module below `kvbaton`, by its dotted name."""
-    return {name_of(path): path for path in sorted(SOURCE.rglob("*.py")) if path.stem != "__init__"}
+    """Every module of every distribution, by its dotted name; `kvbaton.` is left out."""
+    return {
+        _below(prefix, root, path).replace("/", "."): path
+        for prefix, root in PACKAGES.items()
+        for path in sorted(root.rglob("*.py"))
+        if path.stem != "__init__"
+    }
 
 
 @cache
@@ -48,13 +55,19 @@ def _classes(module: str, tree: ast.Module) -> list[Class]:
 
 
 def packages() -> list[str]:
-    """Every folder with modules in it, as `transports/core`."""
-    found = {path.parent.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py")}
-    return sorted(found - {"."})
+    """Every folder with modules in it, as `transports/core` and `kvbaton_proof/sim`."""
+    found = {_below(prefix, root, path.parent) for prefix, root in PACKAGES.items() for path in root.rglob("*.py")}
+    return sorted(found - {""})
+
+
+def folder(package: str) -> Path:
+    """Where a package of that name lies."""
+    root, _, below = package.partition("/")
+    return PACKAGES[root] / below if root in PACKAGES else SOURCE / package
 
 
 def lines_of(module: str) -> int:
-    return (SOURCE / f"{module.replace('.', '/')}.py").read_text().count("\n")
+    return modules()[module].read_text().count("\n")
 
 
 def _attributes(node: ast.ClassDef) -> Iterator[str]:

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvbaton.api.params import Mode
-from kvbaton.engines.vllm.connector_settings import ConnectorSettings
+from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.integrations import ray as package
 from kvbaton.integrations.ray import request_shaping
 from kvbaton.integrations.ray.orchestration_settings import OrchestrationSettings

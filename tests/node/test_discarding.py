@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvbaton.node.cluster_node import discarded
 from kvbaton.node.doorway import Doorway, DoorwayConfig
 from kvbaton.node.epochs import EpochTable
-from kvbaton.node.ticket_discard import discarded
 from kvbaton.protocol.events import Discarded
 from kvbaton.protocol.ids import HandoffId, Incarnation, PeerId, TransferId, WorkerId
 from kvbaton.protocol.wire.ticket import Ticket, seal

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbaton.node.prompt_times import PROMPTS_MAX, UNRECORDED_MAX, PromptTimes
+from kvbaton.node.prompt_account import PROMPTS_MAX, UNRECORDED_MAX, PromptTimes
 from kvbaton.observe.flight.flight_records import Moment
 from kvbaton.protocol.ids import LeaseId, RequestId
 

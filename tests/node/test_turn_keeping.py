@@ -7,8 +7,7 @@ import pytest
 
 from kvbaton.node import turn_keeping
 from kvbaton.node.doorway import Doorway
-from kvbaton.node.fullness import ROOM_SHARE
-from kvbaton.node.pin_budget import PinBudget
+from kvbaton.node.pin_budget import ROOM_SHARE, PinBudget
 from kvbaton.node.turn_keeping import TurnKeeper, TurnSettings, TurnTaker
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev

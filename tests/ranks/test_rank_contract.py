@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbaton.ranks import rank_endpoints
+from kvbaton.ranks import rank_transport
 from kvbaton.testing import Case, check_transport
 from kvbaton.testing.transport_case import offered
 from kvbaton.transports.core import jobs
@@ -34,7 +34,7 @@ APART = [
 def _patience(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The contract asks for endpoints once; a busy machine may take longer than a node would wait. What is not lent
     is asked for again for less long, except where it comes."""
-    monkeypatch.setattr(rank_endpoints, "ENDPOINT_WAIT_S", 20.0)
+    monkeypatch.setattr(rank_transport, "ENDPOINT_WAIT_S", 20.0)
     if request.node.callspec.params["case"].name != "what_is_lent_while_it_is_asked_for_is_had":
         monkeypatch.setattr(jobs, "LENT_WAIT_S", 0.3)
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.ranks import rank_endpoints
-from kvbaton.ranks.rank_endpoints import Endpoints
+from kvbaton.ranks import rank_transport
 from kvbaton.ranks.rank_messages import Minted, MintFailed
+from kvbaton.ranks.rank_transport import Endpoints
 
 D = PeerId(WorkerId("d#0"), Incarnation(7))
 
@@ -19,7 +19,7 @@ class Rank:
     """Answers at once, by `answer`, or not at all."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(rank_endpoints, "ENDPOINT_WAIT_S", 0.01)
+        monkeypatch.setattr(rank_transport, "ENDPOINT_WAIT_S", 0.01)
         self.asked: list[int] = []
         self.answer: Callable[[int], Minted | MintFailed] | None = None
         self.endpoints = Endpoints("rank 0", self._ask, threading.Condition(threading.RLock()))
@@ -45,14 +45,14 @@ def test_a_failure_that_comes_late_is_of_another_time(monkeypatch: pytest.Monkey
     with pytest.raises(TimeoutError):
         rank.endpoints.get(D)
     rank.endpoints.take(MintFailed("tcp", 1, "broken"))
-    monkeypatch.setattr(rank_endpoints, "ENDPOINT_WAIT_S", 10.0)
+    monkeypatch.setattr(rank_transport, "ENDPOINT_WAIT_S", 10.0)
     rank.answer = lambda number: Minted("tcp", number, b"endpoint")
     assert rank.endpoints.get(D) == b"endpoint" and rank.asked == [1, 2]
 
 
 def test_a_failure_in_time_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(monkeypatch)
-    monkeypatch.setattr(rank_endpoints, "ENDPOINT_WAIT_S", 10.0)
+    monkeypatch.setattr(rank_transport, "ENDPOINT_WAIT_S", 10.0)
     rank.answer = lambda number: MintFailed("tcp", number, "broken")
     with pytest.raises(RuntimeError, match="broken"):
         rank.endpoints.get(D)

@@ -24,7 +24,7 @@ from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.geometry.spans import SPANS_MAX
 from kvbaton.protocol.geometry.strided_spans import Area, Weave
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId
-from kvbaton.ranks import rank_endpoints, rank_host, rank_link, rank_stream, rank_transport
+from kvbaton.ranks import rank_host, rank_link, rank_stream, rank_transport
 from kvbaton.ranks.rank_host import RankHost
 from kvbaton.ranks.rank_link import RankLink, RankLinks
 from kvbaton.ranks.rank_messages import (
@@ -467,7 +467,7 @@ class TestEndpoints:
         plane.go.clear()
         with pytest.raises(TimeoutError, match="try again"):
             transport.endpoint(FAR)
-        monkeypatch.setattr(rank_endpoints, "ENDPOINT_WAIT_S", 15.0)
+        monkeypatch.setattr(rank_transport, "ENDPOINT_WAIT_S", 15.0)
         begun = time.monotonic()
         for peer in (FAR, OTHER, FAR):
             with pytest.raises(TimeoutError):

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvbaton.engines.vllm.launching import environment
+from kvbaton.engines.vllm.launch.launching import environment
 from kvbaton.processes.free_ports import free_ports
 
 MODEL = "tiny"

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvbaton.engines.vllm.launching import environment, tiny_model
+from kvbaton.engines.vllm.launch.launching import environment, tiny_model
 from tests.ray.ray_cluster import DECODE, PREFILL, RayApp, children_of, engine_of, llm_config, ray_app, until
 from tests.ray.ray_load import MODES, Asked, Clients
 from tests.ray.ray_membership import membership

@@ -11,13 +11,13 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp import web
+from tests.aiohttp_server import serving
 
-from kvbaton.api.http import serving
+from kvbaton.api.http import http_server
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.app import router_app
 from kvbaton.router.dashboard_page import live_page
-from kvbaton.router.http import http_server
 from kvbaton.router.processes.router_parent import router_processes
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.workers.directory import ALL_MODES, ListedEngine, StaticDirectory, WorkerListState

@@ -13,9 +13,9 @@ import msgspec
 import openai
 import pytest
 from fake_workers import QUICK, FakeWorker, cluster, hang, only_first, refuse, run, say, speak, until
+from tests.aiohttp_server import serving
 
 from kvbaton.api.api_errors import PortInUseError
-from kvbaton.api.http import serving
 from kvbaton.api.params import Mode
 
 BODY = {"prompt": "abc", "max_tokens": 4}

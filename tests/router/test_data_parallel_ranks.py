@@ -25,8 +25,9 @@ from fake_workers import (
     speak,
     until,
 )
+from tests.aiohttp_server import serving
 
-from kvbaton.api.http import serving
+from kvbaton.api.http import http_server
 from kvbaton.api.params import Mode
 from kvbaton.control.plain import AnnouncedWorker, Announcement, Fleet
 from kvbaton.control.rank_names import data_parallel_name, engine_and_rank
@@ -35,7 +36,6 @@ from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.wire.ticket import unseal
 from kvbaton.router import dialect_table
 from kvbaton.router.app import router_app
-from kvbaton.router.http import http_server
 from kvbaton.router.policy import Pair
 from kvbaton.router.processes.process_link import WorkerOutcome
 from kvbaton.router.processes.router_child import ChildHealth

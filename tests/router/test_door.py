@@ -22,10 +22,10 @@ from raw_server import LOOPS, run_on
 
 from kvbaton.api import request_ids
 from kvbaton.api.api_errors import ApiError, PortInUseError, bad_field, full
-from kvbaton.router.client_quotas import ClientQuotas
-from kvbaton.router.http import http_server
-from kvbaton.router.http.http_server import UNREAD_BYTES_MAX
-from kvbaton.router.http.http_types import (
+from kvbaton.api.http import http_server
+from kvbaton.api.http.client_quotas import ClientQuotas
+from kvbaton.api.http.http_server import UNREAD_BYTES_MAX
+from kvbaton.api.http.http_types import (
     HEADERS_BYTES_MAX,
     HEADERS_MAX,
     Answer,
@@ -35,7 +35,8 @@ from kvbaton.router.http.http_types import (
     Site,
     json_answer,
 )
-from kvbaton.router.http.request_reader import AHEAD_MAX
+from kvbaton.api.http.request_reader import AHEAD_MAX
+from kvbaton.api.request_ids import clients_request_id
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 Source = AsyncGenerator[bytes, None]
@@ -64,6 +65,7 @@ class Stage:
 
     body_bytes_max = BODY_BYTES_MAX
     body_s = 60.0
+    connections_max = 1024
 
     def __init__(self, **handlers: Handler) -> None:
         self.seen: list[Request] = []
@@ -86,6 +88,12 @@ class Stage:
 
     def refresh(self) -> None:
         """Nothing changes."""
+
+    def name_of(self, given: str) -> str:
+        return clients_request_id(given)
+
+    def misread(self, fault: ApiError) -> None:
+        """Nobody counts them."""
 
     def _noted(self, handler: Handler) -> Handler:
         def noting(request: Request) -> Awaitable[Answer | Events]:
@@ -1251,7 +1259,7 @@ def test_a_refusal_to_one_who_has_just_reset_escapes_nowhere() -> None:
 
 @pytest.fixture
 def three_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "connections_max", lambda: 3)
+    monkeypatch.setattr(Stage, "connections_max", 3)
 
 
 async def asked(client: Client) -> Client:
@@ -1343,7 +1351,7 @@ def test_where_all_are_being_answered_a_new_one_is_cut_off_and_room_comes_back(r
 
 
 def test_an_address_with_more_than_its_share_makes_room_for_itself(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "connections_max", lambda: 8)
+    monkeypatch.setattr(Stage, "connections_max", 8)
 
     async def story(town: Town, stage: Stage) -> None:
         client = await asked(await town.client("127.0.0.2"))  # the oldest of all

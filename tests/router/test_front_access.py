@@ -12,13 +12,13 @@ import pytest
 from aiohttp import web
 from fake_workers import QUICK, Cluster, FakeWorker, cluster, run, speak
 
-from kvbaton.cli import router_access
+from kvbaton.api.http.http_types import Request
 from kvbaton.cli.arguments import Parser
+from kvbaton.cli.flags import router_access
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.dashboard_page import live_page
 from kvbaton.router.front_access import OPEN_PATHS, ApiKeys, KeyFileError, read_keys
 from kvbaton.router.front_secrets import FrontSecrets
-from kvbaton.router.http.http_types import Request
 from kvbaton.router.route_table import ROUTES, Treatment
 from kvbaton.router.router_settings import OperatorPages
 

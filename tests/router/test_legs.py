@@ -13,9 +13,9 @@ from raw_server import LOOPS, OK, Conn, Script, Server, answers, listening, run_
 
 from kvbaton.api import sse
 from kvbaton.api.api_errors import ApiError
+from kvbaton.api.http import http_client
+from kvbaton.api.http.answer_reader import UNREAD_BYTES_MAX
 from kvbaton.protocol.ids import Incarnation, WorkerId
-from kvbaton.router.http import http_client
-from kvbaton.router.http.answer_reader import UNREAD_BYTES_MAX
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.worker_calls import RETRY_AFTER_S_MAX, Leg, LegError, Legs
 from kvbaton.router.workers.directory import ListedEngine

@@ -11,13 +11,13 @@ import pytest
 from fake_workers import QUICK, cluster, die, lease, run, speak
 
 from kvbaton.api.api_errors import ApiError
+from kvbaton.api.http.http_types import Answer, Events, Request
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 from kvbaton.observe.flight.journey import Journey
 from kvbaton.observe.flight.report import FlightReport
 from kvbaton.router.app import Board, router_app
 from kvbaton.router.dashboard_page import live_page
-from kvbaton.router.http.http_types import Answer, Events, Request
 from kvbaton.router.operator_access import ASK_S, FlightsPage, FlightsQuery, guarded, why_not
 from kvbaton.router.router_settings import Fallback, OperatorPages, RouterSettings
 from kvbaton.router.workers.directory import StaticDirectory

@@ -19,12 +19,12 @@ import msgspec
 import pytest
 from fake_workers import KEY, QUICK, Cluster, after, cluster, die, lease, speak, until
 
+from kvbaton.api.http.http_types import Answer, Events, Handler, Request
 from kvbaton.observe.metrics.scraping import figures
 from kvbaton.processes import child_process
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import Incarnation
 from kvbaton.protocol.wire.ticket import unseal
-from kvbaton.router.http.http_types import Answer, Events, Handler, Request
 from kvbaton.router.processes import router_parent, router_process
 from kvbaton.router.processes.router_child import PAGES_MAX
 from kvbaton.router.processes.router_parent import RouterParent

@@ -7,8 +7,8 @@ import resource
 
 import pytest
 
-from kvbaton.router import client_quotas
-from kvbaton.router.client_quotas import ADDRESS_SHARE, CONNECTIONS_MAX, ClientCrowd, ClientQuotas, Tab, caller
+from kvbaton.api.http import client_quotas
+from kvbaton.api.http.client_quotas import ADDRESS_SHARE, CONNECTIONS_MAX, ClientCrowd, ClientQuotas, Tab, caller
 
 # --- bytes
 

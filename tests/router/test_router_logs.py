@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from fake_workers import QUICK, cluster, die, hang, lease, only_first, run, tells, until
 
-from kvbaton.api import http_common
+from kvbaton.api.http import server_loop
 from kvbaton.control.registry.roster_news import LINES_MAX, RosterNews, WorkerSeen
 from kvbaton.observe.metrics.histogram import Histogram
 from kvbaton.processes import process_logs
@@ -113,7 +113,7 @@ def test_milliseconds_are_those_of_a_clock_that_moves(lines: Lines) -> None:
         took_ms = [line["ms"] for line in access(lines) if line["path"] == "/workers"]
         assert len(took_ms) == 10 and min(took_ms) > 0 and any(ms % 1 for ms in took_ms)
 
-    http_common.run(asyncio.wait_for(story(), 60))
+    server_loop.run(asyncio.wait_for(story(), 60))
 
 
 def test_lines_about_a_request_carry_its_id_also_where_it_is_tried_again(lines: Lines) -> None:

@@ -9,10 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from kvbaton.api.bodies import BodyKind
+from kvbaton.api.http.client_quotas import ClientQuotas
 from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics.histogram import Histogram
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.router.client_quotas import ClientQuotas
 from kvbaton.router.processes import merged_stats
 from kvbaton.router.processes.shared_counts import (
     HELD,

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvbaton.router.http.http_server import HttpServer
+from kvbaton.api.http.http_server import HttpServer
 from kvbaton.router.processes.shared_counts import CONNECTIONS, OPEN, SharedCounts
 from kvbaton.router.processes.shared_port import SLACK, SharedPort, bound
 

@@ -21,9 +21,9 @@ from raw_server import LOOPS, run_on
 from test_door import GET, Stage, post, same_id, streaming, whole  # noqa: F401 - a fixture
 from tests.certificates import write_certificate
 
-from kvbaton.router.http import http_server, tls_server
-from kvbaton.router.http.http_types import Answer, Request
-from kvbaton.router.http.tls_server import TlsError, TlsFiles
+from kvbaton.api.http import http_server, tls_server
+from kvbaton.api.http.http_types import Answer, Request
+from kvbaton.api.http.tls_server import TlsError, TlsFiles
 
 Run = Callable[[Coroutine[Any, Any, None]], None]
 BIG = 3 << 20
@@ -151,7 +151,7 @@ def test_plain_http_at_a_tls_port_is_told_so_and_noise_is_not_answered(
 def test_who_never_finishes_a_handshake_costs_a_place_for_a_while_and_nobody_else(
     run: Run, files: TlsFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "connections_max", lambda: 4)
+    monkeypatch.setattr(Stage, "connections_max", 4)
     monkeypatch.setattr(http_server, "SWEEP_S", 0.02)
 
     async def story() -> None:

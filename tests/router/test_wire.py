@@ -13,11 +13,11 @@ import pytest
 from fake_workers import until
 from raw_server import LOOPS, OK, Conn, Script, Server, answers, listening, run_on
 
-from kvbaton.router.http import http_client
-from kvbaton.router.http.answer_reader import READ_BYTES_MAX, UNREAD_BYTES_MAX
-from kvbaton.router.http.http_client import Exchange, Origin, Pool, header, origin, request_bytes
-from kvbaton.router.http.http_types import HEADERS_BYTES_MAX
-from kvbaton.router.http.wire_errors import (
+from kvbaton.api.http import http_client
+from kvbaton.api.http.answer_reader import READ_BYTES_MAX, UNREAD_BYTES_MAX
+from kvbaton.api.http.http_client import Exchange, Origin, Pool, header, origin, request_bytes
+from kvbaton.api.http.http_types import HEADERS_BYTES_MAX
+from kvbaton.api.http.wire_errors import (
     BrokenError,
     GarbageError,
     LateError,

@@ -17,7 +17,7 @@ from kvbaton.router.dashboard_page import live_page
 from kvbaton.router.route_table import ROUTES, Treatment
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import ListedEngine
-from kvbaton_proof.chaos.strangers_visits import ADMIN
+from kvbaton_proof.chaos.strangers import ADMIN
 from tests.engines.embedded.test_server import FakeBackend
 
 DOC = Path(__file__).parents[2] / "docs" / "security.md"

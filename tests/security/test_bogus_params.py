@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from kvbaton.api.params import Mode
 from kvbaton.control import keyring as keys
-from kvbaton.engines.vllm.transfer_params import ForeignLookup, Target, ask_of
+from kvbaton.engines.side.asks import ForeignLookup, Target, ask_of
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX, unseal

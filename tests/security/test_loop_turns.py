@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvbaton.api.http import http_server
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.app import Router, router_app
-from kvbaton.router.http import http_server
 from kvbaton.router.worker_calls import OPENING_EVENTS_MAX
 from kvbaton.router.workers.directory import ListedEngine, StaticDirectory
 from tests.router.fake_workers import KEY, QUICK, run

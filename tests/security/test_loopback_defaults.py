@@ -11,16 +11,15 @@ import pytest
 
 from kvbaton.control import zmq
 from kvbaton.engines.embedded.worker_options import WorkerOptions
-from kvbaton.engines.vllm.connector_settings import ConnectorSettings
+from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.transports.catalogue import PlaneSettings
 from kvbaton.transports.checksum.checksum_transport import SumConfig
 from kvbaton.transports.mooncake.mooncake_transport import MooncakeConfig
-from kvbaton.transports.mori.mori_transport import MoriConfig
 from kvbaton.transports.staged.staged_transport import StagedConfig
 from kvbaton.transports.tcp.tcp_transport import TcpConfig
 
 CONFIGS = (
-    WorkerOptions, ConnectorSettings, MooncakeConfig, MoriConfig, PlaneSettings, StagedConfig, SumConfig, TcpConfig
+    WorkerOptions, ConnectorSettings, MooncakeConfig, PlaneSettings, StagedConfig, SumConfig, TcpConfig
 )  # fmt: skip
 COMMANDS = ("up", "router", "registry", "worker", "store")
 

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src" / "kvbaton"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "kvbaton"
+PROOF = ROOT / "packages" / "kvbaton-proof" / "src" / "kvbaton_proof"
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "jsonpickle", "joblib"}
 CALLS = {"eval", "exec", "compile", "__import__"}
 METHODS = {
@@ -78,31 +80,28 @@ def imports(path: Path) -> Iterator[str]:
             yield node.module or ""
 
 
+def files() -> dict[str, Path]:
+    """The product's by their path below it, the proof's with its name in front."""
+    return {
+        str(path.relative_to(below)): path
+        for below, root in ((SOURCE, SOURCE), (PROOF.parent, PROOF))
+        for path in sorted(root.rglob("*.py"))
+    }
+
+
+def users_of(package: str) -> set[str]:
+    return {name for name, path in files().items() if any(used.startswith(package) for used in imports(path))}
+
+
 def test_nothing_unpickles_evaluates_or_runs_a_shell() -> None:
-    found = {str(path.relative_to(SOURCE)): set(findings(path)) for path in sorted(SOURCE.rglob("*.py"))}
+    found = {name: set(findings(path)) for name, path in files().items()}
     assert len(found) > 200
     assert {name: what for name, what in found.items() if what} == OWN_BYTES_ONLY
 
 
-def test_no_server_imports_the_tool_that_pickles_its_own_objects() -> None:
-    users = {
-        str(path.relative_to(SOURCE))
-        for path in SOURCE.rglob("*.py")
-        if any(name.startswith("kvbaton_proof.conformance") for name in imports(path))
-    }
-    assert {name for name in users if not name.startswith("kvbaton_proof/conformance/")} <= {
-        "cli/conformance.py",
-        "kvbaton_proof/bench/vllm/vllm_waiting.py",  # drives the same lab; no server
-    }
-
-
-def test_no_server_imports_what_compiles_mutants() -> None:
-    users = {
-        str(path.relative_to(SOURCE))
-        for path in SOURCE.rglob("*.py")
-        if any(name.startswith("kvbaton_proof.sim") for name in imports(path))
-    }
-    assert {name for name in users if not name.startswith("kvbaton_proof/sim/")} == {"cli/sim.py", "cli/sim_reports.py"}
+def test_the_product_imports_nothing_of_its_proof() -> None:
+    """Its attack code, the tool that pickles its own objects and the one that compiles mutants are in no engine."""
+    assert {name for name in users_of("kvbaton_proof") if not name.startswith("kvbaton_proof/")} == set()
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,10 @@ from kvbaton.protocol.wire import v1
 from kvbaton.protocol.wire.codec import Envelope, FoldedHello, FoldedWelcome
 from kvbaton.protocol.wire.ticket import Ticket
 from kvbaton.store import store_messages, tcp_connection
-from kvbaton.transports.checksum import checksum_endpoint
+from kvbaton.transports.checksum import checksum_transport
 from kvbaton.transports.cuda import cuda_listener
 from kvbaton.transports.local import region_listener
 from kvbaton.transports.mooncake import mooncake_endpoint
-from kvbaton.transports.mori import mori_endpoint
 from kvbaton.transports.nixl import nixl_endpoint
 from kvbaton.transports.shm import shm_transport
 from kvbaton.transports.staged import staged_listener
@@ -45,9 +44,8 @@ ROOTS: dict[str, Any] = {
     "an endpoint of cuda": cuda_listener.CudaEndpoint,
     "regions of cuda": cuda_listener.Shared,
     "an endpoint of mooncake": mooncake_endpoint.MooncakeEndpoint,
-    "an endpoint of mori": mori_endpoint._Described,
     "an endpoint of nixl": nixl_endpoint.NixlEndpoint,
-    "an endpoint of sums": checksum_endpoint.SumEndpoint,
+    "an endpoint of sums": checksum_transport.SumEndpoint,
 }
 
 

@@ -10,15 +10,15 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvbaton.api.http import serving as worker_serving
+from kvbaton.api.http.http_server import serving
+from kvbaton.api.http.http_types import Request
 from kvbaton.engines.embedded.http_worker import worker_app
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.app import Router, router_app
 from kvbaton.router.hops import HEADER, HOPS_MAX, Hops
-from kvbaton.router.http.http_server import serving
-from kvbaton.router.http.http_types import Request
 from kvbaton.router.processes.router_parent import router_processes
 from kvbaton.router.workers.directory import ListedEngine, StaticDirectory
+from tests.aiohttp_server import serving as fake_serving
 from tests.engines.embedded.test_server import FakeBackend
 from tests.router.fake_workers import KEY, QUICK, ChangingDirectory, FakeWorker, run, speak
 
@@ -104,7 +104,7 @@ def test_routers_in_a_row_are_let_through_up_to_a_number(monkeypatch: pytest.Mon
     async def story() -> None:
         worker = FakeWorker("d0", speak)
         async with (
-            worker_serving(worker.app(), "127.0.0.1", 0) as last,
+            fake_serving(worker.app(), "127.0.0.1", 0) as last,
             routers(monkeypatch, CHAIN) as (urls, _, directories),
         ):
             for directory, following in zip(directories, [*urls[1:], last], strict=True):
@@ -180,7 +180,7 @@ def test_a_request_names_one_host(door: str) -> None:
     async def story() -> None:
         async with contextlib.AsyncExitStack() as stack:
             if door == "worker":
-                url = await stack.enter_async_context(worker_serving(worker_app(FakeBackend()), "127.0.0.1", 0))
+                url = await stack.enter_async_context(serving(worker_app(FakeBackend()), "127.0.0.1", 0))
             else:
                 directory = StaticDirectory([])
                 app = await stack.enter_async_context(router_app(directory, QUICK, KEY, lambda *_: None))

@@ -11,18 +11,21 @@ from pathlib import Path
 import aiohttp
 import pytest
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
 
-from kvbaton.api import crowding, http
-from kvbaton.api.http import errors_as_json, json_response, new_app, serving
+from kvbaton.api.api_errors import ApiError
+from kvbaton.api.http import http_server, http_types
+from kvbaton.api.http.http_types import Answer, Request, json_answer
+from kvbaton.api.http.path_site import PathSite, reads
 from kvbaton.api.tokens import HEADER, guard, is_good, token
 from kvbaton.control import key_files, key_rotation, keyring
 from kvbaton.control.key_following import Following
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.app import router_app
-from kvbaton.router.http import http_server
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import ListedEngine, StaticDirectory
+from tests.aiohttp_server import serving
 from tests.router.fake_workers import QUICK, FakeWorker, lease, run, speak
 
 KEY, OTHER = b"k" * 32, b"o" * 32
@@ -34,13 +37,29 @@ def minted(tmp_path: Path) -> Path:
     return tmp_path / "keys"
 
 
+def guarded(name: str, key: bytes) -> Middleware:
+    """The guard of a worker before a scripted one."""
+    check = guard(name, lambda: [key])
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        headers = [(name.lower().encode(), value.encode()) for name, value in request.headers.items()]
+        try:
+            check(Request(request.method, request.path, headers, b""))
+        except ApiError as error:
+            return web.json_response(error.body, status=error.status)
+        return await handler(request)
+
+    return middleware
+
+
 def test_a_worker_that_does_not_take_the_routers_token_costs_no_client_an_answer() -> None:
     async def story() -> None:
         async with contextlib.AsyncExitStack() as stack:
             listed = []
             for name, script, key in (("p0", lease, KEY), ("d0", speak, OTHER), ("d1", speak, KEY)):
                 app = FakeWorker(name, script).app()
-                app.middlewares.extend([errors_as_json, guard(name, lambda key=key: [key])])  # type: ignore[misc]
+                app.middlewares.append(guarded(name, key))
                 url = await stack.enter_async_context(serving(app, "127.0.0.1", 0))
                 listed.append(
                     ListedEngine(WorkerId(name), "prefill" if name == "p0" else "decode", url, Incarnation(5))
@@ -61,11 +80,9 @@ def test_a_token_may_hold_any_bytes() -> None:
     assert is_good(token(KEY, "p0"), [OTHER, KEY], "p0")
 
 
-def test_who_comes_while_others_fill_the_place_is_given_time_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowding, "GRACE_S", 30.0)  # plenty, for a machine that stands still meanwhile
-
-    async def hi(_: web.Request) -> web.Response:
-        return json_response({})
+def test_who_comes_while_others_fill_the_place_is_given_time_to_ask() -> None:
+    async def hi(_: Request) -> Answer:
+        return json_answer({})
 
     async def asked(url: str, pause_s: float) -> tuple[bytes, asyncio.StreamWriter]:
         host, _, port = url.removeprefix("http://").rpartition(":")
@@ -75,9 +92,8 @@ def test_who_comes_while_others_fill_the_place_is_given_time_to_ask(monkeypatch:
         return await reader.readline(), writer
 
     async def story() -> None:
-        app = new_app(1000)
-        app.add_routes([web.get("/health", hi)])
-        async with serving(app, "127.0.0.1", 0, crowd_max=8) as url:
+        site = PathSite({"/health": reads(hi)}, 1000, connections_max=8)
+        async with http_server.serving(site, "127.0.0.1", 0) as url:
             held = [await asked(url, 0.0) for _ in range(8)]
             line, writer = await asked(url, 0.05)
             assert line.startswith(b"HTTP/1.1 200")
@@ -88,7 +104,7 @@ def test_who_comes_while_others_fill_the_place_is_given_time_to_ask(monkeypatch:
 
 
 def test_a_worker_waits_longer_for_a_reader_than_a_router_does() -> None:
-    assert RouterSettings().deadline_s < http.UNREAD_S
+    assert RouterSettings().deadline_s < http_types.UNREAD_STREAM_S
 
 
 @pytest.mark.parametrize("broken", ["emptied", "finished before the restart"])

@@ -18,7 +18,7 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from kvbaton.api.http import serving
+from kvbaton.api.http.http_server import serving
 from kvbaton.control import key_following, key_rotation
 from kvbaton.control import keyring as keys
 from kvbaton.engines.embedded import embedded_worker as engine_worker

@@ -18,9 +18,10 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from aiohttp import web
 
-from kvbaton.api.http import json_response, new_app, read_body, serving
+from kvbaton.api.http.http_server import serving
+from kvbaton.api.http.http_types import Answer, Request, json_answer
+from kvbaton.api.http.path_site import PathSite, reads, takes_body
 from kvbaton.control import keyring
 from kvbaton.control.registry import RegistryServer
 from kvbaton_proof.chaos.strangers import crowd
@@ -115,17 +116,17 @@ async def door(bound: int, body_s: float = 30.0) -> AsyncIterator[tuple[str, asy
     """A server with a bound; /slow answers when the event is set."""
     go, inside = asyncio.Event(), [0]
 
-    async def slow(_: web.Request) -> web.Response:
+    async def slow(_: Request) -> Answer:
         inside[0] += 1
         await go.wait()
-        return json_response({})
+        return json_answer({})
 
-    async def quick(request: web.Request) -> web.Response:
-        return json_response({"bytes": len(await read_body(request, body_s))})
+    async def quick(request: Request) -> Answer:
+        return json_answer({"bytes": len(request.body)})
 
-    app = new_app(1 << 20)
-    app.add_routes([web.get("/slow", slow), web.post("/quick", quick)])
-    async with serving(app, "127.0.0.1", 0, crowd_max=bound) as url:
+    routes = {"/slow": reads(slow), "/quick": takes_body(quick)}
+    site = PathSite(routes, 1 << 20, body_s=body_s, connections_max=bound)
+    async with serving(site, "127.0.0.1", 0) as url:
         yield url, go, inside
 
 

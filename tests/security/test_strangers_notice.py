@@ -17,10 +17,10 @@ from contextlib import contextmanager
 import zmq
 from aiohttp import web
 
-from kvbaton.api.http import json_response, serving
 from kvbaton.testing.transport_harness import poll
 from kvbaton_proof.chaos.strangers import KINDS, LET_IN, crowd, visit
 from kvbaton_proof.chaos.strangers_ports import Place, family, is_local, listening
+from tests.aiohttp_server import serving
 
 BY_NAME = {kind.name: kind for kind in KINDS}
 
@@ -81,7 +81,7 @@ def test_a_gate_that_nobody_keeps_is_noticed() -> None:
 
 def test_an_administrators_path_is_noticed_and_no_connection_outlives_the_call() -> None:
     async def yes(_: web.Request) -> web.Response:
-        return json_response({})
+        return web.json_response({})
 
     async def story() -> Counter[str]:
         app = web.Application()

@@ -9,7 +9,7 @@ import aiohttp
 import aiohttp.web
 import pytest
 
-from kvbaton.api.http import serving
+from kvbaton.api.http.http_server import serving as http_serving
 from kvbaton.api.tokens import HEADER, OPEN_PATHS, guard, token
 from kvbaton.cli.main import main
 from kvbaton.control import keyring
@@ -17,9 +17,9 @@ from kvbaton.engines.embedded.http_worker import worker_app
 from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.app import router_app
-from kvbaton.router.http.http_server import serving as router_serving
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import ListedEngine, StaticDirectory
+from tests.aiohttp_server import serving
 from tests.engines.embedded.test_server import FakeBackend
 
 OLD, NEW = b"o" * 32, b"n" * 32
@@ -50,8 +50,8 @@ def test_a_guarded_door_answers_its_router_and_tells_others_what_to_do() -> None
 
     async def story() -> None:
         app = worker_app(FakeBackend())
-        app.middlewares.append(guard("p0", lambda: held))
-        async with serving(app, "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
+        app.guards.append(guard("p0", lambda: held))
+        async with http_serving(app, "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
 
             async def asked(path: str, shown: str | None) -> int:
                 headers = {} if shown is None else {HEADER: shown}
@@ -98,7 +98,7 @@ def test_the_router_shows_its_token_to_registered_workers_and_to_nobody_else() -
                 directory = StaticDirectory([worker])
                 async with (
                     router_app(directory, RouterSettings(), OLD) as router,
-                    router_serving(router, "127.0.0.1", 0) as front,
+                    http_serving(router, "127.0.0.1", 0) as front,
                     aiohttp.ClientSession() as session,
                 ):
                     async with session.get(f"{front}/v1/models"):

@@ -9,7 +9,7 @@ import pytest
 from kvbaton.protocol.machines.lease import Lease
 from kvbaton.protocol.machines.producer import Producer
 from kvbaton_proof.sim import run
-from kvbaton_proof.sim.checks.hearing import Hearing
+from kvbaton_proof.sim.checks.version_checks import VersionChecks
 from kvbaton_proof.sim.run import run_seed
 
 from .seen_seeds import SeenSeeds
@@ -21,7 +21,7 @@ SEEDS = range(40)
 @pytest.fixture
 def worlds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the books of a world's ledgers, which see most of what other checkers are for."""
-    monkeypatch.setattr(Hearing, "_keep_books", lambda self, life: None)
+    monkeypatch.setattr(VersionChecks, "_keep_books", lambda self, life: None)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,8 @@ import functools
 from collections import Counter
 
 from kvbaton.protocol.machines.lease import Lease
-from kvbaton_proof.sim.hardship.world_plan import Plan, draw
+from kvbaton_proof.sim.hardship.world_plan import Plan
+from kvbaton_proof.sim.liars.liar_plan import draw
 from kvbaton_proof.sim.run import Result
 from kvbaton_proof.sim.world.world import World
 

@@ -10,13 +10,13 @@ from kvbaton.protocol.ids import HandoffId, RequestId, WorkerId
 from kvbaton.protocol.marks import Begun
 from kvbaton_proof.sim.checks.causes import CAUSES, LIE, Causes
 from kvbaton_proof.sim.checks.tables import check_tables
-from kvbaton_proof.sim.hardship.world_plan import draw
+from kvbaton_proof.sim.cluster import Cluster
+from kvbaton_proof.sim.liars.liar_plan import draw
 from kvbaton_proof.sim.looking import look
 from kvbaton_proof.sim.mutants.hunting import hunt
 from kvbaton_proof.sim.mutants.kept import find
 from kvbaton_proof.sim.promises import NEEDLESS, RULE, Broken
 from kvbaton_proof.sim.world.life import Life
-from kvbaton_proof.sim.world.sim_cluster import Cluster
 from kvbaton_proof.sim.world.touches import pair
 from kvbaton_proof.sim.world.world import World
 

@@ -10,7 +10,7 @@ from kvbaton.protocol.effects import Direction
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, RequestId, WorkerId
 from kvbaton.protocol.settings import Settings
 from kvbaton.transports.core.transport import Loan
-from kvbaton_proof.sim.checks.witness import Witness
+from kvbaton_proof.sim.checks.byte_invariants import ByteInvariants
 from kvbaton_proof.sim.mutants.hunting import hunt
 from kvbaton_proof.sim.mutants.mutants_device import DEVICE_MUTANTS
 from kvbaton_proof.sim.promises import WRONG, Broken
@@ -185,7 +185,7 @@ def test_what_a_get_fills_is_held_until_its_last_piece_when_its_request_is_gone(
 
 def test_a_loan_of_what_was_not_computed_is_seen() -> None:
     lone = Lone()
-    witness = Witness(lone.fabric)
+    witness = ByteInvariants(lone.fabric)
     witness.watch(lone.life)
     one = lone.issue_one()
     loan = Loan(JobId(1), READER, Direction.READ, (tuple(one.blocks[0][:1]),))

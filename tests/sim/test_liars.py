@@ -17,16 +17,16 @@ from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.privileges import may_say
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import decode, encode
-from kvbaton_proof.sim.hardship.world_plan import FAULTY_S, _honest, draw
-from kvbaton_proof.sim.liars.liar_fields import KINDS, Fields, Seen, all_places, kind_of, shape_of
-from kvbaton_proof.sim.liars.liar_plan import LIARS, SHARE
+from kvbaton_proof.lies.lie_fields import KINDS, Fields, Seen, all_places, kind_of, shape_of
+from kvbaton_proof.sim.cluster import Cluster
+from kvbaton_proof.sim.hardship.world_plan import FAULTY_S, draw_honest
+from kvbaton_proof.sim.liars.liar_plan import LIARS, SHARE, draw
 from kvbaton_proof.sim.liars.sim_liar import role_in, temper_of
 from kvbaton_proof.sim.mutants.mutants_liars import LIAR_MUTANTS, edited
 from kvbaton_proof.sim.promises import Broken
 from kvbaton_proof.sim.run import run_seed
-from kvbaton_proof.sim.world.sim_cluster import Cluster
+from kvbaton_proof.sim.world.life import BoundedTimers
 from kvbaton_proof.sim.world.sim_memory import Shape
-from kvbaton_proof.sim.world.watched_timers import BoundedTimers
 from kvbaton_proof.sim.world.world import World
 
 from .seen_seeds import plan_of
@@ -103,7 +103,7 @@ def test_a_liar_with_few_lies_tells_them_in_what_its_key_may_say() -> None:
 
 def test_worlds_without_a_liar_are_what_they_were_and_some_have_one() -> None:
     plans = [plan_of(seed) for seed in range(400)]
-    assert all(plan == _honest(World(seed).rng) for seed, plan in enumerate(plans) if not plan.liars)
+    assert all(plan == draw_honest(World(seed).rng) for seed, plan in enumerate(plans) if not plan.liars)
     with_one = [plan for plan in plans if plan.liars]
     assert abs(len(with_one) / 400 - SHARE) < 0.06
     for plan in with_one:

@@ -14,6 +14,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId, rank_peer
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction, FenceEnded, TransportEvent
+from kvbaton_proof.sim.checks.rank_checks import check_at_rest, check_step
 from kvbaton_proof.sim.hardship.rank_faults import RankLot
 from kvbaton_proof.sim.looking import look
 from kvbaton_proof.sim.mutants.handwritten import MUTANTS
@@ -63,7 +64,7 @@ class Bench:
         for _ in range(max(1, round(seconds / 0.05))):
             self.world.run(self.world.now + 0.05)
             self.events += self.port.drain()
-            self.ranks.check()
+            check_step(self.ranks)
         return self.events
 
     @property
@@ -77,7 +78,7 @@ def test_a_copy_crosses_and_ends_once() -> None:
     assert bench.run(1.0) == [CopyEnded(JobId(1))]
     assert bytes(bench.planes[0].regions[0]) == b"x" * 64
     bench.run(2 * PING_S)
-    bench.ranks.check_at_rest()
+    check_at_rest(bench.ranks)
 
 
 def test_a_table_crosses_in_parts_and_one_cut_short_is_never_used() -> None:
@@ -122,7 +123,7 @@ def test_a_rank_that_stalls_loses_nothing_unless_it_stalls_too_long(stall_s: flo
     else:
         assert bench.events == [CopyEnded(JobId(1))]
     assert bench.link.counters["losses"] == is_lost and not bench.link.lost
-    bench.ranks.check_at_rest()
+    check_at_rest(bench.ranks)
 
 
 @pytest.mark.parametrize("frames", range(1, 6))
@@ -134,7 +135,7 @@ def test_what_a_broken_connection_loses_comes_again(frames: int) -> None:
     assert bench.world.faults["rank_frames_lost"] + bench.world.faults["rank_frame_late"] > 0
     counters = bench.link.stream.counters + bench.ranks.ranks[0].host.stream_counters
     assert counters["resent"], "it was the connection's loss, and somebody noticed"
-    bench.ranks.check_at_rest()
+    check_at_rest(bench.ranks)
 
 
 def test_another_in_a_ranks_place_gets_nothing_and_the_rank_is_lost() -> None:
@@ -167,7 +168,7 @@ def test_fences_end_as_often_as_they_were_begun() -> None:
         bench.port.check_at_rest()
     assert broken.value.promise == HANG
     assert bench.run(3.0) == [FenceEnded(bench.far.me)] * 2
-    bench.ranks.check_at_rest()
+    check_at_rest(bench.ranks)
 
 
 def test_progress_comes_with_its_rank() -> None:
@@ -200,7 +201,7 @@ class TestTheChecksObject:
         bench = Bench()
         bench.link._lose()
         with pytest.raises(Broken) as broken:
-            bench.ranks.check()
+            check_step(bench.ranks)
         assert broken.value.promise == NEEDLESS
 
     def test_to_a_plane_under_another_name(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvbaton.store.breaker import Breaker
+from kvbaton.store.order_scheduler import Breaker
 
 
 def test_a_store_that_works_is_always_asked() -> None:

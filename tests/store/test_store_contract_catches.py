@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvbaton.store import backend_threads, order_scripts, threaded_store
-from kvbaton.store.breaker import Breaker
+from kvbaton.store import order_scripts, threaded_store
 from kvbaton.store.interface import OrderEnded, Pins, Put
 from kvbaton.store.memory_backend import MemoryBackend
+from kvbaton.store.order_scheduler import Breaker
 from kvbaton.store.order_scripts import BackendCall, OrderKind, Script, Task
 from kvbaton.store.threaded_store import KeptStore
 from kvbaton.store.value_header import HeaderClaim
@@ -66,12 +66,12 @@ class ReadsLate(FaultyBackend):
     def put(self, keys: Sequence[str], values: Sequence[Any]) -> Sequence[str]:
         self._enter("put")
         late = [value.now() if isinstance(value, _Live) else value for value in values]
-        backend_threads.seal_all(late, keys, (), ALONE)
+        threaded_store.seal_all(late, keys, (), ALONE)
         return self.backend.put(keys, late)
 
 
 ORIGINAL_PUT = order_scripts._put
-SEAL = backend_threads.seal_all
+SEAL = threaded_store.seal_all
 
 
 class EndsTwice(KeptStore):
@@ -124,11 +124,11 @@ def reads_late(patch: pytest.MonkeyPatch) -> None:
     patch_put(put_that_releases_early)(patch)
     patch.setattr(store_case, "FaultyBackend", ReadsLate)
     is_live = lambda frames: any(isinstance(frame, _Live) for frame in frames)  # noqa: E731
-    patch.setattr(backend_threads, "seal_all", lambda frames, *_: None if is_live(frames) else SEAL(frames, *_))
+    patch.setattr(threaded_store, "seal_all", lambda frames, *_: None if is_live(frames) else SEAL(frames, *_))
 
 
 def trusts_back_ends(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(backend_threads, "claimed", lambda *_: HeaderClaim((), lambda _: b"", b""))
+    patch.setattr(threaded_store, "claimed", lambda *_: HeaderClaim((), lambda _: b"", b""))
 
 
 def never_gives_up(patch: pytest.MonkeyPatch) -> None:

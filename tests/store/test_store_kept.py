@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.store.backend_threads import perform
 from kvbaton.store.interface import Get, Lookup, OrderId, Put, StoreSettings
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.order_scripts import BackendCall, OrderKind
-from kvbaton.store.threaded_store import KeptStore
+from kvbaton.store.threaded_store import KeptStore, perform
 from kvbaton.store.value_header import FRAME_BYTES
 from kvbaton.testing.store_case import VALUE_BYTES, blank, data, names, values
 from kvbaton.testing.store_harness import Ends, FaultyBackend, PinBook

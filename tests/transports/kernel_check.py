@@ -11,8 +11,8 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.testing import Log, TransportHarness
 from kvbaton.testing.transport_case import READ, SMALL_BYTES, copy, fill
+from kvbaton.transports.checksum.checksum_device import digest_of
 from kvbaton.transports.cuda import cuda_launch
-from kvbaton.transports.cuda.cuda_digest import digest_of
 from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu
 from kvbaton.transports.cuda.cuda_launch import Tables
 from kvbaton.transports.cuda.cuda_table import LaunchGroup

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.transports.checksum.checksum_device import digest_of
 from kvbaton.transports.core.span_tables import Rows
-from kvbaton.transports.cuda import cuda_ptx
-from kvbaton.transports.cuda.cuda_digest import digest_of
+from kvbaton.transports.cuda import cuda_driver
 from kvbaton.transports.cuda.cuda_table import LaunchGroup, write_table
 
 DEFINITIONS = r"""
@@ -77,7 +77,7 @@ SIZE = 1 << 20
 
 
 def compiled(folder: Path) -> ctypes.CDLL:
-    kernel = Path(cuda_ptx.__file__).with_name("cuda_move.cu").read_text()
+    kernel = Path(cuda_driver.__file__).with_name("cuda_move.cu").read_text()
     source, library = folder / "kernel.cpp", folder / "kernel.so"
     source.write_text(DEFINITIONS + kernel + LAUNCHES)
     subprocess.run(["c++", "-O1", "-std=c++17", "-shared", "-fPIC", "-pthread", "-o", library, source], check=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
-from kvbaton.transports.checksum.checksum_pool import Digesters
+from kvbaton.transports.checksum.checksum_memory import Digesters
 from kvbaton.transports.checksum.checksum_transport import SummedTransport
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.shared_memory import allocate

@@ -11,7 +11,7 @@ import struct
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbaton.transports.cuda.cuda_digest import digest_of
+from kvbaton.transports.checksum.checksum_device import digest_of
 
 WORD = (1 << 64) - 1
 

@@ -12,9 +12,8 @@ import pytest
 
 from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.transports.cuda import cuda_driver, cuda_launch
-from kvbaton.transports.cuda.cuda_driver import CudaGpu
+from kvbaton.transports.cuda.cuda_driver import THREADS, CudaGpu
 from kvbaton.transports.cuda.cuda_launch import Tables, rows_a_launch
-from kvbaton.transports.cuda.cuda_ptx import THREADS
 from kvbaton.transports.cuda.cuda_table import LaunchGroup
 
 from .fake_gpu import FakeGpu

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.core.device_event_wait import DeviceEventWait
+from kvbaton.transports.core.shell import DeviceEventWait
 
 
 class Event:

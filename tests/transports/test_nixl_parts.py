@@ -27,9 +27,8 @@ from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton.transports.nixl import nixl_agent
 from kvbaton.transports.nixl.nixl_agent import Agent, Indices, NixlError, load_bindings
 from kvbaton.transports.nixl.nixl_endpoint import Life, NixlEndpoint, name_agent, pack, parse, this_life
-from kvbaton.transports.nixl.nixl_links import NixlLink
 from kvbaton.transports.nixl.nixl_lists import GRIDS_MAX, Grid, Lists, NixlPlace, grid_of, merged, without_empty
-from kvbaton.transports.nixl.nixl_mover import NixlMover
+from kvbaton.transports.nixl.nixl_mover import NixlLink, NixlMover
 from kvbaton.transports.nixl.nixl_transport import (
     DEVICE_PARAMETERS,
     DEVICE_UCX,

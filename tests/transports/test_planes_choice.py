@@ -10,6 +10,7 @@ import pytest
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.transports import builtin_entries, catalogue
 from kvbaton.transports.catalogue import PlaneSettings
+from kvbaton.transports.catalogue_entry import loads
 from kvbaton.transports.checksum import checksum_device
 from kvbaton.transports.checksum.checksum_portions import Checksum
 from kvbaton.transports.checksum.checksum_transport import SummedTransport
@@ -85,6 +86,7 @@ def test_a_named_plane_that_cannot_be_used_is_an_error_with_its_reason(
         ("", "got '', expected auto"),
         ("shm,shm", "names one twice"),
         ("auto,shm", "besides auto"),
+        ("mori", "got 'mori', .*; mori comes with: pip install kvbaton-mori"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(text: str, said: str) -> None:
@@ -96,7 +98,7 @@ def test_a_library_that_breaks_is_a_reason_not_a_crash() -> None:
     def broken() -> None:
         raise AttributeError("half of it is missing")
 
-    assert builtin_entries.loads(broken)() == "AttributeError: half of it is missing"
+    assert loads(broken)() == "AttributeError: half of it is missing"
 
 
 @pytest.mark.parametrize("name", ["shm", "tcp", "nixl", "mooncake"])
@@ -121,7 +123,7 @@ def test_what_a_library_raises_when_it_is_made_is_told(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("name", ["shm", "mooncake"])
 def test_device_memory_does_not_go_over_a_host_plane(name: str) -> None:
-    with pytest.raises(OSError, match="device memory; use cuda, staged-shm, mori, nixl, staged-tcp"):
+    with pytest.raises(OSError, match="device memory; use cuda, staged-shm, nixl, staged-tcp"):
         catalogue.make_device(name, ME, PlaneSettings(), [DeviceMemory(4096, 64)])
 
 
@@ -134,7 +136,7 @@ def test_without_a_gpu_a_device_plane_says_what_it_needs(name: str) -> None:
 
 
 def test_host_memory_does_not_go_over_a_device_plane() -> None:
-    with pytest.raises(OSError, match="host memory; use shm, mori, nixl, mooncake, tcp"):
+    with pytest.raises(OSError, match="host memory; use shm, nixl, mooncake, tcp"):
         catalogue.make("cuda", ME, PlaneSettings(), [])
 
 

@@ -19,7 +19,7 @@ from kvbaton.ranks.rank_planes import HostedPlane
 from kvbaton.security import handshake
 from kvbaton.security.sealing import Encrypt
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.checksum import checksum_endpoint
+from kvbaton.transports.checksum import checksum_transport
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
 from kvbaton.transports.core.delayed import DelayedTransport
 from kvbaton.transports.core.device_memory import DeviceMemory
@@ -127,7 +127,7 @@ def transport_of(plane: str, gpu: FakeGpu, handshake_s: float, encrypt: Encrypt)
 
 def place_of(plane: str, endpoint: bytes) -> tuple[str | tuple[str, int], bytes]:
     if plane == "tcp+sums":
-        there = checksum_endpoint.parse(P, endpoint)
+        there = checksum_transport.parse(P, endpoint)
         return (there.host, there.port), there.secret
     kinds = TcpEndpoint | SealedTcpEndpoint | ShmEndpoint | CudaEndpoint | StagedEndpoint | SealedStagedEndpoint
     found = msgspec.msgpack.decode(endpoint, type=kinds)
@@ -303,7 +303,7 @@ def hear_hello(plane: str, sock: socket.socket) -> None:
 
 def test_the_inner_plane_and_its_sums_are_counted_together(make: Make) -> None:
     door = make("tcp+sums")
-    inner = msgspec.msgpack.decode(checksum_endpoint.parse(P, door.transport.endpoint(D)).inner, type=TcpEndpoint)
+    inner = msgspec.msgpack.decode(checksum_transport.parse(P, door.transport.endpoint(D)).inner, type=TcpEndpoint)
     socket.create_connection((inner.host, inner.port), DEADLINE_S).close()
     door.knock().close()
     assert door.counted(left=2)

@@ -374,7 +374,7 @@ def test_staging_over_tcp_is_encrypted_alike(name: str, monkeypatch: pytest.Monk
 
 
 def test_an_operator_is_told_of_a_plane_that_others_can_read(caplog: pytest.LogCaptureFixture) -> None:
-    for name in ("nixl", "mori", "mooncake", "nixl+sums"):
+    for name in ("nixl", "mooncake", "nixl+sums"):
         assert "not encrypted" in catalogue.exposed(name, "10.0.0.1") and not catalogue.exposed(name, "127.0.0.1")
     for name in ("shm", "cuda", "staged-shm"):
         assert not catalogue.exposed(name, "10.0.0.1", "off")

@@ -21,10 +21,17 @@ from kvbaton.testing.corrupting import CorruptingTransport, Strike, some_byte
 from kvbaton.testing.transport_case import READ, WRITE, copy, fill
 from kvbaton.testing.transport_harness import InProcessHarness, poll
 from kvbaton.transports.checksum import checksum_transport
-from kvbaton.transports.checksum.checksum_endpoint import BYTES_MAX, VERSION, SumEndpoint, is_summed, parse
 from kvbaton.transports.checksum.checksum_memory import HostSums
 from kvbaton.transports.checksum.checksum_portions import Checksum, portions
-from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
+from kvbaton.transports.checksum.checksum_transport import (
+    BYTES_MAX,
+    VERSION,
+    SumConfig,
+    SumEndpoint,
+    SummedTransport,
+    is_summed,
+    parse,
+)
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import (

@@ -9,9 +9,8 @@ from array import array
 import pytest
 import xxhash
 
-from kvbaton.transports.checksum import checksum_hash
-from kvbaton.transports.checksum.checksum_hash import digests
-from kvbaton.transports.checksum.checksum_pool import Digesters
+from kvbaton.transports.checksum import checksum_memory
+from kvbaton.transports.checksum.checksum_memory import Digesters, digests
 
 DATA = memoryview(bytearray(random.Random(1).randbytes(1 << 20)))
 
@@ -19,7 +18,7 @@ DATA = memoryview(bytearray(random.Random(1).randbytes(1 << 20)))
 @pytest.fixture(params=["native", "fallback"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "fallback":
-        monkeypatch.setattr(checksum_hash, "_native", None)
+        monkeypatch.setattr(checksum_memory, "_native", None)
 
 
 @pytest.mark.usefixtures("way")
@@ -44,7 +43,7 @@ def test_empty_memory_has_a_digest() -> None:
 
 def test_the_native_way_is_taken_here() -> None:
     """If a new wheel no longer exports it, this says so: digesting would hold other threads up again."""
-    assert checksum_hash._native is not None
+    assert checksum_memory._native is not None
 
 
 def test_a_pool_outlives_a_task_that_raises_and_ends_with_its_last() -> None:

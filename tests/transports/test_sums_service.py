@@ -15,9 +15,8 @@ import xxhash
 
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.checksum.checksum_endpoint import SumEndpoint, parse
 from kvbaton.transports.checksum.checksum_memory import HostSums
-from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
+from kvbaton.transports.checksum.checksum_transport import SumConfig, SumEndpoint, SummedTransport, parse
 from kvbaton.transports.core.loans import EVERYTHING, lend_everything
 from kvbaton.transports.core.span_tables import to_wire
 from kvbaton.transports.net.connection_handshake import greet

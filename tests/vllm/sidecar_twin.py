@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvbaton.api.http import serving
+from tests.aiohttp_server import serving
 from tests.vllm.toy_proxy import BODY_BYTES_MAX, TO_PREFILL, passed_on
 
 TARGETS = "x-prefiller-host-port"

@@ -8,7 +8,7 @@ import pkgutil
 
 import pytest
 
-from kvbaton.engines.vllm import cache_specs
+from kvbaton.engines.vllm.memory import cache_specs
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -12,7 +12,7 @@ from typing import Any
 import prometheus_client
 import pytest
 
-from kvbaton.engines.vllm import guard
+from kvbaton.engines.side import guard
 from kvbaton_proof.conformance import configs
 from kvbaton_proof.conformance.lab import Lab, prompt_of
 from tests.vllm.forking import run_forked

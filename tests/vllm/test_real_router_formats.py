@@ -15,9 +15,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from kvbaton.api.http import serving
 from kvbaton.api.request_ids import Addresses, HostPort, MoriioAddress, PeerAddress, parse, parse_address, transfer_hex
-from kvbaton.control.moriio import (
+from kvbaton.control.plain.announcer import (
     MoriioAnnouncer,
     MoriioRegistration,
     Role,
@@ -25,6 +24,7 @@ from kvbaton.control.moriio import (
     p2p_nccl_registration,
     registration,
 )
+from tests.aiohttp_server import serving
 from tests.vllm.router_process import moriio_router, nixl_router, p2p_nccl_router
 from tests.vllm.toy_proxy import TO_PREFILL, toy_proxy
 

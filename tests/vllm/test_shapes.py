@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.engines.vllm.tiny_hybrids import HYBRIDS
+from kvbaton.engines.vllm.models.tiny_hybrids import HYBRIDS
 from tests.vllm.duo import MODES, Duo, ends, prompt_of, reference_of, running_duo, same
 from tests.vllm.engines import Answer, free_port, start_engine
 

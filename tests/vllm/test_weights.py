@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from kvbaton.engines.vllm import weights_epoch
-from kvbaton.engines.vllm.weights_epoch import REPLACING, WeightsEpoch, salted
+from kvbaton.engines.vllm.content import weights_epoch
+from kvbaton.engines.vllm.content.weights_epoch import REPLACING, WeightsEpoch, salted
 from kvbaton_proof.conformance import configs
 
 configs.prepare()

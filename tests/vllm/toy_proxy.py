@@ -16,7 +16,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvbaton.api.http import serving
+from tests.aiohttp_server import serving
 
 BODY_BYTES_MAX = 1 << 26
 TO_PREFILL: dict[str, Any] = {

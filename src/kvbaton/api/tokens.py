@@ -11,16 +11,13 @@ import base64
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from kvbaton.api.api_errors import ApiError
-
-if TYPE_CHECKING:
-    from aiohttp import web
-    from aiohttp.typedefs import Middleware
+from kvbaton.api.http.http_types import Request
 
 HEADER = "X-Kvbaton-Token"
+_HEADER = HEADER.lower().encode()
 NOT_THE_ROUTER = "not_the_router"
 OPEN_PATHS = frozenset({"/health", "/metrics", "/stats"})
 
@@ -46,17 +43,12 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def guard(worker: str, keys: Keys) -> Middleware:
-    """A middleware that lets in whoever shows a token for `worker`. `keys` are asked for each time: they change."""
-    from aiohttp import web  # of workers: a router only makes tokens
+def guard(worker: str, keys: Keys) -> Callable[[Request], None]:
+    """Raises `ApiError` unless a token for `worker` is shown. `keys` are asked for at every request: they change."""
 
-    @web.middleware
-    async def guarded(
-        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
-    ) -> web.StreamResponse:
-        if request.path not in OPEN_PATHS and not is_good(request.headers.get(HEADER, ""), keys(), worker):
+    def check(request: Request) -> None:
+        if request.path not in OPEN_PATHS and not is_good(request.header(_HEADER) or "", keys(), worker):
             said = f"{HEADER}: missing or not this worker's; send the request to the cluster's router"
             raise ApiError(401, said, type="authentication_error", code=NOT_THE_ROUTER)
-        return await handler(request)
 
-    return guarded
+    return check

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.cli import layered_settings as layers
 from kvbaton.cli import main
 from kvbaton.cli.arguments import Parser
 from kvbaton.cli.screen import stdout
-from kvbaton.cli.settings_file import PROBLEMS_MAX, Problem, SettingsFile, read
+from kvbaton.cli.settings import layers
+from kvbaton.cli.settings.file import PROBLEMS_MAX, Problem, SettingsFile, read
 from kvbaton.processes.operator_errors import CommandError
 
 HIDDEN = "(not shown)"

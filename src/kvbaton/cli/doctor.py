@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import msgspec
 
 import kvbaton
-from kvbaton.cli import router_way
 from kvbaton.cli.arguments import planes_choice, seconds
+from kvbaton.cli.flags import router_way
 from kvbaton.cli.screen import Screen, Style, stdout
 from kvbaton.control.registry.registry_places import registry_places
 from kvbaton.doctor import (

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from kvbaton.cli.arguments import registries, seconds
-from kvbaton.cli.screen import note
+from kvbaton.cli.progress import note
 from kvbaton.cli.succession import ANSWER_S, NEWS_S, EngineStanding, agrees, await_successor, last_words, look_at
 from kvbaton.control import keyring as keys
 from kvbaton.control.rank_names import engine_of

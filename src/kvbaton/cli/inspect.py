@@ -15,8 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton.cli import router_way, screen
+from kvbaton.cli import screen
 from kvbaton.cli.arguments import url, whole
+from kvbaton.cli.flags import router_way
 from kvbaton.doctor.alone_checks import share_line
 from kvbaton.observe.flight import dumps, terminal_timeline
 from kvbaton.observe.flight.collector import LAST_MAX

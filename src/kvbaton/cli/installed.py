@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.util
 
 GET = "pip install 'kvbaton[serve]'"
-LIBRARIES = frozenset({"numpy", "aiohttp", "httptools", "uvloop", "xxhash"})
+LIBRARIES = frozenset({"numpy", "httptools", "uvloop", "xxhash", "yaml", "shtab"})
 """The first comes with the extra. Where another is missing, packages were left out, and the extra brings that too."""
 
 

@@ -1,7 +1,8 @@
 """`kvbaton`: one module per command; only the requested command is imported.
 
 Law: whatever an operator can cause ends in one line on stderr with the next step, and status 2; tracebacks need
---debug. Only results go to stdout; a reader that closes the pipe (`| head -1`) ends a command silently.
+--debug. Only results go to stdout; a reader that closes the pipe (`| head -1`) ends a command silently. Any of the
+three standard streams may be closed at startup or later: its output is lost, the exit status is not.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import select
 import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import get_args
+from typing import Any, get_args
 
 import kvbaton
-from kvbaton.cli import installed, screen, streams
+from kvbaton.cli import installed, screen
 from kvbaton.cli.arguments import BAD_USAGE, HelpFormatter, Parser, add_common, complain
 from kvbaton.processes.lasting_imports import lasting_imports
 from kvbaton.processes.operator_errors import CommandError, StoppedError
@@ -48,6 +50,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "completion": "print a shell completion script",
     },
 }
+PROOF = frozenset(GROUPS["prove and measure it"])
+"""Commands of the distribution kvbaton-proof: an engine's host has no simulator, and no code that attacks a cluster."""
 COMMANDS: Mapping[str, str] = {name: text for group in GROUPS.values() for name, text in group.items()}
 _FAILED = 1
 _INTERRUPTED = 130  # 128 + SIGINT, as in a shell
@@ -60,19 +64,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["help"]:  # kvbaton help up, as in git
         words = [*words[1:], "--help"]
     debug = "--debug" in words
-    streams.have_all()
+    _open_all_streams()
     screen.choose_color(_color(words))
     command = _command(words)
     who = f"kvbaton {command}" if command in COMMANDS else "kvbaton"
     try:
-        with streams.flushed():
+        with _flushed():
             return _run(words, command, debug, lasting_imports() if argv is None else contextlib.nullcontext())
     except (KeyboardInterrupt, StoppedError):
         return _INTERRUPTED
     except CommandError as error:
         return _end(who, str(error), BAD_USAGE, debug)
     except BrokenPipeError as error:
-        if streams.nobody_reads():
+        if _nobody_reads():
             return _UNREAD
         return _end(who, _bug(error), _FAILED, debug)
     except Exception as error:  # noqa: BLE001 - the last place; the trace is one flag away
@@ -87,18 +91,18 @@ def _run(words: list[str], command: str | None, debug: bool, importing: contextl
         print("\n".join(overview()))
         return 0
     with importing:
-        from kvbaton.cli import layered_settings  # not for --help
+        from kvbaton.cli.settings import layers  # not for --help
 
         module = module_of(command) if command in COMMANDS else None
         parser = build_parser(command, module)
-    args = layered_settings.parse(parser, command, words, os.environ)
+    args = layers.parse(parser, command, words, os.environ)
     if module is None:
         raise CommandError("give a command, such as: kvbaton up --check; see: kvbaton --help")
-    importlib.import_module("kvbaton.cli.log_arguments").start(args, debug)
+    importlib.import_module("kvbaton.cli.flags.log").start(args, debug)
     try:
         status: int = module.run(args)
     except CommandError as error:
-        raise CommandError(layered_settings.placed(str(error), args)) from error
+        raise CommandError(layers.placed(str(error), args)) from error
     return status
 
 
@@ -122,7 +126,7 @@ def build_parser(command: str | None, module: ModuleType | None) -> Parser:
 
 def parser_of(modules: Mapping[str, ModuleType]) -> Parser:
     """The parser of `kvbaton`, complete for these commands."""
-    from kvbaton.cli import layered_settings
+    from kvbaton.cli.settings import layers
 
     parser = Parser(prog="kvbaton", allow_abbrev=False, formatter_class=HelpFormatter)
     add_common(parser)
@@ -137,16 +141,19 @@ def parser_of(modules: Mapping[str, ModuleType]) -> Parser:
         add_common(one)
         if name in modules:
             modules[name].add_arguments(one)
-            if name in layered_settings.CONFIGURED:
-                layered_settings.add_arguments(one, name)
+            if name in layers.CONFIGURED:
+                layers.add_arguments(one, name)
     return parser
 
 
 def module_of(command: str | None) -> ModuleType:
-    name = f"kvbaton.cli.{command}"
+    name = f"kvbaton_proof.cli.{command}" if command in PROOF else f"kvbaton.cli.{command}"
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        if error.name == "kvbaton_proof":
+            get = f"pip install kvbaton-proof=={kvbaton.__version__}"
+            raise CommandError(f"kvbaton {command} is part of the distribution kvbaton-proof: {get}") from None
         if said := installed.lacking(error):
             raise CommandError(said) from None
         if error.name == name:
@@ -218,6 +225,58 @@ def _is_output_full(error: OSError) -> bool:
     import errno
 
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
+
+def _open_all_streams() -> None:
+    """Opens /dev/null for a stream closed by the parent, so that no socket takes its number and gets our output."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+    _print_anything(sys.stdout)
+
+
+def _print_anything(stream: Any) -> None:
+    """A path of odd bytes, or a µ where the terminal has none, must not lose a result."""
+    if getattr(stream, "errors", None) == "strict" and hasattr(stream, "reconfigure"):
+        stream.reconfigure(errors="surrogateescape" if stream.encoding.lower() == "utf-8" else "replace")
+
+
+@contextlib.contextmanager
+def _flushed() -> Iterator[None]:
+    """Output is flushed before the exit status is decided; argparse's exit after --help has one too."""
+    try:
+        yield
+    except SystemExit:
+        _flush(sys.stdout)
+        raise
+    _flush(sys.stdout)
+
+
+def _flush(stream: Any) -> None:
+    if stream is not None and not stream.closed:
+        stream.flush()
+
+
+def _nobody_reads() -> bool:
+    """Whether stdout or stderr is a pipe without a reader; if so, both go to /dev/null from here on."""
+    found = False
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            number = stream.fileno()
+        except (OSError, ValueError, AttributeError):
+            continue
+        poll = select.poll()
+        poll.register(number, 0)
+        if any(event & select.POLLERR for _, event in poll.poll(0)):
+            found = True
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, number)
+            os.close(nowhere)
+    return found
 
 
 if __name__ == "__main__":

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from kvbaton.cli.screen import Screen
+from kvbaton.cli.screen import Screen, stderr
 
 CLEAR_LINE = "\r\x1b[K"
 _REDRAW_S = 0.2
@@ -81,8 +80,6 @@ class StatusLine:
 @contextlib.contextmanager
 def shown(label: str, screen: Screen | None = None, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """A line while the context lasts; gives what tells it how far the work is."""
-    from kvbaton.cli.screen import stderr
-
     screen = stderr() if screen is None else screen
     if quiet or not screen.is_live:
         yield lambda _: None
@@ -112,3 +109,17 @@ def aside(text: str = "") -> Iterator[None]:
 def bar(screen: Screen, done: int, total: int) -> str:
     filled = min(_BAR_CELLS, _BAR_CELLS * max(0, done) // total)
     return screen.either("█", "#") * filled + screen.either("░", ".") * (_BAR_CELLS - filled)
+
+
+def note(command: str, text: str) -> None:
+    """Progress of `kvbaton command`: one line on stderr, never part of the result; JSON where the log is."""
+    import logging  # --help does without
+
+    from kvbaton.processes import process_logs
+
+    if process_logs.current().format == "json":
+        logger = logging.getLogger(f"kvbaton.{command}")
+        logger.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, "%s", (text,), None))  # whatever the level
+        return
+    with aside(text):
+        print(f"kvbaton {command}: {text}", file=sys.stderr, flush=True)

@@ -17,9 +17,9 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.http_common import run as run_loop
-from kvbaton.cli import log_arguments
+from kvbaton.api.http.server_loop import run as run_loop
 from kvbaton.cli.arguments import host_port, networks, port
+from kvbaton.cli.flags import log as log_flags
 from kvbaton.control import keyring as keys
 from kvbaton.control.joining.admission import Admission
 from kvbaton.control.joining.join_door import JoinDoor, door_bind
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--health", type=host_port, metavar="HOST:PORT", help="serve /health and /metrics there (default: off)")
     add("--json", action="store_true", help="print one JSON object on stdout once it serves")
-    log_arguments.add_arguments(parser, serves_http=False)
+    log_flags.add_arguments(parser, serves_http=False)
 
 
 def refuse(args: argparse.Namespace) -> None:
@@ -123,7 +123,7 @@ async def _health(args: argparse.Namespace, server: RegistryServer) -> AsyncIter
     if not args.health:
         yield ""
         return
-    from kvbaton.api.status_page import status_page  # with aiohttp, for who asked for it
+    from kvbaton.api.http.status_page import status_page
 
     def families() -> list[Family]:
         workers: Counter[tuple[str, str]] = Counter(_role_and_state(entry) for entry in server.workers())

@@ -10,11 +10,13 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api.http_common import run as run_loop
+from kvbaton.api.http import http_client
+from kvbaton.api.http.server_loop import run as run_loop
 from kvbaton.api.params import Mode
 from kvbaton.api.tokens import is_loopback
-from kvbaton.cli import log_arguments, router_access, traces
 from kvbaton.cli.arguments import host_port, networks, port, registries, seconds, seconds_or_off, whole
+from kvbaton.cli.flags import log as log_flags
+from kvbaton.cli.flags import router_access, traces
 from kvbaton.control import keyring
 from kvbaton.control.joining.join_door import door_bind
 from kvbaton.control.plain import Fleet, PlainSettings
@@ -25,7 +27,6 @@ from kvbaton.processes.operator_control import told_to_stop
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.front_secrets import FrontSecrets
-from kvbaton.router.http import http_client
 from kvbaton.router.policy import POLICIES
 from kvbaton.router.processes.router_parent import PROCESSES_MAX
 from kvbaton.router.request_admission import BODY_COPIES
@@ -65,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout once it serves")
     router_access.add_arguments(parser.add_argument_group("who may ask, and how"))
     traces.add_arguments(parser.add_argument_group("traces"))
-    log_arguments.add_arguments(parser)
+    log_flags.add_arguments(parser)
 
 
 def _add_sources(group: argparse._ArgumentGroup) -> None:

@@ -1,4 +1,4 @@
-"""Terminal output beyond plain text: colours, width, tables, a progress line.
+"""Terminal output beyond plain text: colours, width, tables. Progress is in `progress`.
 
 Law: a pipe, a file and a dumb terminal get plain text without animation; a colour carries no information that the words
 lack.
@@ -9,8 +9,6 @@ How to use it:
     print(screen.style("right", "good"), "12 of 12")
     for line in screen.table(["name", "pins"], [["p0", "3"], ["d0", screen.style("-", "dim")]], right=[1]):
         print(line)
-    with stderr().progress("requests", total=500) as progress:
-        progress.update(17, "3 failed")              # as often as you like; drawn at most 10 times a second
 """
 
 from __future__ import annotations
@@ -18,12 +16,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from types import TracebackType
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, TextIO
-
-from kvbaton.cli import progress
 
 Style = Literal["good", "bad", "warn", "dim", "bold"]
 Color = Literal["auto", "always", "never"]
@@ -31,7 +25,6 @@ Color = Literal["auto", "always", "never"]
 COLORS: tuple[Color, ...] = ("auto", "always", "never")
 WIDTH_WHEN_PIPED = 80
 _WIDTH_MIN = 20
-_REDRAW_S = 0.1
 _CODES: Mapping[Style, str] = {"good": "32", "bad": "31", "warn": "33", "dim": "2", "bold": "1"}
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -51,20 +44,6 @@ def stdout() -> Screen:
 def stderr() -> Screen:
     """The screen for progress and errors."""
     return Screen(sys.stderr, os.environ, _ASKED[0])
-
-
-def note(command: str, text: str) -> None:
-    """Progress of `kvbaton command`: one line on stderr, never part of the result; JSON where the log is."""
-    import logging  # --help does without
-
-    from kvbaton.processes import process_logs
-
-    if process_logs.current().format == "json":
-        logger = logging.getLogger(f"kvbaton.{command}")
-        logger.handle(logger.makeRecord(logger.name, logging.INFO, "", 0, "%s", (text,), None))  # whatever the level
-        return
-    with progress.aside(text):
-        print(f"kvbaton {command}: {text}", file=sys.stderr, flush=True)
 
 
 class Screen:
@@ -117,56 +96,6 @@ class Screen:
                 cells.append(pad + cell if index in right else cell + pad)
             lines.append((" " * gap).join(cells).rstrip())
         return lines
-
-    def progress(self, label: str, total: int | None = None, clock: Callable[[], float] = time.monotonic) -> Progress:
-        """A line that is redrawn while work goes on, and is cleared afterwards; nothing at all when piped."""
-        return Progress(self, label, total, clock)
-
-
-class Progress:
-    """One line of progress; a `with` block, since the line must be cleared before other output."""
-
-    def __init__(self, screen: Screen, label: str, total: int | None, clock: Callable[[], float]) -> None:
-        self._screen = screen
-        self._label = label
-        self._total = total
-        self._clock = clock
-        self._drawn_at: float | None = None
-
-    def update(self, done: int, note: str = "") -> None:
-        """Report progress; the last update, done == total, is always drawn."""
-        if not self._screen.is_live:
-            return
-        now = self._clock()
-        if self._drawn_at is not None and now - self._drawn_at < _REDRAW_S and done != self._total:
-            return
-        self._drawn_at = now
-        self._write(progress.CLEAR_LINE + self._line(done, note)[: self._screen.width() - 1])
-
-    def close(self) -> None:
-        """Clear the line."""
-        if self._drawn_at is not None:
-            self._drawn_at = None
-            self._write(progress.CLEAR_LINE)
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.close()
-
-    def _line(self, done: int, note: str) -> str:
-        words = [self._label, f"{done}"]
-        if self._total:
-            words = [self._label, progress.bar(self._screen, done, self._total), f"{done}/{self._total}"]
-        return " ".join([*words, *note.split()])
-
-    def _write(self, text: str) -> None:
-        try:
-            self._screen.stream.write(text)
-            self._screen.stream.flush()
-        except (OSError, ValueError):
-            return  # the terminal went away; the work did not
 
 
 def is_terminal(stream: TextIO | None) -> bool:

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvbaton.cli import log_arguments
 from kvbaton.cli.arguments import host_port, port
+from kvbaton.cli.flags import log as log_flags
 from kvbaton.control.keyring import Keyring, load
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.observe.metrics.exposition import Family
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--health", type=host_port, metavar="HOST:PORT", help="serve /health and /metrics there (default: off)")
     add("--json", action="store_true", help="print JSON lines: at start, at exit and at each SIGUSR1")
     add("--stop-on-eof", action="store_true", help=argparse.SUPPRESS)
-    log_arguments.add_arguments(parser, serves_http=False)
+    log_flags.add_arguments(parser, serves_http=False)
 
 
 def refuse(args: argparse.Namespace) -> None:
@@ -151,7 +151,7 @@ async def _status(
     if not address:
         yield ""
         return
-    from kvbaton.api.status_page import status_page
+    from kvbaton.api.http.status_page import status_page
 
     async with status_page(address, lambda: {"status": "ok", **figures()}, families) as url:
         yield f"{url}/health"

@@ -1,4 +1,7 @@
-"""`kvbaton up`: a whole cluster on this machine in one command, until Ctrl-C; with `--check`, its verification."""
+"""`kvbaton up`: a whole cluster on this machine in one command, until Ctrl-C; with `--check`, its verification.
+
+Law: an option that the chosen engine cannot honour is refused by name, never ignored.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,29 @@ import contextlib
 import functools
 import itertools
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-import kvbaton.cli.vllm_arguments as on_vllm
-from kvbaton.api.http_common import run as run_loop
+from kvbaton.api.http.server_loop import run as run_loop
 from kvbaton.api.params import Mode
-from kvbaton.cli import installed, log_arguments, progress, traces
+from kvbaton.cli import installed, progress
 from kvbaton.cli.arguments import planes_choice, port, seconds, seconds_or_off, whole
-from kvbaton.cli.screen import note, stdout
+from kvbaton.cli.flags import log as log_flags
+from kvbaton.cli.flags import traces
+from kvbaton.cli.progress import note
+from kvbaton.cli.screen import stdout
 from kvbaton.engines.embedded.worker_options import POLICIES, WorkerOptions, flag_of
 from kvbaton.local_cluster import restart_orders
-from kvbaton.local_cluster.embedded_cluster import Cluster, ClusterPlan, Startable, running, shown_command
+from kvbaton.local_cluster.embedded_cluster import Cluster, ClusterPlan, Startable, places, running, shown_command
 from kvbaton.local_cluster.router_front import drained
-from kvbaton.local_cluster.vllm_cluster import VllmPlan
-from kvbaton.local_cluster.vllm_engine import ServerOptions
+from kvbaton.local_cluster.vllm_cluster import TINY_KINDS, TINY_SEED, VllmPlan
+from kvbaton.local_cluster.vllm_engine import ServerOptions, VllmHandoff, find_python, tiny_model
 from kvbaton.processes.free_ports import free_ports
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_control import told_to_stop, unless_stopped
@@ -40,6 +47,9 @@ _WORKER = WorkerOptions(name="p0", role="prefill", keys="-", registry="tcp://127
 _TIMES = ("lease_s", "transfer_timeout", "defer_timeout", "claim_timeout")
 _SIZES = ("blocks", "block_tokens", "max_num_seqs", "seed")
 _VLLM_DEFAULTS = {"blocks": "", "block_tokens": "; vllm: its own", "max_num_seqs": "; vllm: its own", "seed": ""}
+ENGINES = ("embedded", "vllm")
+_INSTEAD: Mapping[str, str] = {"blocks": "--kv-gib bounds the KV of vLLM"}
+_ONLY_VLLM = ("model", "tiny", "vllm_python", "kv_gib", "max_model_len", "dp_prefill", "dp_decode")
 MEMORY = "memory"
 ORDERS_S = 0.25
 """How often orders to restart a worker are looked for."""
@@ -108,10 +118,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         flag = f"--{name.replace('_', '-')}"
         add(flag, type=seconds, default=getattr(_WORKER, name), metavar="SECONDS", help=text)
     traces.add_arguments(parser.add_argument_group("traces"))
-    log_arguments.add_arguments(parser)
+    log_flags.add_arguments(parser)
     group = parser.add_argument_group("the engine")
     add = group.add_argument
-    on_vllm.add_arguments(group)
+    _add_vllm(group)
     for name, low, high, text in (
         ("blocks", 2, 1 << 20, "KV cache blocks per worker"),
         ("block_tokens", 1, 4096, "tokens per block"),
@@ -124,7 +134,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def refuse(args: argparse.Namespace) -> None:
     """`CommandError` for settings that do not go together; opens nothing."""
-    on_vllm.refuse_foreign(args)
+    _refuse_foreign(args)
     if args.store is not None and args.engine == "vllm":
         raise CommandError("argument --store: set it in vLLM's own configuration; see docs/store.md")
     _worker_of(args, args.transport or "auto", args.store if args.store not in (None, MEMORY) else "")
@@ -135,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     args.otlp_endpoint = _otlp_endpoint(args)
     raise_file_limit()
     if args.engine == "vllm":
-        server = on_vllm.server_of(args, _note)
+        server = _server_of(args)
         return run_loop(_check_vllm(args, server) if args.check else _serve(args, server))
     installed.need("numpy")
     return run_loop(_check(args) if args.check else _serve(args))
@@ -185,13 +195,21 @@ def _worker_of(args: argparse.Namespace, transport: str, store: str) -> WorkerOp
 def vllm_plan_of(
     args: argparse.Namespace, server: ServerOptions, transport: str, *, http_port: int, mode: Mode
 ) -> VllmPlan:
-    settings = _router_settings(args, mode)
     times = {name: getattr(args, name) for name in (*_TIMES, "otlp_endpoint", "turn_s")}
-    return on_vllm.plan_of(args, server, settings, port=http_port, transport=transport, **times)
+    handoff = VllmHandoff(
+        name="-", keys="-", registry="-", http_address="-", mode=str(mode), transport=transport, **times
+    )
+    sizes = {"prefill": args.dp_prefill or 1, "decode": args.dp_decode or 1}
+    found = places(args.prefill, args.decode, args.tp_prefill, args.tp_decode)
+    where = tuple(msgspec.structs.replace(place, dp=sizes[place.role]) for place in found)
+    return VllmPlan(
+        places=where, server=server, handoff=handoff, settings=_router_settings(args, mode), host=args.host,
+        port=http_port, router_processes=args.router_processes,
+    )  # fmt: skip
 
 
 async def _check(args: argparse.Namespace) -> int:
-    from kvbaton.local_cluster.answer_check import check, summary  # with aiohttp, as a client
+    from kvbaton.local_cluster.answer_check import check, summary
 
     modes = list(Mode) if args.mode is None else [Mode(args.mode)]
     transports = ["shm", "tcp"] if args.transport is None else [args.transport]
@@ -203,7 +221,7 @@ async def _check(args: argparse.Namespace) -> int:
 
 
 async def _check_vllm(args: argparse.Namespace, server: ServerOptions) -> int:
-    from kvbaton.local_cluster import vllm_check  # with aiohttp, as above
+    from kvbaton.local_cluster import vllm_check
 
     modes = list(Mode) if args.mode is None else [Mode(args.mode)]
     plan = vllm_plan_of(args, server, args.transport or "auto", http_port=args.port or 0, mode=modes[0])
@@ -316,3 +334,50 @@ async def _watch(cluster: Cluster, stop: asyncio.Event) -> None:
                 death.cancel()
     finally:
         stopped.cancel()
+
+
+def _add_vllm(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--engine", choices=ENGINES, default="embedded", help="the engine: kvbaton's own small one, or vLLM")
+    add("--model", default=None, metavar="PATH", help="vllm: directory of the model (default: a tiny one is generated)")
+    add("--tiny", choices=TINY_KINDS, default=None, help="vllm: kind of tiny model (default: llama)")
+    add("--vllm-python", default=None, metavar="PATH", help="vllm: its Python interpreter (default: searched for)")
+    add("--kv-gib", type=whole(1, 1024), default=None, metavar="N", help="vllm: KV cache of each worker (default: 1)")
+    for role in ("prefill", "decode"):
+        what = f"vllm: data-parallel ranks of each {role} worker (default: 1)"
+        add(f"--dp-{role}", type=whole(1, 16), default=None, metavar="N", help=what)
+    add("--max-model-len", type=whole(16, 1 << 20), default=None, metavar="N", help="vllm: tokens (default: 2048)")
+
+
+def _refuse_foreign(args: argparse.Namespace) -> None:
+    """Refuse options of the other engine."""
+    names = tuple(_INSTEAD) if args.engine == "vllm" else _ONLY_VLLM
+    for name in names:
+        if getattr(args, name) is not None:
+            flag = f"--{name.replace('_', '-')}"
+            instead = f"; {_INSTEAD[name]}" if name in _INSTEAD else "; add: --engine vllm"
+            raise CommandError(f"argument {flag}: not an option of the {args.engine} engine{instead}")
+    if args.model is not None and (args.tiny is not None or args.seed is not None):
+        raise CommandError("argument --model: a model has its own weights; remove --tiny and --seed")
+
+
+def _server_of(args: argparse.Namespace) -> ServerOptions:
+    """The settings that all servers share, with a model: the operator's, or a tiny one, generated now if need be."""
+    python = find_python(args.vllm_python)
+    if args.model is None:
+        kind = args.tiny or TINY_KINDS[0]
+        model = tiny_model(python, kind, TINY_SEED if args.seed is None else args.seed)
+        _note(f"no --model: serving a tiny {kind} with random weights, {model}")
+    else:
+        model = Path(args.model).expanduser().resolve()
+        if not (model / "config.json").is_file():
+            raise CommandError(f"argument --model: {model} has no config.json; name the directory of a model")
+    given = {"kv_gib": args.kv_gib, "max_model_len": args.max_model_len, "block_tokens": args.block_tokens}
+    given |= {"max_num_seqs": args.max_num_seqs, "policy": args.policy}
+    chosen = {name: value for name, value in given.items() if value is not None}
+    return ServerOptions(python=python, model=str(model), served_name=_served_name(model), **chosen)
+
+
+def _served_name(model: Path) -> str:
+    """The name that clients give as `model`: the directory's, without the version of a tiny one's format."""
+    return re.sub(r"^(tiny-\w+)-\d+-v\d+$", r"\1", model.name) or "model"

@@ -18,8 +18,9 @@ from typing import Any, TextIO
 
 import msgspec
 
-from kvbaton.cli import log_arguments, traces
 from kvbaton.cli.arguments import planes_choice, port, seconds, seconds_or_off, whole
+from kvbaton.cli.flags import log as log_flags
+from kvbaton.cli.flags import traces
 from kvbaton.engines.embedded.worker_options import (
     DIALECTS,
     HTTP_ACCESS,
@@ -134,7 +135,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             read = _share if field.name.endswith("_share") else _TYPES[field.type]
             more |= {"type": port if field.name.endswith("_port") else read, "metavar": _metavar(field)}
         place.get(field.name, parser).add_argument(flag_of(field.name), **more)
-    log_arguments.add_arguments(parser)
+    log_flags.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout when it serves")
     parser.add_argument("--stop-on-eof", action="store_true", help=argparse.SUPPRESS)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvbaton.doctor.finding import Finding, finding
-from kvbaton.engines.vllm import launching
+from kvbaton.engines.vllm.launch import launching
 
 Side = Literal["prefill", "decode"]
 TEXT_BYTES_MAX = 1 << 20
@@ -113,8 +113,6 @@ def _json(text: str) -> dict[str, Any]:
 def _yaml(text: str) -> dict[str, Any]:
     try:
         return msgspec.yaml.decode(text, type=dict[str, Any])
-    except ImportError:
-        raise UnreadableError("neither JSON nor a command; reading YAML requires PyYAML") from None
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise UnreadableError(f"neither JSON nor a command nor YAML: {' '.join(str(error).split())[:200]}") from None
 

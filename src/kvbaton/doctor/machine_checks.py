@@ -18,8 +18,8 @@ from pathlib import Path
 
 from kvbaton.doctor.config_checks import ANYWHERE, ConfiguredEngine
 from kvbaton.doctor.finding import Finding, finding
-from kvbaton.engines.vllm import launching
-from kvbaton.engines.vllm.vllm_versions import SUPPORTED, vllm_version
+from kvbaton.engines.vllm.config.vllm_versions import SUPPORTED, vllm_version
+from kvbaton.engines.vllm.launch import launching
 from kvbaton.security.sealing import MISSING, can_seal
 from kvbaton.transports import catalogue
 
@@ -31,7 +31,7 @@ SHM_TP_BYTES = 256 << 20  # vLLM's rings between the processes of one engine: 10
 VERSION_S = 60.0
 KV_SPACE = "VLLM_CPU_KVCACHE_SPACE"
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
-_VERSION = "import kvbaton.engines.vllm.vllm_versions as v; print(v.vllm_version())"
+_VERSION = "import kvbaton.engines.vllm.config.vllm_versions as v; print(v.vllm_version())"
 
 
 def examine(choice: str, device: str, shm: str, engines: Sequence[ConfiguredEngine]) -> list[Finding]:

@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvbaton.control.joining.enrolment import is_auto
+from kvbaton.control.joining.key_source import is_auto
 from kvbaton.control.registry.registry_places import registry_places
 from kvbaton.doctor import key_checks, shape_checks
 from kvbaton.doctor.config_checks import ConfiguredEngine
 from kvbaton.doctor.finding import Finding, finding
-from kvbaton.engines.vllm.connector_settings import ConnectorSettings
-from kvbaton.engines.vllm.vllm_compat import config_digest, weights_digest
+from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
+from kvbaton.engines.vllm.content.vllm_compat import config_digest, weights_digest
 from kvbaton.protocol.compat import difference
 from kvbaton.security.sealing import is_loopback
 from kvbaton.transports import catalogue

@@ -13,11 +13,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import aiohttp
 import msgspec
 
 from kvbaton.api import sse
 from kvbaton.api.bodies import BodyKind
+from kvbaton.api.http.fetch import fetch
 from kvbaton.api.params import Mode
 from kvbaton.local_cluster.embedded_cluster import Cluster, ClusterPlan, running
 from kvbaton.processes.child_process import Say
@@ -122,14 +122,12 @@ async def _row(
     cluster: Cluster, transport: str, mode: Mode, asked: Sequence[CheckPrompt], expected: Sequence[str]
 ) -> CheckRow:
     salt = f"check-{transport}-{mode}"  # separates this row from cache entries of earlier rows
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(ROW_S)) as session:
-        before = await _numbers(session, cluster)
-        begun = time.monotonic()
-        calls = [_ask(session, cluster.front.url, one.text, mode, salt, at % 2 == 0) for at, one in enumerate(asked)]
-        answers = await asyncio.gather(*calls)
-        seconds = time.monotonic() - begun
-        after = await _at_rest(session, cluster)
+    before = await _numbers(cluster)
+    begun = time.monotonic()
+    calls = [_ask(cluster.front.url, one.text, mode, salt, at % 2 == 0) for at, one in enumerate(asked)]
+    answers = await asyncio.gather(*calls)
+    seconds = time.monotonic() - begun
+    after = await _at_rest(cluster)
     wrong = [
         f"{len(one.text)} bytes {one.text[:20]!r}: expected {right!r}, got {got!r}"
         for one, right, got in zip(asked, expected, answers, strict=True)
@@ -143,20 +141,19 @@ async def _row(
     )  # fmt: skip
 
 
-async def _ask(session: aiohttp.ClientSession, url: str, prompt: str, mode: Mode, salt: str, stream: bool) -> str:
+async def _ask(url: str, prompt: str, mode: Mode, salt: str, stream: bool) -> str:
     """The text of the answer, or an error as a text that no answer can be."""
     body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "cache_salt": salt, "stream": stream}
     try:
-        async with session.post(url + BodyKind.COMPLETION.value, json=body, headers={MODE_HEADER: mode}) as response:
-            data = await response.read()
-    except (aiohttp.ClientError, TimeoutError) as error:
-        return f"\n{type(error).__name__}: {error}"
-    if response.status != 200:
-        return f"\nstatus {response.status}: {data.decode(errors='replace')[:200]}"
+        answer = await fetch(url + BodyKind.COMPLETION.value, ROW_S, body, {MODE_HEADER: mode})
+    except OSError as error:
+        return f"\n{error}"
+    if answer.status != 200:
+        return f"\nstatus {answer.status}: {answer.text[:200]}"
     if not stream:
-        return str(msgspec.json.decode(data)["choices"][0]["text"])
+        return str(msgspec.json.decode(answer.body)["choices"][0]["text"])
     text = ""
-    for payload in sse.payloads(data):
+    for payload in sse.payloads(answer.body):
         if payload == b"[DONE]":
             return text
         chunk = msgspec.json.decode(payload)
@@ -166,11 +163,10 @@ async def _ask(session: aiohttp.ClientSession, url: str, prompt: str, mode: Mode
     return "\nthe stream did not end"
 
 
-async def _numbers(session: aiohttp.ClientSession, cluster: Cluster) -> Numbers:
+async def _numbers(cluster: Cluster) -> Numbers:
     handoffs = bytes_moved = pins = 0
     for worker in cluster.registered():
-        async with session.get(f"{worker.url}/stats") as response:
-            stats = await response.json(content_type=None)
+        stats = msgspec.json.decode((await fetch(f"{worker.url}/stats", ROW_S)).body)
         for key in ("delivered_total", "bytes_moved_total", "pins"):
             if not isinstance(stats.get(key), int):
                 raise CommandError(f"worker {worker.name}: /stats has no number {key!r}; is it of this release?")
@@ -180,11 +176,11 @@ async def _numbers(session: aiohttp.ClientSession, cluster: Cluster) -> Numbers:
     return Numbers(handoffs, bytes_moved, pins)
 
 
-async def _at_rest(session: aiohttp.ClientSession, cluster: Cluster) -> Numbers:
+async def _at_rest(cluster: Cluster) -> Numbers:
     """The numbers once nothing is pinned, or after `REST_S`."""
     deadline = time.monotonic() + REST_S
     while True:
-        numbers = await _numbers(session, cluster)
+        numbers = await _numbers(cluster)
         if numbers.pins == 0 or time.monotonic() > deadline:
             return numbers
         await asyncio.sleep(0.05)

@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.api.http.http_server import serving
 from kvbaton.control.joining.admission import Admission
 from kvbaton.control.joining.join_door import JoinDoor
 from kvbaton.control.keyring import Keyring
@@ -33,7 +34,6 @@ from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.app import Pages, RunningRouter, router_app
 from kvbaton.router.dashboard_page import live_page
 from kvbaton.router.front_secrets import FrontSecrets
-from kvbaton.router.http.http_server import serving
 from kvbaton.router.processes.router_parent import router_processes
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.announced import AnnouncedDirectory, Directories

@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 
+from kvbaton.api.http.fetch import fetch
 from kvbaton.api.params import Mode
 from kvbaton.local_cluster.embedded_cluster import Cluster, ClusterPlace, running
 from kvbaton.local_cluster.vllm_cluster import VllmPlan, member
@@ -115,10 +115,9 @@ async def _alone(plan: VllmPlan, say: Say, stop: asyncio.Event) -> tuple[list[Vl
     child = await start(member(ClusterPlace("alone", "both", 1), argv, plan.server.kv_gib), directory / "alone.log")
     try:
         say("starting a single aggregated engine, for the expected answers")
-        async with _session() as session:
-            await serving(url, child, plan.start_s, say, stop)
-            asked = prompts(_block_tokens(await _get(session, f"{url}/metrics")))
-            return asked, await unless_stopped(_ask_all(session, url, asked, {}, "alone"), stop)
+        await serving(url, child, plan.start_s, say, stop)
+        asked = prompts(_block_tokens(await _get(f"{url}/metrics")))
+        return asked, await unless_stopped(_ask_all(url, asked, {}, "alone"), stop)
     finally:
         await end([child])
         shutil.rmtree(directory, ignore_errors=True)
@@ -127,17 +126,16 @@ async def _alone(plan: VllmPlan, say: Say, stop: asyncio.Event) -> tuple[list[Vl
 async def _row(
     cluster: Cluster, mode: Mode, asked: Sequence[VllmCheckPrompt], expected: Sequence[Answer]
 ) -> VllmCheckRow:
-    async with _session() as session:
-        before, _ = await _numbers(session, cluster)
-        begun = time.monotonic()
-        answers = await _ask_all(session, cluster.front.url, asked, {MODE_HEADER: mode}, f"check-{mode}")
-        seconds = time.monotonic() - begun
-        deadline = time.monotonic() + REST_S
-        while True:
-            after, used = await _numbers(session, cluster)
-            if used == 0.0 or time.monotonic() > deadline:
-                break
-            await asyncio.sleep(0.2)
+    before, _ = await _numbers(cluster)
+    begun = time.monotonic()
+    answers = await _ask_all(cluster.front.url, asked, {MODE_HEADER: mode}, f"check-{mode}")
+    seconds = time.monotonic() - begun
+    deadline = time.monotonic() + REST_S
+    while True:
+        after, used = await _numbers(cluster)
+        if used == 0.0 or time.monotonic() > deadline:
+            break
+        await asyncio.sleep(0.2)
     wrong = [
         f"prompt {at}: expected {''.join(right)!r}, got {''.join(got)!r}"
         for at, (right, got) in enumerate(zip(expected, answers, strict=True))
@@ -150,45 +148,39 @@ async def _row(
     )  # fmt: skip
 
 
-async def _ask_all(
-    session: aiohttp.ClientSession, url: str, asked: Sequence[VllmCheckPrompt], headers: Mapping[str, str], salt: str
-) -> list[Answer]:
+async def _ask_all(url: str, asked: Sequence[VllmCheckPrompt], headers: Mapping[str, str], salt: str) -> list[Answer]:
     turns = asyncio.Semaphore(AT_ONCE)
 
     async def one(prompt: VllmCheckPrompt) -> Answer:
         async with turns:
-            return await _ask(session, url, prompt, headers, salt)
+            return await _ask(url, prompt, headers, salt)
 
     return await asyncio.gather(*map(one, asked))
 
 
-async def _ask(
-    session: aiohttp.ClientSession, url: str, prompt: VllmCheckPrompt, headers: Mapping[str, str], salt: str
-) -> Answer:
+async def _ask(url: str, prompt: VllmCheckPrompt, headers: Mapping[str, str], salt: str) -> Answer:
     body = {"prompt": prompt.prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "logprobs": 1, "cache_salt": salt}
     try:
-        async with session.post(f"{url}/v1/completions", json=body, headers=headers) as response:
-            data = await response.read()
-    except (aiohttp.ClientError, TimeoutError) as error:
-        return (f"\n{type(error).__name__}: {error}",)
-    if response.status != 200:
-        return (f"\nstatus {response.status}: {data.decode(errors='replace')[:200]}",)
-    return tuple(msgspec.json.decode(data)["choices"][0]["logprobs"]["tokens"])
+        answer = await fetch(f"{url}/v1/completions", ASK_S, body, headers)
+    except OSError as error:
+        return (f"\n{error}",)
+    if answer.status != 200:
+        return (f"\nstatus {answer.status}: {answer.text[:200]}",)
+    return tuple(msgspec.json.decode(answer.body)["choices"][0]["logprobs"]["tokens"])
 
 
-async def _numbers(session: aiohttp.ClientSession, cluster: Cluster) -> tuple[float, float]:
+async def _numbers(cluster: Cluster) -> tuple[float, float]:
     """Tokens loaded by a D so far, and the highest KV cache usage now."""
     moved = used = 0.0
     for url, decodes in {worker.url: worker.decodes for worker in cluster.registered()}.items():
-        text = await _get(session, f"{url}/metrics")
+        text = await _get(f"{url}/metrics")
         moved += _metric(text, _MOVED) if decodes else 0.0
         used = max(used, _metric(text, _USED))
     return moved, used
 
 
-async def _get(session: aiohttp.ClientSession, url: str) -> str:
-    async with session.get(url) as response:
-        return await response.text()
+async def _get(url: str) -> str:
+    return (await fetch(url, ASK_S)).text
 
 
 def _metric(text: str, name: str) -> float:
@@ -201,10 +193,6 @@ def _metric(text: str, name: str) -> float:
 def _block_tokens(text: str) -> int:
     found = re.search(r'^vllm:cache_config_info{.*\bblock_size="(\d+)"', text, re.MULTILINE)
     return int(found[1]) if found else 128
-
-
-def _session() -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(ASK_S))
 
 
 def _line(row: VllmCheckRow) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 import kvbaton.local_cluster.vllm_engine as server_words
-from kvbaton.engines.vllm.tiny_hybrids import HYBRIDS
+from kvbaton.engines.vllm.models.tiny_hybrids import HYBRIDS
 from kvbaton.local_cluster.embedded_cluster import ClusterPlace
 from kvbaton.local_cluster.vllm_engine import ServerOptions, VllmHandoff
 from kvbaton.processes.child_process import GUARD, Program

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.api.http.fetch import fetch as fetch_answer
 from kvbaton.engines.embedded.worker_options import Policy
-from kvbaton.engines.vllm.launching import (
+from kvbaton.engines.vllm.launch.launching import (
     HOST,
     PROBE_S,
     PYTHON_VARIABLE,
@@ -102,12 +103,7 @@ async def serving(url: str, child: Child, within_s: float, say: Say, stop: async
 
 async def fetch(url: str) -> str:
     """The body at a URL; OSError if there is none."""
-    import aiohttp  # where there is a server of vLLM's: embedded engines, also of `kvbaton up`, do without
-
-    try:
-        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(GET_S)) as session, session.get(url) as answer:
-            if answer.status != 200:
-                raise OSError(f"{url}: status {answer.status}")
-            return await answer.text()
-    except (aiohttp.ClientError, TimeoutError) as error:
-        raise OSError(f"{url}: {type(error).__name__}: {error}") from None
+    answer = await fetch_answer(url, GET_S)
+    if answer.status != 200:
+        raise OSError(f"{url}: status {answer.status}")
+    return answer.text

@@ -25,21 +25,18 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
 from kvbaton.control.address_book import AddressBook
 from kvbaton.control.addressing import ControlError
-from kvbaton.control.joining.acquaintances import Acquaintances
 from kvbaton.control.joining.certificate import Membership
 from kvbaton.control.joining.join_client import JoinedMember
-from kvbaton.control.joining.join_messages import JoinFault
-from kvbaton.control.joining.signed_card import opened
+from kvbaton.control.joining.join_messages import JoinFault, opened_card
 from kvbaton.control.keyring import Keyring
-from kvbaton.control.registry.held_report import HeldReport
-from kvbaton.control.registry.member import MemberState
+from kvbaton.control.registry.member import HeldReport, MemberState
 from kvbaton.control.registry.registry_client import OnDrain
 from kvbaton.control.registry.registry_group import RegistryGroup
 from kvbaton.control.registry.registry_messages import DirectoryEntry, Registration, Role, addresses
@@ -47,19 +44,19 @@ from kvbaton.control.registry.registry_places import registry_places
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.node.doorway import Doorway, DoorwayConfig
 from kvbaton.node.epochs import EpochTable
-from kvbaton.node.key_renewal import renewed_keys
 from kvbaton.node.node import Node, Rank
 from kvbaton.node.node_loop import NodeLoop
 from kvbaton.node.observation import More, NodeObservation
 from kvbaton.node.ports import StorePort
-from kvbaton.node.ticket_discard import discarded
 from kvbaton.observe.tracing.export import of_worker
 from kvbaton.protocol.compat import digest as compat_digest
-from kvbaton.protocol.events import Departed, Event, LineRefused
+from kvbaton.protocol.errors import ProtocolError
+from kvbaton.protocol.events import Departed, Discarded, Event, LineRefused, MembersGone
 from kvbaton.protocol.geometry.layout import EngineLayout
 from kvbaton.protocol.ids import Incarnation, PeerId, TransferId, WorkerId
 from kvbaton.protocol.machines.context import Identity
 from kvbaton.protocol.machines.ledger import Ledger
+from kvbaton.protocol.privileges import Act, may
 from kvbaton.protocol.settings import Settings
 from kvbaton.transports.core.host_identity import boot_id
 
@@ -161,7 +158,6 @@ class ClusterNode:
         self.client: RegistryGroup | None = None
         self._links = links
         self._member = member
-        self._acquaintances = Acquaintances()
         self._born = time.time()
         self.control = ZmqControl(keyring, f"tcp://{_bracketed(settings.control_host)}:{settings.control_port}")
         spans = of_worker(settings.otlp_endpoint, facts.role, facts.me.worker)
@@ -314,8 +310,8 @@ class ClusterNode:
             claims=ledger.producer.claims.waiting,
         )
 
-    def _on_directory(self, entries: Sequence[DirectoryEntry]) -> None:
-        self.know(addresses(entries), self._acquaintances.told(entries, self.keyring.admission))
+    def _on_directory(self, entries: Sequence[DirectoryEntry], joined: Mapping[WorkerId, Membership]) -> None:
+        self.know(addresses(entries), joined)
 
     def _on_departed(self, worker: WorkerId, incarnation: Incarnation) -> None:
         self.loop.tell(Departed(worker, incarnation))
@@ -335,7 +331,7 @@ class ClusterNode:
             self._member.take(certificate, card)
         if card:
             with contextlib.suppress(JoinFault):
-                told = opened(card, self.keyring.admission)
+                told = opened_card(card, self.keyring.admission)
                 self.control.add_removed(map(WorkerId, told.removed), told.removed_keys)
 
     def _take_membership(self, keyring: Keyring) -> None:
@@ -372,3 +368,50 @@ def _identity(facts: EngineFacts, keyring: Keyring, ranks: Sequence[Rank]) -> Id
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
+
+
+def discarded(doorway: Doorway, tickets: Iterable[str]) -> Iterator[Discarded]:
+    """Tickets that a router discarded, as events for the node that leased their blocks.
+
+    Law: only a ticket signed by this cluster for this incarnation of this worker has an effect. An expired one has none
+    either: its lease has expired too.
+    """
+    me = doorway.config.me
+    for ticket in tickets:
+        with contextlib.suppress(ProtocolError):
+            opened = doorway.open_ticket(ticket)
+            if opened.source == me.worker and opened.incarnation in (0, me.incarnation):
+                yield Discarded(opened.handoff)
+
+
+def renewed_keys(node: Node, before: Keyring, after: Keyring) -> list[Departed | MembersGone]:
+    """Make `node` use the new ticket keys; returns the events for it. On the node's thread.
+
+    Laws: a worker that was removed, or whose key has another role now, is gone for the node at once. Its control
+    messages are refused; its leases and data connections must not outlive them. KV that came from a member that was
+    removed, or may not grant any more, does not outlive it either (decision 0023).
+    """
+    identity = node.ledger.desk.identity
+    identity.ticket_keys, identity.role_of = after.ticket_keys, after.role_of
+    identity.origin_of, identity.is_gone = after.origin_of, after.is_gone
+    node.doorway.config = msgspec.structs.replace(node.doorway.config, ticket_keys=after.ticket_keys)
+    changed = [worker for worker in sorted(before.peers) if not _same(before, after, worker)]
+    removed = after.removed_names.intersection(changed) | after.removed_names - before.removed_names
+    lost = [worker for worker in changed if _grants(before, worker) and not _grants(after, worker)]
+    events: list[Departed | MembersGone] = [Departed(worker) for worker in changed]
+    # A member that only left is no reason: it may come back, and what it computed is as good as before.
+    return [*events, MembersGone()] if removed or any(worker in after.peers for worker in lost) else events
+
+
+def _grants(keyring: Keyring, worker: WorkerId) -> bool:
+    return worker in keyring.peers and may(keyring.role_of(worker), Act.GRANT)
+
+
+def _same(before: Keyring, after: Keyring, worker: WorkerId) -> bool:
+    """Peers whose key or role changed must start anew."""
+    return bool(_keys(before, worker) & _keys(after, worker)) and before.role_of(worker) is after.role_of(worker)
+
+
+def _keys(keyring: Keyring, worker: WorkerId) -> set[str]:
+    """None of its former keys is accepted: it was removed, also if the name was created again before we looked."""
+    return {keyring.peers[worker], *keyring.also.get(worker, ())} if worker in keyring.peers else set()

@@ -20,7 +20,7 @@ import msgspec
 
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.pin_budget import STRANGER, Holder, PinBudget
-from kvbaton.node.prompt_times import PromptTimes
+from kvbaton.node.prompt_account import PromptTimes
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import ProtocolError, Reason

@@ -28,7 +28,7 @@ TAKE_S = 2.0
 TURNS_MAX = 4096
 RESERVE_SHARE = 8
 """One part in so many of the cache is kept free of turns, for the blocks that running requests grow by. More than
-`fullness.ROOM_SHARE`: an engine would else go on saying that it is full, for blocks that turns would give back."""
+`pin_budget.ROOM_SHARE`: an engine would else go on saying that it is full, for blocks that turns would give back."""
 RETURN_S = 0.5
 """What was let go of is back within milliseconds; longer only if it is being read, as long as its reader likes."""
 ASKED_MAX = 65_536

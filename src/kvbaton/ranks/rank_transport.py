@@ -3,13 +3,14 @@
 Laws, beyond those of `Transport`: memory is registered in the rank's process, and a copy that waits for a device event
 is refused, since neither can cross. `submit` returns False at `COPIES_MAX` copies (or `TABLES_QUEUED_BYTES_MAX` of
 their tables) whose end was not drained; other commands are bounded by what they undo or by `COMMANDS_MAX`. Only
-`endpoint` waits for the rank (`rank_endpoints`). While the link is lost, new copies fail at once and those in flight
+`endpoint` waits for the rank (`Endpoints`). While the link is lost, new copies fail at once and those in flight
 have ended with `at_rest=False`: their state is unknown. If the link comes back, `CopyRested` and `FenceEnded` follow
 when the rank says so, and never otherwise.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,6 @@ from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.ranks.rank_carrying import Arrival
-from kvbaton.ranks.rank_endpoints import Endpoints
 from kvbaton.ranks.rank_messages import (
     ENDPOINT_BYTES_MAX,
     PART_BYTES_MAX,
@@ -265,3 +265,59 @@ def _check_endpoint(kind: str, peer: PeerId, endpoint: bytes) -> None:
         raise ValueError(f"not an endpoint of {kind}: {error}") from None
     if there.owner != peer:
         raise ValueError(f"the endpoint belongs to {there.owner}, not to {peer}")
+
+
+ENDPOINT_WAIT_S = 0.5
+
+
+class Endpoints:
+    """One transport's endpoints, for a node that needs them at once. `get`, `forget` by the node, `take` by the link.
+
+    Laws: the caller waits at most `ENDPOINT_WAIT_S`, and not at all while an earlier request is overdue, so a rank that
+    stalls costs the node's thread one such wait, not one per peer. An endpoint that arrives late is kept for the next
+    call; a failure is not: the next call asks again. A response to a request from before a disconnect or fence is
+    dropped: the secret in it is no longer valid.
+    """
+
+    def __init__(self, whose: str, ask: Callable[[int, PeerId], None], came: Arrival) -> None:
+        self._whose = whose
+        self._ask = ask
+        self._came = came
+        self._numbers = itertools.count(1)
+        self._asked: dict[PeerId, int] = {}
+        self._answers: dict[PeerId, Minted | MintFailed] = {}
+        self._awaited: PeerId | None = None
+
+    def get(self, peer: PeerId) -> bytes:
+        """TimeoutError: not yet; RuntimeError: the rank could not."""
+        with self._came:
+            patient = not self._asked
+            if peer not in self._answers and peer not in self._asked:
+                number = next(self._numbers)
+                self._ask(number, peer)
+                self._asked[peer] = number
+            self._awaited = peer
+            self._came.wait_for(lambda: peer in self._answers, ENDPOINT_WAIT_S if patient else 0)
+            self._awaited = None
+            answer = self._answers.get(peer)
+            if isinstance(answer, Minted):
+                return answer.endpoint
+            if answer is None:
+                raise TimeoutError(f"{self._whose} has not created an endpoint for {peer} yet; try again")
+            del self._answers[peer]
+        raise RuntimeError(f"{self._whose} could not create an endpoint for {peer}: {answer.detail}")
+
+    def forget(self, peer: PeerId) -> None:
+        with self._came:
+            self._asked.pop(peer, None)
+            self._answers.pop(peer, None)
+
+    def take(self, answer: Minted | MintFailed) -> None:
+        with self._came:
+            for peer, number in self._asked.items():
+                if number == answer.ask:
+                    del self._asked[peer]
+                    if isinstance(answer, Minted) or peer == self._awaited:
+                        self._answers[peer] = answer
+                        self._came.notify_all()
+                    return

@@ -18,15 +18,17 @@ import msgspec
 
 from kvbaton.api.api_errors import ApiError
 from kvbaton.api.gather import cancel
+from kvbaton.api.http.client_quotas import ClientQuotas, connections_max
+from kvbaton.api.http.http_types import Answer, Handler, Request
+from kvbaton.api.http.path_site import handler_of
+from kvbaton.api.request_ids import clients_request_id
 from kvbaton.control.registry.roster_news import RosterNews, WorkerSeen
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router.client_quotas import ClientQuotas
 from kvbaton.router.dialect_table import TicketMinter
 from kvbaton.router.front_access import AUTHORIZATION, OPEN_PATHS, Cors, FrontKeys
 from kvbaton.router.front_secrets import FrontSecrets
 from kvbaton.router.hops import Hops
-from kvbaton.router.http.http_types import Answer, Handler, Request
 from kvbaton.router.invocations import Invocations
 from kvbaton.router.openai_api import NOT_TO_WORKERS, OpenAiApi
 from kvbaton.router.operator_access import FlightsPage, Show, guarded, why_not
@@ -128,6 +130,7 @@ class Router:
         self._minter = minter
         self.body_bytes_max = settings.body_bytes_max
         self.body_s = settings.body_s
+        self.connections_max = connections_max()
         self.room = stats.room
         self.stats = stats
         self.draining = front.draining
@@ -174,6 +177,12 @@ class Router:
     def listens(self, address: Sequence[Any]) -> None:
         self._hops.listens(address)
 
+    def name_of(self, given: str) -> str:
+        return clients_request_id(given)
+
+    def misread(self, fault: ApiError) -> None:
+        pass  # the access log has it
+
     def admit(self, request: Request) -> None:
         self._hops.check(request)
         if not self._keys.clients or request.method == "OPTIONS" or request.path in OPEN_PATHS:
@@ -201,10 +210,7 @@ class Router:
             raise refusal(path) or ApiError(404, said, code="not_found")
         if method == "OPTIONS":
             return functools.partial(self._options, found)
-        handler = found.get("GET" if method == "HEAD" else method)
-        if handler is None:
-            raise ApiError(405, f"{method} {path}: use {', '.join(found)}", code="method_not_allowed")
-        return handler
+        return handler_of(found, method, path)
 
     async def _options(self, found: Mapping[str, Handler], request: Request) -> Answer:
         return self._cors.preflight(request, [*found, *(["HEAD"] if "GET" in found else []), "OPTIONS"])

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.bodies import BodyKind
+from kvbaton.api.http.client_quotas import Tab
+from kvbaton.api.http.http_types import Header
 from kvbaton.api.params import Mode
 from kvbaton.observe.tracing.trace_context import Traceparent
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router.client_quotas import Tab
-from kvbaton.router.http.http_types import Header
 from kvbaton.router.kv_params import Written
 from kvbaton.router.policy import NO_DOUBTS, Doubts
 from kvbaton.router.router_flights import Trip

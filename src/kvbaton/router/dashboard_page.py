@@ -12,13 +12,13 @@ from urllib.parse import urlsplit
 import msgspec
 
 from kvbaton import __version__
+from kvbaton.api.http.http_types import Answer, Handler, Request
 from kvbaton.observe.dashboard.page_files import STATE, Page, fixed_pages, json_page
 from kvbaton.observe.dashboard.pulse import CHUNKS, RETRIES
 from kvbaton.observe.dashboard.scene import Figures, Scene, Trouble
 from kvbaton.observe.dashboard.sights import ListedWorker
 from kvbaton.observe.dashboard.watch import ClusterWatch
 from kvbaton.router.app import Board
-from kvbaton.router.http.http_types import Answer, Handler, Request
 from kvbaton.router.router_settings import Fallback
 from kvbaton.router.workers.directory import WorkerListState
 

@@ -20,11 +20,11 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from kvbaton.api import foreign, request_ids, tokens
+from kvbaton.api.http.http_types import Header
 from kvbaton.api.params import LEASE_FOR_PULL, Mode, source_params, target_params
 from kvbaton.control.plain import Fleet
 from kvbaton.protocol.ids import HandoffId, PeerId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
-from kvbaton.router.http.http_types import Header
 from kvbaton.router.policy import Pair
 from kvbaton.router.workers.directory import OWN, ListedEngine
 

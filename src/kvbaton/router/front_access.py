@@ -18,8 +18,8 @@ from pathlib import Path
 import msgspec
 
 from kvbaton.api.api_errors import ApiError
-from kvbaton.router.front_files import stamp
-from kvbaton.router.http.http_types import Answer, Request
+from kvbaton.api.http.http_types import Answer, Request
+from kvbaton.api.http.tls_server import stamp
 
 log = logging.getLogger(__name__)
 

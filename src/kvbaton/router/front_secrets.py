@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvbaton.api.http.tls_server import TlsFiles
 from kvbaton.router.front_access import ApiKeys, FrontKeys, KeyFileError
-from kvbaton.router.http.tls_server import TlsFiles
 
 
 class FrontSecrets(msgspec.Struct, frozen=True, kw_only=True):

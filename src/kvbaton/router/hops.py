@@ -14,7 +14,7 @@ from hashlib import blake2b
 from typing import Any
 
 from kvbaton.api.api_errors import ApiError
-from kvbaton.router.http.http_types import Header, Request
+from kvbaton.api.http.http_types import Header, Request
 
 HEADER = "x-kvbaton-via"
 NAME = HEADER.encode()

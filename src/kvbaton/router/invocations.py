@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from kvbaton.api import shapes
-from kvbaton.router.http.http_types import Answer, Events, Request
+from kvbaton.api.http.http_types import Answer, Events, Request
 from kvbaton.router.openai_api import OpenAiApi
 from kvbaton.router.passing import Passing
 from kvbaton.router.route_table import BY_PATH

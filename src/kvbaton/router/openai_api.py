@@ -20,11 +20,11 @@ from kvbaton.api.access_log import ServedFacts
 from kvbaton.api.api_errors import ApiError, bad_field, read_error
 from kvbaton.api.bodies import Body, BodyKind, parse
 from kvbaton.api.gather import all_of, interleave
+from kvbaton.api.http.http_types import Answer, Events, Header, Request
 from kvbaton.api.merge import AnswerPart, Joiner, join, read, split
 from kvbaton.api.params import Mode
 from kvbaton.router import router_flights
 from kvbaton.router.attempt import RoutedCall
-from kvbaton.router.http.http_types import Answer, Events, Header, Request
 from kvbaton.router.kv_params import Written
 from kvbaton.router.reply import Reply
 from kvbaton.router.request_admission import UnderWay, check_request, check_steering, hold_body

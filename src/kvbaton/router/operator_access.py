@@ -20,6 +20,7 @@ import msgspec
 
 from kvbaton.api import screening
 from kvbaton.api.api_errors import ApiError, bad_field
+from kvbaton.api.http.http_types import Answer, Events, Handler, Request, json_answer
 from kvbaton.observe.dashboard.page_files import FILES, REASONS
 from kvbaton.observe.flight.collector import LAST_MAX, Gathering
 from kvbaton.observe.flight.flight_records import FlightSeat
@@ -27,7 +28,6 @@ from kvbaton.observe.flight.joining import FIND_CHARS_MIN
 from kvbaton.observe.flight.journey import Journey
 from kvbaton.observe.flight.prompt_share import share_of
 from kvbaton.router.front_access import ApiKeys, FrontKeys
-from kvbaton.router.http.http_types import Answer, Events, Handler, Request, json_answer
 from kvbaton.router.router_settings import OperatorPages
 
 LAST = 20

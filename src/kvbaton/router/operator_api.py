@@ -13,9 +13,9 @@ import msgspec
 
 from kvbaton import __version__
 from kvbaton.api.api_errors import ApiError, unavailable
+from kvbaton.api.http.http_types import Answer, Request, json_answer, metrics_answer
 from kvbaton.observe.metrics import exposition
 from kvbaton.router import hops, policy
-from kvbaton.router.http.http_types import Answer, Request, json_answer
 from kvbaton.router.openapi_document import document
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.router_stats import RouterStats
@@ -122,9 +122,8 @@ class OperatorApi:
         return json_answer({"workers": self.shown(), "left": told})
 
     async def metrics(self, request: Request) -> Answer:
-        openmetrics = exposition.wants_openmetrics(request.header(b"accept"))
-        text = exposition.render(self._stats.families(self.numbers()), openmetrics=openmetrics)
-        return Answer(text.encode(), content_type=exposition.content_type(openmetrics))
+        families = self._stats.families(self.numbers())
+        return metrics_answer(request, lambda openmetrics: exposition.render(families, openmetrics=openmetrics))
 
     async def stats(self, _: Request) -> Answer:
         return json_answer(self.numbers())

@@ -19,9 +19,9 @@ import msgspec
 
 from kvbaton.api.api_errors import ApiError, bare, out_of_time
 from kvbaton.api.bodies import json_object
+from kvbaton.api.http import http_client
+from kvbaton.api.http.http_types import Answer, Events, Handler, Header, Request
 from kvbaton.router import policy
-from kvbaton.router.http import http_client
-from kvbaton.router.http.http_types import Answer, Events, Handler, Header, Request
 from kvbaton.router.openai_api import NOT_TO_WORKERS, passed
 from kvbaton.router.policy import NO_DOUBTS, Doubts, Weights
 from kvbaton.router.request_admission import (

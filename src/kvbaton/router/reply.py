@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvbaton.api.gather import cancel
+from kvbaton.api.http.http_types import Header
 from kvbaton.router.attempt import ChosenRoute
-from kvbaton.router.http.http_types import Header
 from kvbaton.router.router_flights import OK, Trip
 from kvbaton.router.router_stats import RouterStats, count
 from kvbaton.router.worker_calls import EventStream, LegError, WorkerAnswer

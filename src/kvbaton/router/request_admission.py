@@ -14,9 +14,9 @@ from typing import Any
 
 from kvbaton.api import screening, shapes
 from kvbaton.api.api_errors import ApiError, bad_field, full, unavailable
+from kvbaton.api.http.http_types import Request
 from kvbaton.api.params import FIELD
 from kvbaton.api.request_ids import holds_addresses
-from kvbaton.router.http.http_types import Request
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.router_stats import RouterStats
 

@@ -33,6 +33,7 @@ import msgspec
 from kvbaton.api.api_errors import bare, out_of_time
 from kvbaton.api.bodies import BodyKind
 from kvbaton.api.gather import cancel
+from kvbaton.api.http.http_types import Header
 from kvbaton.api.params import FIELD
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.flight.flight_records import WHOLE
@@ -44,7 +45,6 @@ from kvbaton.router.attempt import ChosenRoute, RoutedCall, Tries
 from kvbaton.router.choosing import Chooser
 from kvbaton.router.deadlines import Deadline, Deadlines
 from kvbaton.router.dialect_table import TicketMinter
-from kvbaton.router.http.http_types import Header
 from kvbaton.router.policy import Pair
 from kvbaton.router.refused_kv import is_of_the_handoff, not_the_clients
 from kvbaton.router.reply import Replies, Reply

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvbaton.api.api_errors import ApiError
+from kvbaton.api.http.http_types import Header
 from kvbaton.observe.codes.api import CODES
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.flight.flight_records import NAME_CHARS_MAX, QUIET, TEXT_CHARS_MAX, Flight, FlightSeat, Moment
 from kvbaton.observe.flight.sanitize import printable
 from kvbaton.observe.tracing.trace_context import HEADER, Traceparent, new_span_id, new_trace, parse
 from kvbaton.protocol.errors import Reason
-from kvbaton.router.http.http_types import Header
 
 RECEIVED = "received"
 CHOSEN = "chosen"

@@ -8,9 +8,9 @@ import re
 
 import msgspec
 
+from kvbaton.api.http.client_quotas import BYTES_MAX
 from kvbaton.api.params import Mode
 from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX
-from kvbaton.router.client_quotas import BYTES_MAX
 from kvbaton.router.policy import POLICIES
 
 _ORIGIN = re.compile(r"https?://[^/?#@\s*A-Z]+")

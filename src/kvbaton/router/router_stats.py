@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from kvbaton.api.http.client_quotas import ClientQuotas
 from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics.exposition import Family, family
 from kvbaton.observe.metrics.handoff_metrics import Histograms
 from kvbaton.observe.metrics.metric_names import BY_NAME, Metric, Where
 from kvbaton.observe.metrics.process_metrics import ProcessFigures, process_families
 from kvbaton.observe.metrics.worker_metrics import samples
-from kvbaton.router.client_quotas import ClientQuotas
 
 LABELS_MAX = 128
 LEGS_MAX = 4096

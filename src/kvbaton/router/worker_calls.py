@@ -16,14 +16,14 @@ import msgspec
 
 from kvbaton.api import sse
 from kvbaton.api.api_errors import RETRY_AFTER_S, ApiError, bare, no_room, out_of_time, read_error
+from kvbaton.api.http import http_client, wire_errors
+from kvbaton.api.http.answer_reader import BYTES_FREE
+from kvbaton.api.http.client_quotas import Tab
+from kvbaton.api.http.http_client import Exchange, Origin, Pool
+from kvbaton.api.http.http_types import Header
 from kvbaton.api.tokens import NOT_THE_ROUTER
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router.client_quotas import Tab
 from kvbaton.router.hops import Hops
-from kvbaton.router.http import http_client, wire_errors
-from kvbaton.router.http.answer_reader import BYTES_FREE
-from kvbaton.router.http.http_client import Exchange, Origin, Pool
-from kvbaton.router.http.http_types import Header
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import OWN, ListedEngine
 

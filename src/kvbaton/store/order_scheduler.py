@@ -14,10 +14,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.store.breaker import Breaker
 from kvbaton.store.interface import Get, Lookup, Order, OrderEnded, OrderId, Put, StoreSettings
-from kvbaton.store.order_scripts import BackendCall, CallAnswer, RefusedCall, Task
-from kvbaton.store.staging import Staging
+from kvbaton.store.order_scripts import BackendCall, CallAnswer, RefusedCall, Staging, Task
 
 log = logging.getLogger(__name__)
 
@@ -215,3 +213,38 @@ class Keeper:
         for name, staging in self.staging.items():
             if self._lanes[name].slot is None:
                 self._lanes[name].slot = staging.take()
+
+
+class Breaker:
+    """A circuit breaker for a store that has failed: closed (all calls pass), open (none), or trying (one). Time is an
+    argument.
+
+    Law: after a failure no call is made until `retry_s` has passed, then one at a time may try; success closes it, each
+    further failure doubles the wait, up to its bound. So a dead store costs a request nothing, not a timeout.
+    """
+
+    def __init__(self, retry_s_min: float, retry_s_max: float) -> None:
+        self._bounds = retry_s_min, retry_s_max
+        self._wait_s = 0.0
+        self._until = 0.0
+        self._trying = False
+
+    def may_ask(self, now: float) -> bool:
+        """Whether a call may start; if this is the trial, others wait for its result."""
+        if not self._wait_s:
+            return True
+        if self._trying or now < self._until:
+            return False
+        self._trying = True
+        return True
+
+    def succeeded(self) -> None:
+        self._wait_s, self._trying = 0.0, False
+
+    def failed(self, now: float) -> None:
+        if self._wait_s and not self._trying and now < self._until:
+            return  # it started before the known failure
+        low, high = self._bounds
+        self._wait_s = min(high, max(low, self._wait_s * 2))
+        self._until = now + self._wait_s
+        self._trying = False

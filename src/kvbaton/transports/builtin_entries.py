@@ -2,21 +2,27 @@
 
 The order follows what the bytes pass through: another process's device memory, another process's host memory, an RDMA
 fabric, a kernel's sockets. `auto` offers the best without further configuration: NIXL only where there is an RDMA
-device, since over TCP kvbaton's own transports are faster or can cancel and fence; not MoRI, which has not run on
-hardware; not Mooncake, whose engine serves any peer that can reach its port.
+device, since over TCP kvbaton's own transports are faster or can cancel and fence; not Mooncake, whose engine serves
+any peer that can reach its port. What has not run on hardware is a package of its own (`DISTRIBUTIONS`).
 
-Modules are named where they are used (`the`), so that no library is imported before its transport is requested.
+Modules are imported in functions, so that no library is imported before its transport is requested.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from importlib import import_module as the
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from kvbaton.transports.catalogue_entry import CatalogueEntry
+from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.ids import PeerId
+from kvbaton.transports.catalogue_entry import CatalogueEntry, PlaneSettings, loads
+
+if TYPE_CHECKING:
+    from kvbaton.transports.core.transport import DeviceTransport, HostTransport
+
+DISTRIBUTIONS = {"mori": "kvbaton-mori"}
+"""Transports of kvbaton's that are installed apart, over the same entry points as anybody's."""
 
 RDMA_DEVICES = Path("/sys/class/infiniband")
 
@@ -25,135 +31,207 @@ def rdma_devices() -> tuple[str, ...]:
     return tuple(sorted(each.name for each in RDMA_DEVICES.iterdir())) if RDMA_DEVICES.is_dir() else ()
 
 
-def loads(load: Callable[[], Any]) -> Callable[[], str]:
-    """Whether a library is available; its first import may take a while."""
+# --- cuda
 
-    def problem() -> str:
-        try:
-            load()
-        except Exception as error:  # noqa: BLE001 - a library that is broken may raise anything
-            return f"{type(error).__name__}: {error}"
-        return ""
 
-    return problem
+def _load_cuda() -> None:
+    from kvbaton.transports.cuda.cuda_driver import load
+
+    load()
+
+
+def _cuda_capabilities() -> Capabilities:
+    from kvbaton.transports.cuda.cuda_transport import CAPABILITIES
+
+    return CAPABILITIES
+
+
+def _make_cuda(me: PeerId, settings: PlaneSettings, device: int) -> DeviceTransport:
+    from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport
+
+    return CudaTransport(me, CudaConfig(device=device, share=settings.copy_share))
+
+
+_CUDA = CatalogueEntry(
+    name="cuda",
+    what="device memory of another process on this host, by CUDA IPC and one kernel launch",
+    needs="an NVIDIA GPU and its driver",
+    usable=loads(_load_cuda),
+    in_auto=lambda: True,
+    shares=True,
+    capabilities=_cuda_capabilities,
+    make_device=_make_cuda,
+)
+
+
+# --- shm
 
 
 def _shm_problem() -> str:
     return "" if hasattr(os, "memfd_create") else "this system has no memfd_create"
 
 
-_HAS_GPU = loads(lambda: the("kvbaton.transports.cuda.cuda_driver").load())
+def _shm_capabilities() -> Capabilities:
+    from kvbaton.transports.shm.shm_transport import CAPABILITIES
+
+    return CAPABILITIES
 
 
-def _staged(carrier: str, way: str) -> CatalogueEntry:
-    def make(me: Any, told: Any, device: int) -> Any:
-        staged, common = the("kvbaton.transports.staged.staged_transport"), {"host": told.host, "encrypt": told.encrypt}
-        config = staged.StagedConfig(carrier=carrier, device=device, share=told.copy_share, **common)
-        return staged.StagedTransport(me, config)
+def _make_shm(me: PeerId, _settings: PlaneSettings) -> HostTransport:
+    from kvbaton.transports.shm.shm_transport import ShmTransport
+
+    return ShmTransport(me)
+
+
+def _shm_endpoint() -> Any:
+    from kvbaton.transports.local.region_listener import ShmEndpoint
+
+    return ShmEndpoint
+
+
+_SHM = CatalogueEntry(
+    name="shm",
+    what="host memory of another process on this host",
+    needs="Linux",
+    usable=_shm_problem,
+    in_auto=lambda: True,
+    shares=True,
+    capabilities=_shm_capabilities,
+    make=_make_shm,
+    endpoint=_shm_endpoint,
+)
+
+
+# --- staged
+
+
+def _staged(carrier: Literal["shm", "tcp"], way: str) -> CatalogueEntry:
+    def capabilities() -> Capabilities:
+        from kvbaton.transports.staged.staged_transport import CAPABILITIES
+
+        return CAPABILITIES[carrier]
+
+    def make(me: PeerId, settings: PlaneSettings, device: int) -> DeviceTransport:
+        from kvbaton.transports.staged.staged_transport import StagedConfig, StagedTransport
+
+        share, host, encrypt = settings.copy_share, settings.host, settings.encrypt
+        return StagedTransport(
+            me, StagedConfig(carrier=carrier, device=device, share=share, host=host, encrypt=encrypt)
+        )
 
     return CatalogueEntry(
         name=f"staged-{carrier}",
         what=f"device memory through pinned host memory, over {way}",
         needs="an NVIDIA GPU and its driver",
-        usable=_HAS_GPU,
+        usable=_CUDA.usable,
         in_auto=lambda: True,
         encrypts=True,
-        capabilities=lambda: the("kvbaton.transports.staged.staged_transport").CAPABILITIES[carrier],
+        capabilities=capabilities,
         make_device=make,
     )
 
 
-def _mori(me: Any, told: Any, _device: int = 0) -> Any:
-    mori = the("kvbaton.transports.mori.mori_transport")
-    return mori.MoriTransport(me, mori.MoriConfig(host=told.host))
+# --- nixl
 
 
-def _nixl_of_device(me: Any, _told: Any, device: int) -> Any:
-    nixl = the("kvbaton.transports.nixl.nixl_transport")
-    return nixl.NixlTransport(me, nixl.device_config(device))
+def _load_nixl() -> None:
+    from kvbaton.transports.nixl.nixl_agent import load_bindings
+
+    load_bindings()
 
 
-def _cuda(me: Any, told: Any, device: int) -> Any:
-    cuda = the("kvbaton.transports.cuda.cuda_transport")
-    return cuda.CudaTransport(me, cuda.CudaConfig(device=device, share=told.copy_share))
+def _nixl_capabilities() -> Capabilities:
+    from kvbaton.transports.nixl.nixl_transport import CAPABILITIES
+
+    return CAPABILITIES
 
 
-def _mooncake(me: Any, told: Any) -> Any:
-    mooncake = the("kvbaton.transports.mooncake.mooncake_transport")
-    return mooncake.MooncakeTransport(me, mooncake.MooncakeConfig(host=told.host))
+def _make_nixl(me: PeerId, _settings: PlaneSettings) -> HostTransport:
+    from kvbaton.transports.nixl.nixl_transport import NixlTransport
+
+    return NixlTransport(me)
 
 
-def _tcp(me: Any, told: Any) -> Any:
-    tcp = the("kvbaton.transports.tcp.tcp_transport")
-    return tcp.TcpTransport(me, tcp.TcpConfig(host=told.host, encrypt=told.encrypt))
+def _make_nixl_of_device(me: PeerId, _settings: PlaneSettings, device: int) -> DeviceTransport:
+    from kvbaton.transports.nixl.nixl_transport import NixlTransport, device_config
+
+    return NixlTransport(me, device_config(device))
 
 
-def _tcp_endpoints() -> Any:
-    tcp = the("kvbaton.transports.tcp.tcp_transport")
-    return tcp.TcpEndpoint | tcp.SealedTcpEndpoint
-
-
-_ENTRIES = (
-    CatalogueEntry(
-        name="cuda",
-        what="device memory of another process on this host, by CUDA IPC and one kernel launch",
-        needs="an NVIDIA GPU and its driver",
-        usable=_HAS_GPU,
-        in_auto=lambda: True,
-        shares=True,
-        capabilities=lambda: the("kvbaton.transports.cuda.cuda_transport").CAPABILITIES,
-        make_device=_cuda,
-    ),
-    CatalogueEntry(
-        name="shm",
-        what="host memory of another process on this host",
-        needs="Linux",
-        usable=_shm_problem,
-        in_auto=lambda: True,
-        shares=True,
-        capabilities=lambda: the("kvbaton.transports.shm.shm_transport").CAPABILITIES,
-        make=lambda me, _told: the("kvbaton.transports.shm.shm_transport").ShmTransport(me),
-        endpoint=lambda: the("kvbaton.transports.local.region_listener").ShmEndpoint,
-    ),
-    _staged("shm", "shared memory"),
-    CatalogueEntry(
-        name="mori",
-        what="RDMA by MoRI (ROCm)",
-        needs="amd_mori",
-        usable=loads(lambda: the("kvbaton.transports.mori.mori_engine").load()),
-        numeric_host=True,
-        capabilities=lambda: the("kvbaton.transports.mori.mori_transport").CAPABILITIES,
-        make=_mori,
-        make_device=_mori,
-    ),
-    CatalogueEntry(
-        name="nixl",
-        what="host or device memory by NIXL: RDMA and other UCX transports",
-        needs="pip install nixl",
-        usable=loads(lambda: the("kvbaton.transports.nixl.nixl_agent").load_bindings()),
-        in_auto=lambda: bool(rdma_devices()),
-        capabilities=lambda: the("kvbaton.transports.nixl.nixl_transport").CAPABILITIES,
-        make=lambda me, _told: the("kvbaton.transports.nixl.nixl_transport").NixlTransport(me),
-        make_device=_nixl_of_device,
-    ),
-    CatalogueEntry(
-        name="mooncake",
-        what="TCP by Mooncake's transfer engine",
-        needs="pip install mooncake-transfer-engine-non-cuda (or -cuda), and libibverbs",
-        usable=loads(lambda: the("kvbaton.transports.mooncake.mooncake_engine").load()),
-        numeric_host=True,
-        capabilities=lambda: the("kvbaton.transports.mooncake.mooncake_transport").CAPABILITIES,
-        make=_mooncake,
-    ),
-    CatalogueEntry(
-        name="tcp",
-        what="kvbaton's own, over TCP",
-        in_auto=lambda: True,
-        encrypts=True,
-        capabilities=lambda: the("kvbaton.transports.tcp.tcp_transport").CAPABILITIES,
-        make=_tcp,
-        endpoint=_tcp_endpoints,
-    ),
-    _staged("tcp", "TCP"),
+_NIXL = CatalogueEntry(
+    name="nixl",
+    what="host or device memory by NIXL: RDMA and other UCX transports",
+    needs="pip install nixl",
+    usable=loads(_load_nixl),
+    in_auto=lambda: bool(rdma_devices()),
+    capabilities=_nixl_capabilities,
+    make=_make_nixl,
+    make_device=_make_nixl_of_device,
 )
+
+
+# --- mooncake
+
+
+def _load_mooncake() -> None:
+    from kvbaton.transports.mooncake.mooncake_engine import load
+
+    load()
+
+
+def _mooncake_capabilities() -> Capabilities:
+    from kvbaton.transports.mooncake.mooncake_transport import CAPABILITIES
+
+    return CAPABILITIES
+
+
+def _make_mooncake(me: PeerId, settings: PlaneSettings) -> HostTransport:
+    from kvbaton.transports.mooncake.mooncake_transport import MooncakeConfig, MooncakeTransport
+
+    return MooncakeTransport(me, MooncakeConfig(host=settings.host))
+
+
+_MOONCAKE = CatalogueEntry(
+    name="mooncake",
+    what="TCP by Mooncake's transfer engine",
+    needs="pip install mooncake-transfer-engine-non-cuda (or -cuda), and libibverbs",
+    usable=loads(_load_mooncake),
+    numeric_host=True,
+    capabilities=_mooncake_capabilities,
+    make=_make_mooncake,
+)
+
+
+# --- tcp
+
+
+def _tcp_capabilities() -> Capabilities:
+    from kvbaton.transports.tcp.tcp_transport import CAPABILITIES
+
+    return CAPABILITIES
+
+
+def _make_tcp(me: PeerId, settings: PlaneSettings) -> HostTransport:
+    from kvbaton.transports.tcp.tcp_transport import TcpConfig, TcpTransport
+
+    return TcpTransport(me, TcpConfig(host=settings.host, encrypt=settings.encrypt))
+
+
+def _tcp_endpoint() -> Any:
+    from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpEndpoint
+
+    return TcpEndpoint | SealedTcpEndpoint
+
+
+_TCP = CatalogueEntry(
+    name="tcp",
+    what="kvbaton's own, over TCP",
+    in_auto=lambda: True,
+    encrypts=True,
+    capabilities=_tcp_capabilities,
+    make=_make_tcp,
+    endpoint=_tcp_endpoint,
+)
+
+_ENTRIES = (_CUDA, _SHM, _staged("shm", "shared memory"), _NIXL, _MOONCAKE, _TCP, _staged("tcp", "TCP"))
 PLANES: dict[str, CatalogueEntry] = {plane.name: plane for plane in _ENTRIES}

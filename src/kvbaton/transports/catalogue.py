@@ -21,7 +21,7 @@ from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import Encrypt, is_loopback
 from kvbaton.transports import external_entries
-from kvbaton.transports.builtin_entries import PLANES, rdma_devices
+from kvbaton.transports.builtin_entries import DISTRIBUTIONS, PLANES, rdma_devices
 from kvbaton.transports.catalogue_entry import (
     SUMS,
     CatalogueEntry,
@@ -99,7 +99,9 @@ def parse(text: str) -> tuple[str, ...]:
         if problem := conflict(name):
             raise ValueError(problem)
         if name not in (AUTO, *names()):
-            raise ValueError(f"got {name!r}, expected {AUTO}, or some of {', '.join(names())}, separated by commas")
+            apart = f"; {name} comes with: {external_entries.how_to_get(name)}" if name in DISTRIBUTIONS else ""
+            known = ", ".join(names())
+            raise ValueError(f"got {name!r}, expected {AUTO}, or some of {known}, separated by commas{apart}")
     if len(set(chosen)) != len(chosen) or (AUTO in chosen and len(chosen) > 1):
         raise ValueError(f"got {text!r}, which names one twice, or another besides {AUTO}")
     return chosen

@@ -58,3 +58,16 @@ class CatalogueEntry(msgspec.Struct, frozen=True, kw_only=True):
 def summed(inner: Capabilities) -> Capabilities:
     """Of a transport with checksums: the other process takes part now, with digests of its memory, and must know."""
     return msgspec.structs.replace(inner, name=inner.name + SUMS, one_sided=False)
+
+
+def loads(load: Callable[[], Any]) -> Callable[[], str]:
+    """For `usable`: whether a library is available; its first import may take a while."""
+
+    def problem() -> str:
+        try:
+            load()
+        except Exception as error:  # noqa: BLE001 - a library that is broken may raise anything
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    return problem

@@ -13,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 import msgspec
 
-from kvbaton.transports.builtin_entries import PLANES
+from kvbaton.transports.builtin_entries import DISTRIBUTIONS, PLANES
 from kvbaton.transports.catalogue_entry import CatalogueEntry, PlaneError
 
 GROUP = "kvbaton.transports"
@@ -56,11 +56,15 @@ def conflict(name: str) -> str:
     return ""
 
 
+def how_to_get(name: str) -> str:
+    return f"pip install {DISTRIBUTIONS[name]}" if name in DISTRIBUTIONS else "install the package that has it"
+
+
 @functools.cache
 def load(name: str) -> CatalogueEntry:
     """The entry of another package. PlaneError names the package, and what to do."""
     if name not in claims():
-        raise PlaneError(f"no transport {name}: choose from {', '.join(PLANES)}, or install the package that has it")
+        raise PlaneError(f"no transport {name}: choose from {', '.join(PLANES)}, or {how_to_get(name)}")
     (point,) = claims()[name]
     package = package_of(point)
     try:

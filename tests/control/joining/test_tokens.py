@@ -7,6 +7,7 @@ import random
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -14,8 +15,8 @@ from kvbaton.control import key_rotation, keyring
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.joining import admission_files as book
 from kvbaton.control.joining import join_client
-from kvbaton.control.joining.acquaintances import Acquaintances
 from kvbaton.control.joining.admission import Admission
+from kvbaton.control.joining.advertised_address import own_address
 from kvbaton.control.joining.certificate import (
     CERTIFICATE_BYTES_MAX,
     CertificateFault,
@@ -24,7 +25,6 @@ from kvbaton.control.joining.certificate import (
     sign,
     verified,
 )
-from kvbaton.control.joining.enrolment import Credentials, enrolled
 from kvbaton.control.joining.join_client import JoinWish, doors_of
 from kvbaton.control.joining.join_messages import (
     ClusterCard,
@@ -33,15 +33,20 @@ from kvbaton.control.joining.join_messages import (
     MemberCard,
     decode_answer,
     decode_question,
+    opened_card,
+    signed_card,
 )
 from kvbaton.control.joining.join_token import TOKEN_ENV, JoinToken, token_from
-from kvbaton.control.joining.member_names import auto_name
-from kvbaton.control.joining.own_address import own_address
-from kvbaton.control.joining.signed_card import opened, signed
+from kvbaton.control.joining.key_source import Credentials, auto_name, enrolled
 from kvbaton.control.keyring import Keyring, with_joined, with_removed
-from kvbaton.control.registry.registry_messages import DirectoryEntry
+from kvbaton.control.registry.registry_messages import DirectoryEntry, Registration
+from kvbaton.control.registry.registry_union import RegistryView
+from kvbaton.control.registry.statement_reader import StatementReader
+from kvbaton.control.registry.statements import OwnStatements
 from kvbaton.protocol.ids import WorkerId, is_worker_id
 from kvbaton.protocol.privileges import Role, role_by_name
+
+from ..rig import cluster
 
 SEED = b"s" * 32
 PUBLIC = admission_public(SEED)
@@ -58,8 +63,20 @@ def member(name: str = "w1", role: Role = Role.DECODE, until: float = NOW + 100,
 
 def entry(told: Membership, certificate: bytes, name: str = "", public: str = "") -> DirectoryEntry:
     return DirectoryEntry(
-        WorkerId(name or told.name), 1, "both", "tcp://127.0.0.1:1", public or told.public, certificate
+        WorkerId(name or told.name), 1, told.role.value, "tcp://127.0.0.1:1", public or told.public, certificate
     )  # type: ignore[arg-type]
+
+
+def reader_at(now: list[float], admission: bytes = PUBLIC) -> StatementReader[DirectoryEntry]:
+    me = key()
+    ring = Keyring(WorkerId("me"), me, "s", {WorkerId("me"): me}, (), admission=admission)
+    return StatementReader(ring, wall=lambda: now[0])
+
+
+def listed(reader: StatementReader[DirectoryEntry], entry: DirectoryEntry) -> dict[WorkerId, Membership]:
+    """Who is let in when a registry lists this."""
+    (view,) = reader.views([RegistryView((entry,), True)])
+    return reader.members(view.entries)
 
 
 # --- tokens
@@ -175,7 +192,7 @@ def test_a_certificate_has_one_spelling_and_any_change_spoils_it() -> None:
 
 def test_a_stranger_that_somebody_vouches_for_gets_nowhere() -> None:
     """Whatever a registry, or one that speaks in its place, says of a member: only the admission key counts."""
-    known = Acquaintances(lambda: NOW)
+    reader = reader_at([NOW])
     real, thief = member(), key()
     good = sign(real, SEED)
     lies = [
@@ -186,20 +203,26 @@ def test_a_stranger_that_somebody_vouches_for_gets_nowhere() -> None:
         entry(member(until=NOW - 1000), sign(member(until=NOW - 1000), SEED)),
     ]
     for lie in lies:
-        assert known.told([lie], PUBLIC) == {}
-    assert known.told([entry(real, good)], b"") == {}  # who has no admission key lets in nobody
-    assert known.told([entry(real, good)], PUBLIC) == {"w1": real}
+        assert listed(reader, lie) == {}
+    assert listed(reader_at([NOW], admission=b""), entry(real, good)) == {}  # who has no admission key lets in nobody
+    assert listed(reader, entry(real, good)) == {"w1": real}
 
 
 def test_a_certificate_is_judged_when_it_is_learnt_and_not_again() -> None:
     now = [NOW]
-    known = Acquaintances(lambda: now[0])
-    told = member()
-    assert known.told([entry(told, sign(told, SEED))], PUBLIC) == {"w1": told}
+    reader, ring = reader_at(now), cluster("w1")["w1"]
+    told = Membership(WorkerId("w1"), ring.public, Role.BOTH, "0" * 16, int(NOW + 100), ring.signer.public)
+    statements = OwnStatements(ring, lambda: now[0])
+
+    def said() -> DirectoryEntry:
+        registration = Registration(WorkerId("w1"), 1, "both", "", "tcp://127.0.0.1:1", born=NOW)  # type: ignore[arg-type]
+        return msgspec.structs.replace(entry(told, sign(told, SEED)), signed=statements.of(registration)[1])
+
+    assert listed(reader, said()) == {"w1": told}
     now[0] += 10_000
-    assert known.told([entry(told, sign(told, SEED))], PUBLIC) == {"w1": told}
-    assert known.told([], PUBLIC) == {}
-    assert known.told([entry(told, sign(told, SEED))], PUBLIC) == {}  # now it is news, and too old
+    assert listed(reader, said()) == {"w1": told}
+    reader = reader_at(now)
+    assert listed(reader, said()) == {}  # to this one it is news, and too old
 
 
 def test_one_that_joined_displaces_nobody_who_is_minted() -> None:
@@ -248,15 +271,15 @@ def test_a_registry_cannot_change_what_a_member_knows_of_its_cluster() -> None:
     assert made._believe(JoinAdmitted(certificate, PUBLIC, cards[1]))
     known = made.keyring
     for lie in (
-        signed(cards[2], b"l" * 32),  # its own key
-        signed(cards[0], SEED),  # an earlier one
-        signed(cards[2], SEED)[:-1] + b"x",
+        signed_card(cards[2], b"l" * 32),  # its own key
+        signed_card(cards[0], SEED),  # an earlier one
+        signed_card(cards[2], SEED)[:-1] + b"x",
         sign(own, SEED),  # signed, and no card
         b"x",
     ):
         made.take(certificate, lie)
         assert made.keyring is known
-    made.take(certificate, signed(cards[2], SEED))
+    made.take(certificate, signed_card(cards[2], SEED))
     assert made.keyring.ticket_keys == cards[2].ticket_keys
     assert made.keyring.signing_keys(WorkerId("operator")) == (b"s" * 32,)
     assert made._believe(
@@ -275,16 +298,16 @@ def test_a_card_says_who_was_removed_and_since_when(tmp_path: Path) -> None:
     admission = Admission(keyring.load(tmp_path / "keys", "router"))
     first = admission.card()
     assert admission.card() is first and first.removed == ()
-    assert opened(admission.signed_card(), admission.public) == first
+    assert opened_card(admission.signed_card(), admission.public) == first
     key_rotation.remove(tmp_path / "keys", "p1")
     gone = member("w1")
     book.put_joined(tmp_path / "keys", gone, sign(gone, SEED))
     book.remove_joined(tmp_path / "keys", "w1")
     admission.keyring = keyring.reload(admission.keyring)
-    later = opened(admission.signed_card(), admission.public)
+    later = opened_card(admission.signed_card(), admission.public)
     assert (later.removed, later.removed_keys, later.at > first.at) == (("p1", "w1"), (gone.public,), True)
     with pytest.raises(JoinFault, match="removed"):
-        opened(signed(ClusterCard((b"t" * 32,), (), removed=("no name",)), SEED), PUBLIC)
+        opened_card(signed_card(ClusterCard((b"t" * 32,), (), removed=("no name",)), SEED), PUBLIC)
 
 
 def test_one_that_was_removed_is_let_in_by_no_certificate() -> None:

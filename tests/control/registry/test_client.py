@@ -14,7 +14,7 @@ from kvbaton.control.registry import (
     DirectoryEntry,
     MemberState,
     Registration,
-    RegistryClient,
+    RegistryGroup,
     addresses,
 )
 from kvbaton.protocol.ids import Incarnation, WorkerId
@@ -128,11 +128,11 @@ def test_closing_a_client_is_bounded_when_the_registry_is_away(town: Town) -> No
 
 def test_a_client_with_the_wrong_name_key_or_address_says_so_at_once() -> None:
     def make(ring: str, registry: tuple[str, str], registration: Registration) -> None:
-        RegistryClient(
+        RegistryGroup(
             RINGS[ring],
-            (WorkerId(registry[0]), registry[1]),
+            [(WorkerId(registry[0]), registry[1])],
             registration,
-            on_directory=lambda entries: None,
+            on_directory=lambda *_: None,
             on_departed=lambda worker, incarnation: None,
         )
 
@@ -150,7 +150,7 @@ def test_a_client_with_the_wrong_name_key_or_address_says_so_at_once() -> None:
 def test_a_registry_that_does_not_answer_is_named_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvbaton.control.registry.registry_client.SILENCE_S", 0.05)
+    monkeypatch.setattr("kvbaton.control.registry.registry_line.SILENCE_S", 0.05)
     with socket.socket() as deaf:  # takes connections and says nothing
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()

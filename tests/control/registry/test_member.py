@@ -8,6 +8,7 @@ import pytest
 from kvbaton.control.registry import DirectoryEntry, MemberState, Registration, RegistrySettings
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.member import Member
+from kvbaton.control.registry.registry_union import RegistryView
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 
 from ..rig import cluster
@@ -91,55 +92,12 @@ def test_a_new_life_is_presented_at_once(listed: Member) -> None:
     assert listed.state is MemberState.JOINING
 
 
-def test_the_first_directory_is_news_without_departures_and_without_itself(listed: Member) -> None:
-    news = listed.on_message(directory(1, entry("p1"), entry("d0"), entry("p0")), 0.1)
-    assert news is not None
-    assert news.entries == (entry("p0"), entry("p1")) and news.departed == ()
-
-
-def test_a_directory_it_has_or_an_older_one_is_no_news(listed: Member) -> None:
-    listed.on_message(directory(2, entry("p0")), 0.1)
-    assert listed.on_message(directory(2, entry("p0")), 0.2) is None
-    assert listed.on_message(directory(1), 0.2) is None
-    assert listed.on_message(directory(3, entry("p0")), 0.2) is None
-
-
-def test_a_peer_that_is_no_longer_listed_has_departed(listed: Member) -> None:
-    listed.on_message(directory(1, entry("p0"), entry("p1")), 0.1)
-    news = listed.on_message(directory(2, entry("p1")), 0.2)
-    assert news is not None
-    assert news.entries == (entry("p1"),) and news.departed == (peer("p0"),)
-
-
-def test_a_peer_in_another_life_has_departed_in_the_old_one(listed: Member) -> None:
-    listed.on_message(directory(1, entry("p0", 1)), 0.1)
-    news = listed.on_message(directory(2, entry("p0", 2)), 0.2)
-    assert news is not None
-    assert news.entries == (entry("p0", 2),) and news.departed == (peer("p0", 1),)
-
-
-def test_a_peer_that_only_moved_has_not_departed(listed: Member) -> None:
-    listed.on_message(directory(1, entry("p0", port=1)), 0.1)
-    news = listed.on_message(directory(2, entry("p0", port=2)), 0.2)
-    assert news is not None
-    assert news.entries == (entry("p0", port=2),) and news.departed == ()
-
-
-def test_a_young_registry_adds_and_replaces_but_removes_nobody(listed: Member) -> None:
-    listed.on_message(directory(50, entry("p0"), entry("p1"), registry=1), 0.1)
-    assert listed.on_message(directory(1, complete=False, registry=2), 0.2) is None
-    news = listed.on_message(directory(2, entry("p1", 2), entry("p2"), complete=False, registry=2), 0.3)
-    assert news is not None
-    assert news.entries == (entry("p0"), entry("p1", 2), entry("p2")) and news.departed == (peer("p1", 1),)
-    news = listed.on_message(directory(3, entry("p1", 2), entry("p2"), registry=2), 0.4)
-    assert news is not None and news.departed == (peer("p0"),)
-
-
-def test_a_young_registry_can_name_who_left(listed: Member) -> None:
-    listed.on_message(directory(1, entry("p0"), entry("p1"), complete=False), 0.1)
-    news = listed.on_message(directory(2, entry("p1"), complete=False, gone=(peer("p0"), peer("p1", 7))), 0.2)
-    assert news is not None
-    assert news.entries == (entry("p1"),) and news.departed == (peer("p0"),)
+def test_the_last_list_is_kept_without_itself_and_an_older_one_is_passed_over(listed: Member) -> None:
+    listed.on_message(directory(2, entry("p1"), entry("d0"), gone=(peer("p2"),)), 0.1)
+    listed.on_message(directory(1), 0.2)
+    assert listed.view == RegistryView((entry("p1"),), True, frozenset({peer("p2")}))
+    listed.on_message(directory(1, complete=False, registry=10), 0.3)
+    assert listed.view == RegistryView((), False)
 
 
 def test_a_registration_that_would_be_refused_is_refused_here() -> None:

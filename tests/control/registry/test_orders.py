@@ -198,7 +198,7 @@ class TestDiscard:
                 fake.control.send(WorkerId("d0"), m.encode(m.DrainWorker(WorkerId("d0"), life)))
             until(lambda: lonely.drains, fake)
             assert lonely.discards == ["of 22"] and lonely.drains == 1
-            assert lonely.client.counters["orders_late"] == 2
+            assert lonely.client.clients[0].counters["orders_late"] == 2
         assert p0.discards == []
 
     def test_what_is_too_much_or_too_long_is_dropped_and_counted(self, town: Town) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -87,10 +88,40 @@ CASES: dict[str, tuple[list[tuple[int, str]], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# A registry that is alone is believed.
+ALONE: dict[str, tuple[list[tuple[int, str]], str, str]] = {
+    "no longer listed": ([(0, "p1 d1"), (0, "d1")], "d1", "p1"),
+    "in another life": ([(0, "p1"), (0, "p2")], "p2", "p1"),
+    "a young one adds and replaces, and removes nobody": (
+        [(0, "p1 d1"), (0, "| young"), (0, "d2 e1 | young")],
+        "d2 e1 p1",
+        "d1",
+    ),
+    "it is old by now": ([(0, "p1 d1"), (0, "| young"), (0, "d2 | young"), (0, "d2")], "d2", "d1 p1"),
+    "a young one names who is gone": ([(0, "p1 d1 | young"), (0, "d1 | young | gone p1 d7")], "d1", "p1"),
+}
+
+
+class Credulous:
+    """Believes registries."""
+
+    def views(self, views: Sequence[RegistryView[Seen]]) -> Sequence[RegistryView[Seen]]:
+        return views
+
+    def keeps(self, entry: Seen) -> bool:
+        return True
+
+
+def union_of(
+    registries: int, merge: Callable[[Sequence[Seen]], Seen] = lambda entries: entries[0]
+) -> RegistryUnion[Seen]:
+    return RegistryUnion(registries, merge, lambda entry: entry, Credulous())
+
+
+@pytest.mark.parametrize("case", [*CASES, *ALONE])
 def test_one_list_is_made_of_several(case: str) -> None:
-    said, expected, departed = CASES[case]
-    union: RegistryUnion[Seen] = RegistryUnion(2)
+    said, expected, departed = (CASES | ALONE)[case]
+    union = union_of(1 if case in ALONE else 2)
     gone: list[str] = []
     for registry, text in said:
         news = union.take(registry, view(text))
@@ -102,7 +133,7 @@ def test_one_list_is_made_of_several(case: str) -> None:
 
 
 def test_the_same_again_is_no_news_and_a_moved_one_has_not_departed() -> None:
-    union: RegistryUnion[Seen] = RegistryUnion(1)
+    union = union_of(1)
     first = RegistryView((Seen("p", 1, endpoint="a"),), True)
     assert union.take(0, first) is not None
     assert union.take(0, replace(first, complete=False)) is None
@@ -111,7 +142,7 @@ def test_the_same_again_is_no_news_and_a_moved_one_has_not_departed() -> None:
 
 
 def test_entries_of_one_life_are_merged_and_told_by_whom_it_is_listed() -> None:
-    union: RegistryUnion[Seen] = RegistryUnion(2, merge=lambda entries: entries[-1])
+    union = union_of(2, lambda entries: entries[-1])
     union.take(0, RegistryView((Seen("p", 1, endpoint="a"),), True))
     union.take(1, RegistryView((Seen("p", 1, endpoint="b"),), True))
     assert union.known[0].endpoint == "b"

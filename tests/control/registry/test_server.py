@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from kvbaton.control.registry import MemberState, RegistryClient, RegistryServer, RegistrySettings, WorkerState
+from kvbaton.control.registry import MemberState, RegistryGroup, RegistryServer, RegistrySettings, WorkerState
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.protocol.ids import Incarnation, WorkerId
 
@@ -126,12 +126,12 @@ def test_an_identity_added_to_the_cluster_can_join_a_running_registry(town: Town
     rings = cluster("d9")
     newcomer = msgspec.structs.replace(rings["d9"], peers={**RINGS["router"].peers, **rings["d9"].peers})
     town.server._control.set_peers(newcomer.peers)
-    client = RegistryClient(
+    client = RegistryGroup(
         newcomer,
-        (ROUTER, town.server.endpoint),
+        [(ROUTER, town.server.endpoint)],
         reg("d9", 99),
         settings=CALM,
-        on_directory=lambda entries: None,
+        on_directory=lambda *_: None,
         on_departed=lambda worker, incarnation: None,
     )
     client.start()
@@ -156,14 +156,14 @@ def test_a_callback_that_raises_costs_only_itself(town: Town) -> None:
     server = RegistryServer(RINGS["router"], settings=CALM, on_change=broken)
     server.start()
     town.stack.callback(server.close)
-    client = RegistryClient(
-        RINGS["p0"], (ROUTER, server.endpoint), reg("p0"), on_directory=broken, on_departed=broken, settings=CALM
+    client = RegistryGroup(
+        RINGS["p0"], [(ROUTER, server.endpoint)], reg("p0"), on_directory=broken, on_departed=broken, settings=CALM
     )
     client.start()
     town.stack.callback(client.close)
     town.server = server
     d0 = town.worker(reg("d0"))
-    until(lambda: client.counters["callback_faults"] >= 1 and server.counters["callback_faults"] >= 1)
+    until(lambda: client.clients[0].counters["callback_faults"] >= 1 and server.counters["callback_faults"] >= 1)
     d0.client.close()
-    until(lambda: client.counters["callback_faults"] >= 3)  # directory, directory, departure
+    until(lambda: client.clients[0].counters["callback_faults"] >= 2)  # a directory, and one with a departure
     assert client.state is MemberState.LISTED and set(town.listed()) == {"p0"}

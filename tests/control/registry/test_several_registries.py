@@ -45,7 +45,7 @@ class Member:
             RINGS[registration.worker],
             places,
             registration,
-            on_directory=lambda entries: setattr(self, "known", {e.worker: e.incarnation for e in entries}),
+            on_directory=lambda entries, _: setattr(self, "known", {e.worker: e.incarnation for e in entries}),
             on_departed=lambda worker, _: self.departed.append(worker),
             on_drain=self._drain,
             on_discard=self.discards.extend,
@@ -181,17 +181,17 @@ def test_a_question_goes_through_the_registry_that_has_reports(
     told, signed = OwnStatements(RINGS["p0"]).of(reg("p0", 1))
     entry = m.RosterEntry(told, RINGS["p0"].public, m.WorkerState.READY, signed=signed)
     listing = RegistryView((entry,), complete=True)
-    (_, on_report, _), (on_view, _, _) = (reader._tell for reader in readers.readers)
-    on_view(listing)
-    on_report(WorkerId("p0"), Incarnation(1), b"p0")
+    first, second = readers.readers
+    second.line._on_view(listing)
+    first._on_report(WorkerId("p0"), Incarnation(1), b"p0")
     assert readers.show(WorkerId("p0"), Incarnation(1), ("x",))
     assert readers.discard(WorkerId("p0"), Incarnation(1), ["t"]) == 1
     assert asked == [
         (0, m.ShowFor(WorkerId("p0"), Incarnation(1), ("x",))),
         (1, m.DiscardFor(WorkerId("p0"), Incarnation(1), ("t",))),
     ]
-    for take, *_ in (reader._tell for reader in readers.readers):
-        take(RegistryView((), complete=True))
+    for reader in readers.readers:
+        reader.line._on_view(RegistryView((), complete=True))
     assert not readers.show(WorkerId("p0"), Incarnation(1), ("x",))
     readers.close()
 

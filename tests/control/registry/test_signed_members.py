@@ -11,7 +11,7 @@ import pytest
 from kvbaton.control.registry import OperatorLine, RegistryServer, statements
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.member import MemberState
-from kvbaton.control.registry.registry_client import RegistryClient
+from kvbaton.control.registry.registry_group import RegistryGroup
 from kvbaton.control.registry.statements import FRESH_S, OwnStatements
 from kvbaton.protocol.ids import Incarnation, WorkerId
 
@@ -27,12 +27,12 @@ class Scene:
         self.server = RegistryServer(RINGS["router"], settings=CALM)
         self.server.start()
         self.drains = 0
-        self.clients: list[RegistryClient] = []
+        self.clients: list[RegistryGroup] = []
 
-    def client(self, told: m.Registration, own_statements: OwnStatements | None = None) -> RegistryClient:
-        client = RegistryClient(
-            RINGS[told.worker], (ROUTER, self.server.endpoint), told, on_directory=lambda _: None,
-            on_departed=lambda *_: None, on_drain=self._drain, settings=CALM, own_statements=own_statements,
+    def client(self, told: m.Registration) -> RegistryGroup:
+        client = RegistryGroup(
+            RINGS[told.worker], [(ROUTER, self.server.endpoint)], told, on_directory=lambda *_: None,
+            on_departed=lambda *_: None, on_drain=self._drain, settings=CALM,
         )  # fmt: skip
         client.start()
         self.clients.append(client)
@@ -111,7 +111,7 @@ def test_a_worker_drains_for_a_signed_order_and_for_no_other(scene: Scene, monke
     monkeypatch.setattr(
         scene.server._watchers, "due", lambda now: [*due(now), *((P0, lies.pop()) for _ in range(len(lies)))]
     )
-    until(lambda: client.counters["orders_unsigned"] == 3)
+    until(lambda: client.clients[0].counters["orders_unsigned"] == 3)
     assert not scene.drains
     with OperatorLine(RINGS["operator"], (ROUTER, scene.server.endpoint)) as line:
         said = line.drain(P0, 0, DEADLINE_S)

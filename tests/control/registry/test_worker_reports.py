@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from kvbaton.control.registry import MemberState, RegistryClient, RegistryServer, RegistrySettings
+from kvbaton.control.registry import MemberState, RegistryGroup, RegistryServer, RegistrySettings
 from kvbaton.control.registry import registry_client as client_module
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.member import Member
@@ -44,9 +44,9 @@ class ReportTown(Town):
 
     def reporter(
         self, life: int, make: Callable[[], bytes | None], on_show: Callable[..., None] = lambda _: None
-    ) -> RegistryClient:
-        client = RegistryClient(
-            RINGS["p0"], (ROUTER, self.server.endpoint), reg("p0", life), on_directory=lambda _: None,
+    ) -> RegistryGroup:
+        client = RegistryGroup(
+            RINGS["p0"], [(ROUTER, self.server.endpoint)], reg("p0", life), on_directory=lambda *_: None,
             on_departed=lambda *_: None, settings=self.settings, report=make, on_show=on_show,
         )  # fmt: skip
         self.stack.callback(client.close)
@@ -93,8 +93,8 @@ class TestOverSockets:
             return next(told)  # StopIteration from the third on
 
         client = town.reporter(45, make)
-        until(lambda: client.counters["callback_faults"])
-        assert client.counters["reports_too_long"] == 1
+        until(lambda: client.clients[0].counters["callback_faults"])
+        assert client.clients[0].counters["reports_too_long"] == 1
         assert client.state is MemberState.LISTED
         assert town.heard == []
 
@@ -158,8 +158,8 @@ class TestMixedReleases:
 
         heard: list[str] = []
         with posted(fake := Post(RINGS["router"])):
-            client = RegistryClient(
-                RINGS["p0"], (ROUTER, fake.control.endpoint), reg("p0", 52), on_directory=lambda _: None,
+            client = RegistryGroup(
+                RINGS["p0"], [(ROUTER, fake.control.endpoint)], reg("p0", 52), on_directory=lambda *_: None,
                 on_departed=lambda *_: None, settings=CALM, report=refuses,
             )  # fmt: skip
             client.start()
@@ -174,7 +174,7 @@ class TestMixedReleases:
             finally:
                 client.close()
         assert set(heard) == {"register", "ping"}
-        assert client.counters["callback_faults"] == 0
+        assert client.clients[0].counters["callback_faults"] == 0
 
 
 class TestMember:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from kvbaton.control.registry import (
     DirectoryEntry,
     Registration,
-    RegistryClient,
+    RegistryGroup,
     RegistryServer,
     RegistrySettings,
     RosterEntry,
@@ -38,11 +38,11 @@ class Worker:
         self.drains = 0
         self.discards: list[str] = []
         self.registration = registration
-        self.client = RegistryClient(
+        self.client = RegistryGroup(
             RINGS[registration.worker],
-            (ROUTER, endpoint),
+            [(ROUTER, endpoint)],
             registration,
-            on_directory=self.directories.append,
+            on_directory=lambda entries, _: self.directories.append(entries),
             settings=settings,
             on_departed=lambda worker, incarnation: self.departed.append((worker, incarnation)),
             on_drain=self._count_drain,

@@ -13,7 +13,7 @@ import aiohttp
 import pytest
 
 from kvbaton.api.foreign import ForeignLookup
-from kvbaton.api.http import serving
+from kvbaton.api.http.http_server import serving
 from kvbaton.api.params import Mode, TransferParams
 from kvbaton.engines.embedded.http_worker import GenerateRequest, worker_app
 from kvbaton.protocol.ids import WorkerId

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from kvbaton.api import sse
-from kvbaton.api.http import serving
+from kvbaton.api.http.http_server import serving
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.backend import EngineBackend, EngineThread
 from kvbaton.engines.embedded.embedded_engine import Engine

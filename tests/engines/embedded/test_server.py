@@ -12,7 +12,7 @@ import aiohttp
 import openai
 import pytest
 
-from kvbaton.api.http import serving
+from kvbaton.api.http.http_server import serving
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.http_worker import (
     Disown,

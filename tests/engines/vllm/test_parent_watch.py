@@ -13,7 +13,7 @@ import pytest
 
 SERVER = """
 import os, subprocess, sys, time
-from kvbaton.engines.vllm import parent_watch
+from kvbaton.engines.vllm.launch import parent_watch
 os.environ[parent_watch.VARIABLE] = sys.argv[1] or str(os.getpid())
 parent_watch.watch_parent()  # vLLM loads its plugins in the server too: nothing to do with its own parent
 child = subprocess.Popen([sys.executable, "-c", sys.argv[2]], stdout=subprocess.PIPE)
@@ -24,7 +24,7 @@ time.sleep(60)
 
 ENGINE = """
 import time
-from kvbaton.engines.vllm import parent_watch
+from kvbaton.engines.vllm.launch import parent_watch
 parent_watch.watch_parent()
 parent_watch.watch_parent()
 print("up", flush=True)

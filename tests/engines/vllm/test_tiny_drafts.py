@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.engines.vllm import tiny_drafts
-from kvbaton.engines.vllm.tiny_model import KINDS
+from kvbaton.engines.vllm.models import tiny_drafts
+from kvbaton.engines.vllm.models.tiny_model import KINDS
 
 
 @pytest.mark.parametrize("types", [["mamba", "attention", "mlp"], ["linear_attention", "full_attention", "mlp"]])

@@ -10,8 +10,8 @@ from types import ModuleType
 
 import pytest
 
-from kvbaton.engines.vllm import adapters
-from kvbaton.engines.vllm.adapters import ONLY_HERE, adapter_text
+from kvbaton.engines.vllm.content import adapters
+from kvbaton.engines.vllm.content.adapters import ONLY_HERE, adapter_text
 
 NUMBERS = itertools.count(1)
 

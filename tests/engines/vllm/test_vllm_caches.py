@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvbaton.engines.vllm import layer_events
-from kvbaton.engines.vllm.caches import DeviceCache, cache_of, planes_over
-from kvbaton.engines.vllm.connector_settings import ConnectorSettings
-from kvbaton.engines.vllm.layer_events import DeviceClock, HostClock, spoken_of
+from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
+from kvbaton.engines.vllm.memory import layer_events
+from kvbaton.engines.vllm.memory.caches import DeviceCache, cache_of, planes_over
+from kvbaton.engines.vllm.memory.layer_events import DeviceClock, HostClock, spoken_of
 from kvbaton.transports import catalogue
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.cuda.cuda_driver import CudaError

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from kvbaton.control.registry.held_report import HeldReport
+from kvbaton.control.registry.member import HeldReport
 from kvbaton.control.registry.registry_messages import NOTHING
 from kvbaton.engines.vllm import server_draining
 from kvbaton.engines.vllm.server_draining import QUIET_S, DrainWatch, requests_in

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.engines.vllm.vllm_layout import Parallel, engine_layout, rank_facts, vllm_groups
+from kvbaton.engines.vllm.memory.vllm_layout import Parallel, engine_layout, rank_facts, vllm_groups
 from kvbaton.protocol.geometry.layout import GroupKind, Per, Plane
 
 

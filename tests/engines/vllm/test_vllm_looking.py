@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbaton.engines.vllm import background_lookup, guard, request_content
-from kvbaton.engines.vllm.background_lookup import WAIT_S, Looker
+from kvbaton.engines.side import guard
+from kvbaton.engines.vllm.content import background_lookup, request_content
+from kvbaton.engines.vllm.content.background_lookup import WAIT_S, Looker
 
 
 def until(look: Callable[[], bool]) -> None:
@@ -87,12 +88,10 @@ def test_no_hook_reads_an_adapter_s_files(monkeypatch: pytest.MonkeyPatch) -> No
     lora = SimpleNamespace(lora_name="sql", lora_int_id=1, lora_path="/adapters/sql")
     asked = SimpleNamespace(request_id="r", prompt_token_ids=[1, 2], cache_salt=None, lora_request=lora)
     assert not request_content.is_known(asked)
-    unknown = request_content.content_digest(asked, 2)
+    unknown = request_content.content_of(asked, 2)
     go.set()
     until(lambda: request_content.is_known(asked))
-    assert (
-        request_content.content_of(asked, 2).lora == "sql:files" and request_content.content_digest(asked, 2) != unknown
-    )
+    assert request_content.content_of(asked, 2).lora == "sql:files" != unknown.lora
     assert threading.current_thread() not in readers and len(readers) == 1
     request_content.forget(asked)
     plain = SimpleNamespace(request_id="p", prompt_token_ids=[1, 2], cache_salt=None)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.api.params import Mode
-from kvbaton.engines.vllm.transfer_params import ForeignLookup, ParamsSource, Target, ask_of
+from kvbaton.engines.side.asks import ForeignLookup, ParamsSource, Target, ask_of
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.wire.ticket import unseal

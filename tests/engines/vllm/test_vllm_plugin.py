@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvbaton.engines.vllm import guard, plugin
+from kvbaton.engines.side import guard
+from kvbaton.engines.vllm import plugin
 
 FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 

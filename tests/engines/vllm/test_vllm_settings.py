@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvbaton.api.params import Mode
-from kvbaton.engines.vllm.connector_settings import ConnectorSettings
+from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.protocol.privileges import Role
 
 GOOD: dict[str, Any] = {"name": "p0", "keys": "/keys"}

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 
 from kvbaton.control.address_book import AddressBook
-from kvbaton.engines.vllm import guard, interpreter
-from kvbaton.engines.vllm import request_content as content
+from kvbaton.engines.side import guard
+from kvbaton.engines.side.grouping import Grouping, real
+from kvbaton.engines.vllm import interpreter
 from kvbaton.engines.vllm.block_pool import PinnedPool
-from kvbaton.engines.vllm.request_content import handed_position
-from kvbaton.engines.vllm.vllm_block_tables import Grouping, real
-from kvbaton.engines.vllm.vllm_compat import config_digest, weights_digest
+from kvbaton.engines.vllm.content import request_content as content
+from kvbaton.engines.vllm.content.request_content import handed_position
+from kvbaton.engines.vllm.content.vllm_compat import config_digest, weights_digest
 from kvbaton.node.epochs import UNTOLD, EpochTable
+from kvbaton.protocol.content import digest as content_digest
 from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind
 
 
@@ -166,7 +168,7 @@ def digest_of(of: Any, position: int = 3) -> bytes:
     while not content.is_known(of):
         assert time.monotonic() < until
         time.sleep(0.001)
-    return content.content_digest(of, position)
+    return content_digest(content.content_of(of, position))
 
 
 def image(identifier: str, offset: int = 1) -> Any:
@@ -195,9 +197,10 @@ def test_a_turn_is_of_the_pictures_in_it_in_whatever_order_they_are_told() -> No
     """Promise 1: the same words around another picture are another conversation."""
     cat, dog, later = image("cat", 1), image("dog", 1), image("later", 5)
     shown = [[cat], [dog], [cat, later], [later, cat], [later, dog], [later]]
-    found = [content.turn_digest(request(mm_features=each), [1, 2, 3, 4, 5, 6], 4) for each in shown]
+    told = (request(mm_features=each, all_token_ids=[1, 2, 3, 4, 5, 6]) for each in shown)
+    found = [content.turn_content(each, 4) for each in told]
     assert found[0] == found[2] == found[3] and found[1] == found[4]
-    assert len(set(found)) == 3
+    assert found[2] != found[4] != found[5] != found[0]
 
 
 class TestGuard:

@@ -9,16 +9,21 @@ from typing import Any
 import pytest
 
 from kvbaton.api.params import Mode, TransferParams
-from kvbaton.engines.vllm import cache_specs, vllm_versions
+from kvbaton.engines.side.asks import Target
+from kvbaton.engines.side.decode import DecodeSide
+from kvbaton.engines.side.grouping import Grouping
+from kvbaton.engines.side.load_admission import LoadAdmission
+from kvbaton.engines.side.prefill import PrefillSide
 from kvbaton.engines.vllm.block_pool import PinnedPool
-from kvbaton.engines.vllm.cache_specs import kind_of
-from kvbaton.engines.vllm.load_admission import LoadAdmission
-from kvbaton.engines.vllm.request_content import content_digest, handed_position, shorten
-from kvbaton.engines.vllm.vllm_block_tables import Grouping
-from kvbaton.engines.vllm.vllm_layout import Parallel, RankFacts, engine_layout, rank_facts
+from kvbaton.engines.vllm.config import vllm_versions
+from kvbaton.engines.vllm.content.request_content import VllmRequests, content_of, handed_position, shorten
+from kvbaton.engines.vllm.memory import cache_specs
+from kvbaton.engines.vllm.memory.cache_specs import kind_of
+from kvbaton.engines.vllm.memory.vllm_layout import Parallel, RankFacts, engine_layout, rank_facts
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.pin_budget import PinBudget
-from kvbaton.node.prompt_times import PromptTimes
+from kvbaton.node.prompt_account import PromptTimes
+from kvbaton.protocol.content import digest as content_digest
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind, Per
 from kvbaton.protocol.geometry.plan import plan
@@ -210,12 +215,12 @@ class FakeDoor:
 
 
 @pytest.fixture(name="prefill")
-def prefill_of(adapter: Callable[[str], ModuleType]) -> Callable[[], tuple[Any, FakeDoor, EpochTable]]:
+def prefill_of() -> Callable[[], tuple[Any, FakeDoor, EpochTable]]:
     def make() -> tuple[Any, FakeDoor, EpochTable]:
         door, epochs = FakeDoor(), EpochTable(40)
         pool = FakePool()
         pool.blocks = [SimpleNamespace(block_id=number, refs=0) for number in range(40)]
-        return adapter("prefill").Prefill(door, PinnedPool(pool, epochs), hybrid(), 10), door, epochs
+        return PrefillSide(door, PinnedPool(pool, epochs), hybrid(), VllmRequests(hybrid(), 10)), door, epochs  # type: ignore[arg-type]
 
     return make
 
@@ -237,7 +242,7 @@ class TestPrefill:
         mine.num_computed_tokens = 99
         assert p.finished(mine, TABLES, well=True)["ticket"] == "ticket"
         [(_, digest, position, blocks)] = door.told
-        assert digest == content_digest(whole, 99) and position == 99
+        assert digest == content_digest(content_of(whole, 99)) and position == 99
         assert blocks == (tuple(range(10, 17)), (6,))
 
     @pytest.mark.parametrize("odd", [{"skip_reading_prefix_cache": True}, {"pooling_params": object()}])
@@ -292,12 +297,12 @@ def test_a_model_has_states_if_a_group_that_is_handed_over_has() -> None:
     assert cache_specs.state_blocks(Config([LayerGroup(["a"], mamba())])) == 3
 
 
-def test_d_computes_a_prompt_of_one_token(adapter: Callable[[str], ModuleType]) -> None:
+def test_d_computes_a_prompt_of_one_token() -> None:
     told: list[tuple[str, Any]] = []
     door = SimpleNamespace(disown=lambda ticket, reason: told.append(("disown", ticket)))
-    d = adapter("decode").Decode(door, SimpleNamespace(), hybrid(), True, False, told.append)
+    d = DecodeSide(door, SimpleNamespace(), hybrid(), VllmRequests(hybrid()), True, False)  # type: ignore[arg-type]
     one = request(1, kv_transfer_params={"do_remote_prefill": True, "mode": "pull", "ticket": "t"})
-    d.accepted(one, SimpleNamespace(mode=Mode.PULL, ticket="t", trace=None))
+    d.accepted(one, Target(Mode.PULL, "t"))
     assert told == [("disown", "t")] and d.match(one, 0) == (0, False)
 
 

@@ -12,11 +12,11 @@ from urllib.parse import urljoin
 import pytest
 
 from kvbaton.api.api_errors import ApiError
+from kvbaton.api.http.http_types import Answer, Request
 from kvbaton.observe.dashboard.page_files import FILES, HEADERS, REASONS, ROOT, STATE, fixed_pages
 from kvbaton.protocol.errors import Reason
 from kvbaton.router.app import Router, router_app
 from kvbaton.router.dashboard_page import live_page
-from kvbaton.router.http.http_types import Answer, Request
 from kvbaton.router.router_settings import OperatorPages, RouterSettings
 from kvbaton.router.workers.directory import StaticDirectory
 

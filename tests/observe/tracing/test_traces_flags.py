@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvbaton.cli import router as router_command
-from kvbaton.cli import traces, up, worker
+from kvbaton.cli import up, worker
+from kvbaton.cli.flags import traces
 from kvbaton.cli.main import main
 from kvbaton.engines.embedded.worker_options import argv_of
 from kvbaton.observe.flight.collector import Gathering

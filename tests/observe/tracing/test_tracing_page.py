@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from kvbaton.cli.traces import BASE_VARIABLE, OFF_VARIABLE, SAMPLE_DEFAULT, TRACES_VARIABLE
+from kvbaton.cli.flags.traces import BASE_VARIABLE, OFF_VARIABLE, SAMPLE_DEFAULT, TRACES_VARIABLE
 from kvbaton.observe.tracing.export import ExportSettings
 from kvbaton.observe.tracing.trace_spans import spans_of
 from tests.observe.tracing.flights import decode, moments, prefill, router

@@ -1,2 +1,7 @@
-"""Proof of the product: simulation, chaos, conformance, contracts and benchmarks. May import everything; of the product
-only the command line imports it."""
+"""Proof of the product: simulation, chaos with its attack code, conformance, benchmarks and the GPU test.
+
+Law: this distribution imports `kvbaton`; nothing of `kvbaton` imports it but the command line, when one of its commands
+is called, and no engine ever does.
+"""
+
+__version__ = "0.1.0"

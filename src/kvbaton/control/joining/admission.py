@@ -35,8 +35,8 @@ from kvbaton.control.joining.certificate import (
     sign,
     verified,
 )
+from kvbaton.control.joining.join_messages import signed_card
 from kvbaton.control.joining.join_token import proof
-from kvbaton.control.joining.signed_card import signed
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.rank_names import are_related
 from kvbaton.protocol.bounded import Remembered
@@ -156,7 +156,7 @@ class Admission:
 
     def signed_card(self) -> bytes:
         """The same, for members that a registry tells."""
-        return signed(self.card(), self._seed)
+        return signed_card(self.card(), self._seed)
 
     # ---
 

@@ -24,8 +24,8 @@ from kvbaton.control.address_book import split_endpoint
 from kvbaton.control.addressing import ControlError, ControlLimits, check_endpoint, is_ipv6
 from kvbaton.control.joining import join_messages as m
 from kvbaton.control.joining.certificate import CertificateFault, verified
+from kvbaton.control.joining.join_messages import opened_card
 from kvbaton.control.joining.join_token import JoinToken, proof
-from kvbaton.control.joining.signed_card import opened
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.sockets import SocketPlane
 from kvbaton.protocol.ids import WorkerId
@@ -107,7 +107,7 @@ class JoinedMember:
             cluster = self._cluster
             if card:
                 with contextlib.suppress(m.JoinFault):
-                    told = opened(card, self.keyring.admission)
+                    told = opened_card(card, self.keyring.admission)
                     cluster = told if told.at > cluster.at else cluster
             self._renew(self.keyring.admission, certificate, cluster)
 

@@ -2,11 +2,16 @@
 
 Law: `decode` raises `JoinFault` and nothing else, whatever the bytes; past it every field is within its bounds. A
 question fits in `QUESTION_BYTES_MAX`; longer ones are hung up on by the socket.
+
+Registries pass the cluster's card on as the admission key signed it (signature 64 | msgpack ClusterCard), so that none
+of them can change it. One without that key can withhold a card or repeat one; `at` says which of two is the later, and
+no member goes back.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 from typing import Annotated
 
 import msgspec
@@ -14,7 +19,7 @@ from msgspec import Meta
 
 from kvbaton.control.joining.certificate import Certificate
 from kvbaton.control.key_files import TICKET_KEY_BYTES, TICKET_KEYS_MAX, is_public_key
-from kvbaton.control.signing import SIGNING_KEY_BYTES
+from kvbaton.control.signing import SIGNATURE_BYTES, SIGNING_KEY_BYTES, Signer, verify
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id
 from kvbaton.protocol.numbers import Version
 from kvbaton.protocol.privileges import Role
@@ -162,3 +167,32 @@ def _body(frame: bytes) -> msgspec.Raw:
 
 
 _BAD = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError)
+
+
+CARD_BYTES_MAX = 512 << 10
+SignedCard = Annotated[bytes, Meta(max_length=CARD_BYTES_MAX)]
+_CONTEXT = "cluster card 1"
+
+
+@functools.lru_cache(maxsize=4)
+def signed_card(card: ClusterCard, seed: bytes) -> bytes:
+    """Remembered: a registry tells the same with every answer."""
+    body = _encoder.encode(card)
+    return Signer.from_private(seed).sign(_CONTEXT, body) + body
+
+
+@functools.lru_cache(maxsize=4)
+def opened_card(data: bytes, admission: bytes) -> ClusterCard:
+    """What it says, if the admission key has signed it."""
+    signature, body = data[:SIGNATURE_BYTES], data[SIGNATURE_BYTES:]
+    if not body or not admission or not verify(_CONTEXT, admission, body, signature):
+        raise JoinFault("card: not signed by this cluster's admission key")
+    try:
+        card = _decoder.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise JoinFault(f"card: {error}") from None
+    check_card(card)
+    return card
+
+
+_decoder = msgspec.msgpack.Decoder(ClusterCard)

@@ -1,4 +1,5 @@
-"""Plain discovery, as MoRI-IO's and P2pNccl's workers do it: the receiving half. `control.moriio` is the sending one.
+"""Plain discovery, as MoRI-IO's and P2pNccl's workers do it: the receiving half, and the sending one
+(`announcer`).
 
 What trusting this means: the formats have no keys, no answer and no goodbye. Whoever reaches the listening port can put
 a worker on the list that does not exist, replace one that does, and so be sent prompts by the router; it learns nothing

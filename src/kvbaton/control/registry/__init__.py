@@ -6,8 +6,7 @@ Losing all of them costs news, never service: workers and routers go on with the
 """
 
 from kvbaton.control.registry.allowed_networks import Networks
-from kvbaton.control.registry.held_report import HeldReport
-from kvbaton.control.registry.member import MemberState
+from kvbaton.control.registry.member import HeldReport, MemberState
 from kvbaton.control.registry.operator import OperatorLine
 from kvbaton.control.registry.registry_client import RegistryClient
 from kvbaton.control.registry.registry_group import RegistryGroup

@@ -1,17 +1,20 @@
-"""A worker's standing with the registry, as pure code: answers and time go in; what to say, and news, come out.
+"""A worker's standing with one registry, as pure code: answers and time go in; what to say comes out.
 
-Laws: what is known of the peers survives the registry; who has departed, by this registry alone, is `registry_union`'s.
-Until the registry says otherwise, registering is repeated; a worker that drains is listed once the registry says that
-of it. Who is listed registers again from time to time: what it signed grows old (`statements`).
+Laws: until the registry says otherwise, registering is repeated; a worker that drains is listed once the registry says
+that of it. Who is listed registers again from time to time: what it signed grows old (`statements`). The registry's
+last list survives it; what it means beside those of other registries is `registry_union`'s.
 """
 
 from __future__ import annotations
 
 import enum
 
+import msgspec
+
 from kvbaton.control.registry import registry_messages as m
+from kvbaton.control.registry.registry_messages import NOTHING
 from kvbaton.control.registry.registry_roster import RegistrySettings
-from kvbaton.control.registry.registry_union import News, RegistryUnion, RegistryView
+from kvbaton.control.registry.registry_union import RegistryView
 from kvbaton.control.registry.statements import RESIGN_S, OwnStatements
 
 
@@ -45,7 +48,6 @@ class Member:
         self._speak_at = now
         self._seen = m.SeenWorkers()
         self.view: RegistryView[m.DirectoryEntry] | None = None  # the registry's last list
-        self._union: RegistryUnion[m.DirectoryEntry] = RegistryUnion(1)
 
     def on_time(self, now: float) -> m.FromWorker | None:
         """What to say now, if anything is due."""
@@ -89,11 +91,11 @@ class Member:
         self.registration = m.validate(registration)
         self._speak_at = now
 
-    def on_message(self, message: m.FromRegistry, now: float) -> News[m.DirectoryEntry] | None:
-        """Take an answer; returns what has changed among the peers."""
+    def on_message(self, message: m.FromRegistry, now: float) -> None:
+        """Take an answer."""
         if isinstance(message, m.Directory):
-            return self._on_directory(message)
-        if isinstance(message, m.RegistryRefused):
+            self._on_directory(message)
+        elif isinstance(message, m.RegistryRefused):
             self.state, self.detail = MemberState.REFUSED, message.detail
         elif message.incarnation == self.registration.incarnation:
             if isinstance(message, m.RegisteredReply):
@@ -105,7 +107,6 @@ class Member:
             ):
                 self.state = MemberState.JOINING
                 self._speak_at = now
-        return None
 
     def _on_registered(self, message: m.RegisteredReply) -> None:
         self._takes_reports, self._is_answered = message.reports, True
@@ -113,11 +114,27 @@ class Member:
             return  # the answer to what was said before
         self.state, self.detail = MemberState.LISTED, ""
 
-    def _on_directory(self, message: m.Directory) -> News[m.DirectoryEntry] | None:
+    def _on_directory(self, message: m.Directory) -> None:
         if message.seen.registry == self._seen.registry and message.seen.version <= self._seen.version:
-            return None
+            return
         self._seen = message.seen
         others = tuple(entry for entry in message.entries if entry.worker != self.registration.worker)
         gone, left = frozenset(message.gone), frozenset(message.left)
         self.view = RegistryView(others, message.complete, gone, left, ended=message.ended)
-        return self._union.take(0, self.view)
+
+
+class HeldReport(msgspec.Struct, frozen=True):
+    """What a worker still does or keeps for others."""
+
+    requests: int = 0
+    leases: int = 0
+    intakes: int = 0
+    claims: int = 0  # that wait for a prompt to begin
+
+    @property
+    def nothing(self) -> bool:
+        return not any(msgspec.structs.astuple(self))
+
+    def __str__(self) -> str:
+        counts = msgspec.structs.asdict(self).items()
+        return ", ".join(f"{n} {name if n > 1 else name[:-1]}" for name, n in counts if n) or NOTHING

@@ -1,8 +1,7 @@
-"""A worker's line to one registry: registers, pings, and passes on what it hears. Runs on its own thread.
+"""A worker at one registry: registers, pings, and passes on what it hears. Runs on its own thread.
 
-Laws: callbacks run on that thread, the directory first and the departures after it, so that whoever is told of a
-departure already knows the new address; a callback that raises is logged and costs only itself. When the registry is
-away the last directory stands. Closing says goodbye and waits for the answer, but not for long.
+Laws: callbacks run on that thread; one that raises costs only itself (`registry_line`). When the registry is away the
+last list stands. Closing says goodbye and waits for the answer, but not for long.
 """
 
 from __future__ import annotations
@@ -21,18 +20,17 @@ from kvbaton.control.keyring import Keyring
 from kvbaton.control.poll_loop import LoopThread
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.member import Member, MemberState
+from kvbaton.control.registry.registry_line import RegistryLine
+from kvbaton.control.registry.registry_places import RegistryPlace
 from kvbaton.control.registry.registry_roster import RegistrySettings
-from kvbaton.control.registry.registry_union import Hearing, News, RegistryView
+from kvbaton.control.registry.registry_union import RegistryView
 from kvbaton.control.registry.statements import OwnStatements, must_obey
-from kvbaton.control.zmq import ZmqControl
 from kvbaton.observe.codes.saying import worth_saying
-from kvbaton.protocol.ids import Incarnation, WorkerId
+from kvbaton.protocol.ids import WorkerId
 
 log = logging.getLogger(__name__)
 
 GOODBYE_S = 0.3
-SILENCE_S = 10.0
-"""After which it is said that the registry does not answer: once, until it has answered."""
 CLOSE_S = 2.0
 REPORT_S = 0.5
 """Reports are at least this far apart, unless one is asked for."""
@@ -40,8 +38,6 @@ SHOW_S = 0.05
 """Also when one is asked for."""
 LIMITS = ControlLimits(frames_queued_max=64)  # pings to a registry that is away are worth nothing later
 
-OnDirectory = Callable[[tuple[m.DirectoryEntry, ...]], None]
-OnDeparted = Callable[[WorkerId, Incarnation], None]
 OnDrain = Callable[[], None]
 OnDiscard = Callable[[Sequence[str]], None]
 OnShow = Callable[[Sequence[str]], None]
@@ -51,21 +47,24 @@ OnView = Callable[[RegistryView[m.DirectoryEntry]], None]
 OnKeys = Callable[[Keyring], None]
 
 
-def _ignore(*_: object) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
-class _Callbacks:
-    """The owner's. They run on the client's thread."""
+class ClientCallbacks:
+    """The owner's; they run on the client's thread.
 
-    on_directory: OnDirectory
-    on_departed: OnDeparted
+    `on_view` is called when the registry's list changes, and when the registry begins or ceases to answer; `on_drain`
+    when an operator wants this worker to drain, until it has called `drain`; `on_discard` with the tickets that nobody
+    will use. `report` makes the next report, or None if there is nothing to tell; it is called every half a second at
+    most while the registry takes reports, and soon after `on_show`, which is called with what somebody wants to be told
+    of. `on_membership`: the certificate of a member that joined, and the cluster's signed card, as of now; told with
+    every answer. `on_keys`: the key directory changed.
+    """
+
+    on_view: OnView
     on_drain: OnDrain
     on_discard: OnDiscard
+    report: MakeReport | None
     on_show: OnShow
     on_membership: OnMembership
-    on_view: OnView
     on_keys: OnKeys
 
 
@@ -88,58 +87,38 @@ class _ReportTimes:
 
 
 class RegistryClient:
-    """Keeps one worker listed, and its owner informed about the others."""
+    """Keeps one worker listed at one registry. `registry_group` makes one list of what several tell."""
 
     def __init__(
         self,
         keyring: Keyring,
-        registry: tuple[WorkerId, str],
+        registry: RegistryPlace,
         registration: m.Registration,
-        *,
-        on_directory: OnDirectory,
-        on_departed: OnDeparted,
-        on_drain: OnDrain = _ignore,
-        on_discard: OnDiscard = _ignore,
-        report: MakeReport | None = None,
-        on_show: OnShow = _ignore,
-        on_membership: OnMembership = _ignore,
-        on_view: OnView = _ignore,
-        on_keys: OnKeys = _ignore,
-        own_statements: OwnStatements | None = None,
-        settings: RegistrySettings | None = None,
+        own_statements: OwnStatements,
+        callbacks: ClientCallbacks,
+        settings: RegistrySettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`registry` is the registry's name in the key directory and its endpoint.
-
-        `on_drain` is called when an operator wants this worker to drain, until it has called `drain`; `on_discard`
-        with the tickets that nobody will use. `report` makes the next report, or None if there is nothing to tell; it
-        is called every half a second at most while the registry takes reports, and soon after `on_show`, which is
-        called with what somebody wants to be told of. `on_membership`: the certificate of a member that joined, and
-        the cluster's signed card, as of now; told with every answer. `on_view` is called when the registry's list
-        changes, and when the registry begins or ceases to answer: of several registries, one list is made elsewhere.
-        What this worker says of itself is one of its `own_statements`, for all registries. `on_keys`: the key
-        directory changed.
-        """
-        self.counters: Counter[str] = Counter()
+        """What this worker says of itself is one of its `own_statements`, for all registries."""
         _check_known(keyring, registry[0])
-        self._place = registry[0], _dialable(registry[1])
-        self._callbacks = _Callbacks(
-            on_directory, on_departed, on_drain, on_discard, on_show, on_membership, on_view, on_keys
-        )
-        self._report = report
+        place = registry[0], _dialable(registry[1])
+        self._callbacks = callbacks
         self._report_times = _ReportTimes(clock())
         self._is_draining = False
         self._clock = clock
-        self._heard_at: float | None = clock()  # None: it is said that the registry is silent
-        settings = settings or RegistrySettings()
-        self._hearing: Hearing[m.DirectoryEntry] = Hearing(settings.evict_s, settings.ping_s)
         self._keyring = keyring
-        self._member = _member(keyring, registration, settings, clock(), own_statements or OwnStatements(keyring))
-        self._control = ZmqControl(keyring, None, LIMITS, clock)
+        self._member = _member(keyring, registration, settings, clock(), own_statements)
+        self._line: RegistryLine[m.DirectoryEntry, m.FromRegistry] = RegistryLine(
+            keyring, place, LIMITS, m.decode_from_registry, callbacks.on_view, settings, clock, str(registration.peer)
+        )
+        self._control = self._line.control
         self._control.on_keys = self._take_keys
         self._updates: deque[m.Registration] = deque(maxlen=1)
-        self._control.set_directory({self._place[0]: (self._place[1], "")})  # under whichever key it has by then
         self._thread = LoopThread("kvbaton-discovery", self._control, self._turn, self._finish, clock)
+
+    @property
+    def counters(self) -> Counter[str]:
+        return self._line.counters
 
     @property
     def state(self) -> MemberState:
@@ -148,7 +127,7 @@ class RegistryClient:
     @property
     def answers(self) -> bool:
         """Whether the registry does: it has, and not long ago."""
-        return self._hearing.is_answered
+        return self._line.answers
 
     def start(self) -> None:
         self._thread.start()
@@ -178,7 +157,7 @@ class RegistryClient:
 
     def _take_keys(self, keyring: Keyring) -> None:
         self._keyring = keyring
-        self._guard(partial(self._callbacks.on_keys, keyring))
+        self._line.guard(partial(self._callbacks.on_keys, keyring))
 
     def close(self) -> bool:
         """Deregister and stop; False when the thread did not end in time."""
@@ -187,24 +166,18 @@ class RegistryClient:
     def _turn(self, now: float) -> float:
         while self._updates:
             self._member.present(self._updates.popleft(), now)
-        for message in self._messages():
-            self._heard_at = now
-            self._hearing.heard(now)
+        for message in self._line.messages():
+            self._line.heard(now)
             self._take(message, now)
-        view = self._hearing.news(self._member.view, now)
-        if view is not None:
-            self._guard(partial(self._callbacks.on_view, view))
-        if self._heard_at is not None and now - self._heard_at >= SILENCE_S:
-            self._heard_at = None
-            said = "[registry-silent] %s: registry %s at %s has not answered for %g s; still trying"
-            log.warning(said, self._member.registration.peer, *self._place, SILENCE_S)
+        self._line.look(self._member.view, now)
         due = self._member.on_time(now)
         if due is not None:
-            self._say(due)
-        if self._report is None or not self._member.may_report:
+            self._line.say(due)
+        report = self._callbacks.report
+        if report is None or not self._member.may_report:
             return self._member.next_deadline()
         if self._report_times.is_due(now):
-            self._guard(partial(self._send_report, self._report))
+            self._line.guard(partial(self._send_report, report))
         return min(self._member.next_deadline(), self._report_times.next_at)
 
     def _send_report(self, make: MakeReport) -> None:
@@ -215,34 +188,21 @@ class RegistryClient:
             self.counters["reports_too_long"] += 1
             return
         self.counters["reports"] += 1
-        self._say(m.WorkerReport(self._member.registration.incarnation, data))
-
-    def _messages(self) -> list[m.FromRegistry]:
-        found: list[m.FromRegistry] = []
-        for _, frame in self._control.receive():
-            try:
-                found.append(m.decode_from_registry(frame))
-            except m.RegistryFault as fault:
-                self.counters["bad_messages"] += 1
-                if worth_saying(self.counters["bad_messages"]):
-                    log.warning("[registry-message] a message from the registry was ignored: %s", fault)
-        return found
+        self._line.say(m.WorkerReport(self._member.registration.incarnation, data))
 
     def _take(self, message: m.FromRegistry, now: float) -> None:
         if isinstance(message, m.DrainWorker | m.DiscardTickets | m.Show):
             self._obey(message, now)
             return
         if isinstance(message, m.RegisteredReply) and (message.certificate or message.card):
-            self._guard(partial(self._callbacks.on_membership, message.certificate, message.card))
+            self._line.guard(partial(self._callbacks.on_membership, message.certificate, message.card))
         before = self._member.state
-        news = self._member.on_message(message, now)
+        self._member.on_message(message, now)
         if self._member.state is not before:
             quiet = self._member.state in (MemberState.LISTED, MemberState.JOINING)
             said = "[registry-state] registry %s: %s is %s %s"
-            args = (self._place[0], self._member.registration.peer, self._member.state, self._member.detail)
+            args = (self._line.place[0], self._member.registration.peer, self._member.state, self._member.detail)
             log.log(logging.INFO if quiet else logging.ERROR, said, *args)
-        if news is not None:
-            self._pass_on(news)
 
     def _obey(self, message: m.DrainWorker | m.DiscardTickets | m.Show, now: float) -> None:
         """The registry's key was proven with the connection; an order for another life is nobody's. That this worker is
@@ -253,43 +213,28 @@ class RegistryClient:
             self.counters["orders_unsigned"] += 1
             if worth_saying(self.counters["orders_unsigned"]):
                 said = "[order-refused] registry %s brings an order to drain that no operator has signed; ignored"
-                log.warning(said, self._place[0])
+                log.warning(said, self._line.place[0])
         elif isinstance(message, m.DiscardTickets):
-            self._guard(partial(self._callbacks.on_discard, message.tickets))
+            self._line.guard(partial(self._callbacks.on_discard, message.tickets))
         elif isinstance(message, m.Show):
-            self._guard(partial(self._callbacks.on_show, message.ids))
+            self._line.guard(partial(self._callbacks.on_show, message.ids))
             self._report_times.hasten(now)
         elif not self._is_draining:
-            self._guard(self._callbacks.on_drain)
+            self._line.guard(self._callbacks.on_drain)
         elif self._member.registration.draining:  # said, but it did not get there: the order comes until it has
             self._member.present(self._member.registration, self._clock())
-
-    def _pass_on(self, news: News[m.DirectoryEntry]) -> None:
-        self._guard(partial(self._callbacks.on_directory, news.entries))
-        for peer in news.departed:
-            self._guard(partial(self._callbacks.on_departed, peer.worker, peer.incarnation))
-
-    def _guard(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception:
-            self.counters["callback_faults"] += 1
-            log.exception("[callback-failed] a discovery callback failed; continuing")
-
-    def _say(self, message: m.FromWorker) -> None:
-        self._control.send(self._place[0], m.encode(message))
 
     def _finish(self) -> None:
         try:
             if self._member.has_spoken and self._member.state is not MemberState.SUPERSEDED:
-                self._say(self._member.goodbye())
+                self._line.say(self._member.goodbye())
                 self._await_goodbye(self._clock() + GOODBYE_S)
         finally:
             self._control.close()
 
     def _await_goodbye(self, until: float) -> None:
         while (left_s := until - self._clock()) > 0:
-            if any(isinstance(message, m.Deregistered) for message in self._messages()):
+            if any(isinstance(message, m.Deregistered) for message in self._line.messages()):
                 return
             self._control.wait(left_s)
 

@@ -1,7 +1,8 @@
 """A worker's lines to all registries of its cluster, as one: `RegistryClient` for each, and one list made of theirs.
 
 Laws: the worker is listed with each of them, by itself; what it knows of its peers is `registry_union`'s. Callbacks
-come one at a time, the directory first and the departures after it. An order to drain counts whichever registry brings
+come one at a time, the directory first and the departures after it, so that whoever is told of a departure already
+knows the new address. An order to drain counts whichever registry brings
 it; that this worker drains is known once every registry that answers knows it. Each report goes to all of them.
 """
 
@@ -13,14 +14,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kvbaton.control.joining.certificate import Membership
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.member import MemberState
 from kvbaton.control.registry.registry_client import (
     REPORT_S,
+    ClientCallbacks,
     MakeReport,
-    OnDeparted,
-    OnDirectory,
     OnDiscard,
     OnDrain,
     OnMembership,
@@ -32,7 +33,10 @@ from kvbaton.control.registry.registry_roster import RegistrySettings
 from kvbaton.control.registry.registry_union import News, RegistryUnion, RegistryView
 from kvbaton.control.registry.statement_reader import StatementReader
 from kvbaton.control.registry.statements import OwnStatements
+from kvbaton.protocol.ids import Incarnation, WorkerId
 
+OnDirectory = Callable[[tuple[m.DirectoryEntry, ...], dict[WorkerId, Membership]], None]
+OnDeparted = Callable[[WorkerId, Incarnation], None]
 REPORTS_KEPT_MAX = 8
 """That one registry has not taken yet while others have."""
 _STATES = (MemberState.LISTED, MemberState.SUPERSEDED, MemberState.REFUSED)
@@ -40,6 +44,11 @@ _STATES = (MemberState.LISTED, MemberState.SUPERSEDED, MemberState.REFUSED)
 
 def _ignore(*_: object) -> None:
     pass
+
+
+def _same(entry: m.DirectoryEntry) -> m.DirectoryEntry:
+    """One that a registry withholds is known all the same: routers decide whom to ask."""
+    return entry
 
 
 def _vouched(entries: Sequence[m.DirectoryEntry]) -> m.DirectoryEntry:
@@ -66,11 +75,13 @@ class RegistryGroup:
         settings: RegistrySettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """As of `RegistryClient`, for each of `places`."""
+        """`places`: of each registry its name in the key directory and its endpoint. `on_directory` is called with the
+        one list and who of it is a member by a certificate, `on_departed` with each life that is over; for the others
+        see `ClientCallbacks`."""
         self._on_directory = on_directory
         self._on_departed = on_departed
         self.statements: StatementReader[m.DirectoryEntry] = StatementReader(keyring, clock=clock)
-        self._union: RegistryUnion[m.DirectoryEntry] = RegistryUnion(len(places), _vouched, judge=self.statements)
+        self._union: RegistryUnion[m.DirectoryEntry] = RegistryUnion(len(places), _vouched, _same, self.statements)
         self._lock = threading.Lock()  # of the list, and of the callbacks that tell of it
         self._on_drain = on_drain
         self._is_draining = False
@@ -78,24 +89,18 @@ class RegistryGroup:
         self._reports = _SharedReports(report, on_show, len(places), clock) if report is not None else None
         self.clients: list[RegistryClient] = []
         own_statements = OwnStatements(keyring)
+        settings = settings or RegistrySettings()
         for number, place in enumerate(places):
-            client = RegistryClient(
-                keyring,
-                place,
-                registration,
-                on_directory=_ignore,
-                on_departed=_ignore,
+            callbacks = ClientCallbacks(
+                on_view=partial(self._take, number),
                 on_drain=self._order_drain,
                 on_discard=on_discard,
                 report=None if self._reports is None else partial(self._reports.next, number),
                 on_show=on_show if self._reports is None else self._reports.ask,
                 on_membership=on_membership,
-                on_view=partial(self._take, number),
                 on_keys=_ignore if number else self._take_keys,
-                own_statements=own_statements,
-                settings=settings,
-                clock=clock,
             )
+            client = RegistryClient(keyring, place, registration, own_statements, callbacks, settings, clock)
             self.clients.append(client)
 
     @property
@@ -159,7 +164,7 @@ class RegistryGroup:
         if news is None:
             return
         try:
-            self._on_directory(news.entries)
+            self._on_directory(news.entries, self.statements.members(news.entries))
         finally:
             for peer in news.departed:
                 self._on_departed(peer.worker, peer.incarnation)

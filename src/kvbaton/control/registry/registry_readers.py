@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -22,13 +22,13 @@ from kvbaton.control.keyring import Keyring
 from kvbaton.control.poll_loop import LoopThread
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.allowed_networks import Networks
+from kvbaton.control.registry.registry_line import RegistryLine
 from kvbaton.control.registry.registry_places import RegistryPlace
 from kvbaton.control.registry.registry_roster import RegistrySettings
-from kvbaton.control.registry.registry_union import Hearing, News, RegistryUnion, RegistryView
+from kvbaton.control.registry.registry_union import News, RegistryUnion, RegistryView
 from kvbaton.control.registry.reports import OnReport
 from kvbaton.control.registry.statement_reader import StatementReader
 from kvbaton.control.registry.statements import RESIGN_S
-from kvbaton.control.zmq import ZmqControl
 from kvbaton.observe.codes.saying import worth_saying
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.privileges import Act, may
@@ -40,7 +40,6 @@ ACK_REPORTS = 16
 """Reports after which the registry is told that they have arrived."""
 ORDERS_MAX = 4096
 """That wait for the next turn; beyond it they are dropped: leases run out by themselves."""
-SILENCE_S = 10.0
 RENEWAL_S = 4 * RESIGN_S
 """A worker that has not signed anew for so long is not listed: one that is alive has missed three renewals."""
 CLOSE_S = 2.0
@@ -69,25 +68,17 @@ class RegistryReader:
     ) -> None:
         if place[0] not in keyring.peers:
             raise ControlError(f"{place[0]}: not in the key directory; give the registry's name there: NAME@{place[1]}")
-        self.counters: Counter[str] = Counter()
-        self.place = place
-        self.control = ZmqControl(keyring, None, LIMITS, clock)
-        self.control.set_directory({place[0]: (place[1], "")})  # under whichever key it has by then
-        self._tell = (on_view, on_report, on_look)
-        self._clock = clock
+        self.line: RegistryLine[m.RosterEntry, m.ToRouter] = RegistryLine(
+            keyring, place, LIMITS, m.decode_to_router, on_view, settings, clock
+        )
+        self.control, self.counters = self.line.control, self.line.counters
+        self._on_report, self._on_look = on_report, on_look
         self._ping_s = settings.ping_s
-        self._hearing: Hearing[m.RosterEntry] = Hearing(settings.evict_s, settings.ping_s)
-        self._silent_since: float | None = clock()  # None: it is said that the registry is silent
         self._speak_at = clock()
         self._said = m.Watch(m.SeenWorkers())  # which roster is here, and how many reports have come
         self._view: View | None = None
         self._orders: deque[m.FromRouter] = deque()
         self.thread = LoopThread("kvbaton-reader", self.control, self._turn, self.control.close, clock)
-
-    @property
-    def answers(self) -> bool:
-        """Whether the registry does: it has, and not long ago."""
-        return self._hearing.is_answered
 
     def order(self, order: m.FromRouter) -> bool:
         """Have the registry tell a worker something; False when too much waits. From any thread."""
@@ -99,32 +90,25 @@ class RegistryReader:
         return True
 
     def _turn(self, now: float) -> float:
-        for _, frame in self.control.receive():
-            try:
-                self._take(m.decode_to_router(frame), now)
-            except m.RegistryFault as fault:
-                self.counters["bad_messages"] += 1
-                if worth_saying(self.counters["bad_messages"]):
-                    log.warning("[registry-message] a message of the registry was skipped: %s", fault)
-        self._look(now)
+        for message in self.line.messages():
+            self._take(message, now)
+        self.line.look(self._view, now)
         for _ in range(len(self._orders)):
-            self._say(self._orders.popleft())
+            self.line.say(self._orders.popleft())
         if now >= self._speak_at:
             self._speak_at = now + self._ping_s
-            self._say(self._said)
-            self._guard(self._tell[2])
+            self.line.say(self._said)
+            self.line.guard(self._on_look)
         return self._speak_at
 
     def _take(self, message: m.ToRouter, now: float) -> None:
-        self._silent_since = now
+        self.line.heard(now, is_answer=not isinstance(message, m.RegistryRefused))
         if isinstance(message, m.RegistryRefused):
             self.counters["refused"] += 1
             if worth_saying(self.counters["refused"]):
                 said = "[registry-state] registry %s at %s does not let this router read: %s"
-                log.error(said, *self.place, message.detail)
-            return
-        self._hearing.heard(now)
-        if isinstance(message, m.Roster):
+                log.error(said, *self.line.place, message.detail)
+        elif isinstance(message, m.Roster):
             # Counts of reports are of one life of the registry: a new one begins anew.
             same = message.seen.registry == self._said.seen.registry
             self._said = m.Watch(message.seen, self._said.reports if same else 0)
@@ -136,27 +120,7 @@ class RegistryReader:
             if self._said.reports % ACK_REPORTS == 0:
                 self._speak_at = now
             self.counters["reports"] += 1
-            self._guard(partial(self._tell[1], message.worker, message.incarnation, message.data))
-
-    def _look(self, now: float) -> None:
-        if self._silent_since is not None and now - self._silent_since >= SILENCE_S:
-            self._silent_since = None
-            said = "[registry-silent] registry %s at %s has not answered for %g s; still trying"
-            log.warning(said, *self.place, SILENCE_S)
-        view = self._hearing.news(self._view, now)
-        if view is not None:
-            self._guard(partial(self._tell[0], view))
-
-    def _guard(self, action: Callable[[], None]) -> None:
-        try:
-            action()
-        except Exception:
-            self.counters["callback_faults"] += 1
-            if worth_saying(self.counters["callback_faults"]):
-                log.exception("[callback-failed] a callback of discovery failed; going on")
-
-    def _say(self, message: m.FromRouter) -> None:
-        self.control.send(self.place[0], m.encode(message))
+            self.line.guard(partial(self._on_report, message.worker, message.incarnation, message.data))
 
 
 class RegistryReaders:
@@ -225,7 +189,7 @@ class RegistryReaders:
     @property
     def answering(self) -> int:
         """How many registries answer."""
-        return sum(reader.answers for reader in self.readers)
+        return sum(reader.line.answers for reader in self.readers)
 
     def workers(self) -> Workers:
         """The list, by name; the same tuple until it changes. From any thread."""

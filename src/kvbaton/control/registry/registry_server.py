@@ -5,7 +5,9 @@ allows, and is told that it is listed only after the router can see it. A bad me
 field at fault and skipped; it never ends the server. Every worker hears of every change, once per turn however many
 there were, and whoever missed it gets it with the answer to its next ping. Who may say what is decided by the role of
 its key (`protocol.privileges`): only an operator can have a worker drained, and the router knows before the worker is
-told; only a router reads the whole list, and has workers told of tickets (`registry_watchers`).
+told; only a router reads the whole list, and has workers told of tickets (`registry_watchers`). Where members may join,
+every entry of the directory has a certificate, of minted members too: one that joined has no other means to know them;
+the ticket keys go to members that joined, over the connection of the key that the certificate names.
 """
 
 from __future__ import annotations
@@ -17,12 +19,14 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
+import msgspec
+
 from kvbaton.control.addressing import ControlLimits
 from kvbaton.control.joining.admission import Admission
+from kvbaton.control.joining.join_messages import ClusterCard
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.poll_loop import LoopThread
 from kvbaton.control.registry import registry_messages as m
-from kvbaton.control.registry.admitting import certified, is_living, membership, vouched
 from kvbaton.control.registry.allowed_networks import Networks
 from kvbaton.control.registry.registry_roster import RegistryRoster, RegistrySettings, Standing
 from kvbaton.control.registry.registry_watchers import RosterWatchers
@@ -81,7 +85,7 @@ class RegistryServer:
         self._control.on_keys = self._take_keys
         self.on_keys: Callable[[Keyring], None] = lambda _: None  # when the key directory changed; on its thread
         self._on_change = on_change
-        self._watchers = RosterWatchers(self._roster, self.counters, partial(vouched, admission))
+        self._watchers = RosterWatchers(self._roster, self.counters, partial(_vouched, admission))
         self._reports = Reports(self._roster, on_report, self.counters, self._watchers)
         self._workers: Workers = ()
         self._published = self._roster.revision
@@ -126,7 +130,9 @@ class RegistryServer:
     def is_living(self, name: str, key: str) -> bool:
         """Whether a worker of that name is listed under that key, or may be in a moment: as long as the registry is
         young, whoever it does not know may be alive. From any thread."""
-        return not self.is_complete or is_living(self._workers, name, key)
+        if not self.is_complete:
+            return True
+        return any(entry.worker == name and entry.public_key == key for entry in self._workers)
 
     def discard(self, worker: WorkerId, incarnation: Incarnation, tickets: Sequence[str]) -> int:
         """Have a worker told that nobody will use these tickets; returns how many will be. From any thread.
@@ -250,7 +256,7 @@ class RegistryServer:
                 return [
                     m.RegistryRefused(f"workers: {self._roster.settings.workers_max} are listed, the most there can be")
                 ]
-        certificate, cluster, card = membership(self._admission, worker, key)
+        certificate, cluster, card = _membership(self._admission, worker, key)
         draining = self._roster.is_draining(worker)
         listed = m.RegisteredReply(incarnation, draining, self._reports.taken, certificate, cluster, card)
         if isinstance(message, m.Ping) and message.seen != self._roster.seen:
@@ -304,7 +310,7 @@ class RegistryServer:
             self._announced = self._roster.seen
             behind |= {entry.registration.worker for entry in self._workers}
         if behind:
-            frame = m.encode(certified(self._admission, self._roster.directory()))
+            frame = m.encode(_certified(self._admission, self._roster.directory()))
             for worker in sorted(behind):
                 self._send(worker, frame)
 
@@ -341,3 +347,41 @@ def _check_sender(sender: WorkerId, role: Role, message: m.ToRegistry) -> None:
             raise m.RegistryFault(f"worker: {sender} registers as {told.worker}")
         if not may_serve(role, told.role):
             raise m.RegistryFault(f"role: {sender} registers as {told.role}, and its key is for {role}")
+
+
+def _certified(admission: Admission | None, directory: m.Directory) -> m.Directory:
+    """The directory, with certificates."""
+    if admission is None:
+        return directory
+    entries = tuple(
+        msgspec.structs.replace(each, certificate=_certificate(admission, each)) for each in directory.entries
+    )
+    return msgspec.structs.replace(directory, entries=entries)
+
+
+def _vouched(admission: Admission | None, roster: m.Roster) -> m.Roster:
+    """The roster, with the certificates of those who joined: a router on another host may not know them."""
+    if admission is None:
+        return roster
+    entries = tuple(
+        msgspec.structs.replace(each, certificate=_certificate(admission, each))
+        if each.worker in admission.keyring.joined else each
+        for each in roster.entries
+    )  # fmt: skip
+    return msgspec.structs.replace(roster, entries=entries)
+
+
+def _certificate(admission: Admission, entry: m.DirectoryEntry | m.RosterEntry) -> bytes:
+    return admission.vouch(entry.worker, entry.public_key, admission.keyring.role_of(entry.worker))
+
+
+def _membership(admission: Admission | None, worker: WorkerId, key: str) -> tuple[bytes, ClusterCard | None, bytes]:
+    """What a worker is told with every answer: one that joined its certificate and the card, others who was removed."""
+    if admission is None:
+        return b"", None, b""
+    joined = admission.keyring.joined.get(worker)
+    if joined is None:
+        return b"", None, admission.signed_card() if admission.keyring.removed else b""
+    # One of a release that did not sign reads the card as it is, and believes a registry.
+    plain = None if joined.signing else msgspec.structs.replace(admission.card(), removed=(), removed_keys=())
+    return admission.vouch(worker, key, admission.keyring.role_of(worker)), plain, admission.signed_card()

@@ -60,14 +60,6 @@ class News(Generic[E]):
     departed: tuple[PeerId, ...]
 
 
-def first(entries: Sequence[E]) -> E:
-    return entries[0]
-
-
-def same(entry: E) -> E:
-    return entry
-
-
 class Judge(Protocol[E]):
     """What of several registries' words counts."""
 
@@ -77,25 +69,15 @@ class Judge(Protocol[E]):
         """Whether a life that no registry lists may still be known."""
 
 
-class Credulous(Generic[E]):
-    """Believes registries."""
-
-    def views(self, views: Sequence[RegistryView[E]]) -> Sequence[RegistryView[E]]:
-        return views
-
-    def keeps(self, entry: E) -> bool:
-        return True
-
-
 @dataclass(slots=True)
 class RegistryUnion(Generic[E]):
     """One reader's list. `merge` makes one entry of those that several registries have of one life; `withheld` is the
     entry of a life that the only registry that answers, of several, does not list."""
 
     registries: int
-    merge: Callable[[Sequence[E]], E] = first
-    withheld: Callable[[E], E] = same
-    judge: Judge[E] = field(default_factory=Credulous)
+    merge: Callable[[Sequence[E]], E]
+    withheld: Callable[[E], E]
+    judge: Judge[E]
     _views: list[RegistryView[E]] = field(init=False)
     _known: dict[WorkerId, E] = field(default_factory=dict)
     _appeared: dict[PeerId, int] = field(default_factory=dict)  # in which order, of those that may be listed now

@@ -147,6 +147,17 @@ class StatementReader(Generic[E]):
             return newest.said.peer == entry.peer and not newest.said.left
         return self._credentials(entry.worker, entry.public_key, self._membership(entry)) is not None
 
+    def members(self, entries: Sequence[E]) -> dict[WorkerId, Membership]:
+        """Who of these is a member by a certificate. It is judged when it is first seen: one that was good then stays
+        good for as long as registries list its member, so that no clock and no absent registry parts a pair."""
+        found = {}
+        for entry in entries:
+            known = self._newest.get(entry.worker)
+            member = known.membership if known is not None else self._membership(entry)
+            if member is not None:
+                found[entry.worker] = member
+        return found
+
     # ---
 
     def _pass_time(self, *, is_answered: bool) -> None:
@@ -249,7 +260,10 @@ class StatementReader(Generic[E]):
             return None
         try:
             return self._judged(entry.worker, entry.public_key, entry.certificate)
-        except RegistryFault:
+        except RegistryFault as fault:
+            self.counters["refused"] += 1
+            if worth_saying(self.counters["refused"]):
+                log.warning("[certificate-refused] %s is not let in: %s", entry.worker, fault)
             return None
 
     def _is_taken(self, known: _Newest, membership: Membership | None, here: set[PeerId]) -> bool:

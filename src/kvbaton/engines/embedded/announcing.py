@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from kvbaton.control.address_book import moriio_address, p2p_nccl_address
-from kvbaton.control.moriio import (
+from kvbaton.control.plain.announcer import (
     MoriioAnnouncer,
     MoriioRegistration,
     TransferMode,

@@ -19,16 +19,15 @@ import msgspec
 
 import kvbaton
 from kvbaton.api.foreign import ForeignLookup
-from kvbaton.api.http import serving
-from kvbaton.api.http_common import run
+from kvbaton.api.http.http_server import serving
+from kvbaton.api.http.server_loop import run
 from kvbaton.api.params import Mode
 from kvbaton.api.tokens import guard
-from kvbaton.control.joining.enrolment import enrolled
 from kvbaton.control.joining.join_client import JoinedMember
+from kvbaton.control.joining.key_source import enrolled
 from kvbaton.control.keyring import Keyring
-from kvbaton.control.moriio import FORGET_S
-from kvbaton.control.registry.held_report import HeldReport
-from kvbaton.control.registry.member import MemberState
+from kvbaton.control.plain.announcer import FORGET_S
+from kvbaton.control.registry.member import HeldReport, MemberState
 from kvbaton.control.registry.registry_group import RegistryGroup
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.announcing import Herald, announcement
@@ -53,8 +52,7 @@ from kvbaton.node.cluster_node import (
     make_doorway,
     new_life,
 )
-from kvbaton.node.fullness import Fullness
-from kvbaton.node.pin_budget import budget_of
+from kvbaton.node.pin_budget import Fullness, budget_of
 from kvbaton.observe.metrics import node_metrics as node_figures
 from kvbaton.protocol.events import DrainStarted
 from kvbaton.protocol.ids import PeerId, RequestId, rank_peer
@@ -255,7 +253,7 @@ async def _serve(options: WorkerOptions) -> int:
     times = worker.thread.times.families
     app = worker_app(worker.door, lookup=worker.lookup, handoffs=handoffs, disown=disown, times=times)
     if options.http_is_guarded:
-        app.middlewares.append(guard(options.name, lambda: worker.node.doorway.config.ticket_keys))
+        app.guards.append(guard(options.name, lambda: worker.node.doorway.config.ticket_keys))
     async with _running(worker), serving(app, options.http_host, options.http_port) as url:
         with stop.on_signals(), _dumping(worker), _registered(worker, url, stop) as client:
             print(f"{options.name} {worker.node.peer.incarnation:016x} serves {url}", flush=True)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import msgspec
-from aiohttp import web
 
 from kvbaton import __version__
 from kvbaton.api import answers, anthropic_shape, responses, sse
@@ -23,14 +23,14 @@ from kvbaton.api.api_errors import RETRY_AFTER_S, ApiError
 from kvbaton.api.bodies import Body, BodyKind, parse
 from kvbaton.api.foreign import ForeignLookup, tickets_in, together
 from kvbaton.api.gather import all_of, interleave
-from kvbaton.api.http import MISHEARD, json_response, new_app, read_body, request_id, send_events
+from kvbaton.api.http.http_types import Answer, Events, Request, json_answer, metrics_answer
+from kvbaton.api.http.path_site import PathSite, reads, takes_body
 from kvbaton.api.merge import Joiner, join
 from kvbaton.api.params import FIELD, TransferParams
 from kvbaton.api.responses import ResponseShape
 from kvbaton.api.stops import StopFilter
 from kvbaton.engines.embedded.server_plan import EventShape, GenerateRequest, ModelCard, PlannedJob, plan
 from kvbaton.engines.embedded.tokenizing import counted, detokenized, tokenized
-from kvbaton.observe.metrics import exposition
 from kvbaton.observe.metrics.exposition import Family
 from kvbaton.observe.metrics.handoff_metrics import HandoffMetrics
 from kvbaton.observe.metrics.worker_metrics import render_worker
@@ -109,39 +109,20 @@ def worker_app(
     handoffs: HandoffMetrics | None = None,
     disown: Disown = lambda ticket, reason: None,
     times: Callable[[], Sequence[Family]] = tuple,
-) -> web.Application:
-    """The application that serves `backend`; listen with `kvbaton.api.http.serving`.
+) -> PathSite:
+    """The application that serves `backend`; listen with `kvbaton.api.http.http_server.serving`.
 
     With a `lookup` it also understands routers that know nothing of tickets; `handoffs` appear among its metrics.
     `disown` gets the tickets of refused requests; it must not block. `times` are further metrics.
     """
-    server = _Server(backend, lookup, handoffs, disown, times)
-    app = new_app(body_bytes_max)
-    app.add_routes(
-        [
-            web.post(BodyKind.COMPLETION.value, server.completions),
-            web.post(BodyKind.CHAT.value, server.chat),
-            web.post(BodyKind.RESPONSES.value, server.responses),
-            web.post(BodyKind.MESSAGES.value, server.messages),
-            web.post("/v1/messages/count_tokens", server.count_tokens),
-            web.post("/tokenize", server.tokenize),
-            web.post("/detokenize", server.detokenize),
-            web.get("/v1/models", server.models),
-            web.get("/version", server.version),
-            web.get("/health", server.health),
-            web.get("/ping", server.health),
-            web.post("/ping", server.health),
-            web.get("/metrics", server.metrics),
-            web.get("/stats", server.stats),
-        ]
-    )
-    return app
+    return _Server(backend, body_bytes_max, lookup, handoffs, disown, times).site
 
 
 class _Server:
     def __init__(
         self,
         backend: TokenBackend,
+        body_bytes_max: int,
         lookup: ForeignLookup | None,
         handoffs: HandoffMetrics | None,
         disown: Disown,
@@ -153,33 +134,33 @@ class _Server:
         self._disown = disown
         self._times = times
         self._created_unix_s = int(time.time())
+        routes = {
+            **{kind.value: takes_body(partial(self._answer, kind)) for kind in BodyKind},
+            "/v1/messages/count_tokens": takes_body(self._count_tokens),
+            "/tokenize": takes_body(self._tokenize),
+            "/detokenize": takes_body(self._detokenize),
+            "/v1/models": reads(self._models),
+            "/version": reads(self._version),
+            "/health": reads(self._health),
+            "/ping": {"GET": self._health, "POST": self._health},
+            "/metrics": reads(self._metrics),
+            "/stats": reads(self._stats),
+        }
+        self.site = PathSite(routes, body_bytes_max)
 
-    async def completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, BodyKind.COMPLETION)
+    async def _count_tokens(self, request: Request) -> Answer:
+        return json_answer(counted(request.body, self._backend.models()))
 
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, BodyKind.CHAT)
+    async def _tokenize(self, request: Request) -> Answer:
+        return json_answer(tokenized(request.body, self._backend.models()))
 
-    async def responses(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, BodyKind.RESPONSES)
+    async def _detokenize(self, request: Request) -> Answer:
+        return json_answer(detokenized(request.body))
 
-    async def messages(self, request: web.Request) -> web.StreamResponse:
-        """Anthropic's."""
-        return await self._answer(request, BodyKind.MESSAGES)
+    async def _version(self, _: Request) -> Answer:
+        return json_answer({"version": __version__})
 
-    async def count_tokens(self, request: web.Request) -> web.Response:
-        return json_response(counted(await read_body(request), self._backend.models()))
-
-    async def tokenize(self, request: web.Request) -> web.Response:
-        return json_response(tokenized(await read_body(request), self._backend.models()))
-
-    async def detokenize(self, request: web.Request) -> web.Response:
-        return json_response(detokenized(await read_body(request)))
-
-    async def version(self, _: web.Request) -> web.Response:
-        return json_response({"version": __version__})
-
-    async def models(self, _: web.Request) -> web.Response:
+    async def _models(self, _: Request) -> Answer:
         cards = [
             {
                 "id": each.id,
@@ -190,45 +171,61 @@ class _Server:
             }
             for each in self._backend.models()
         ]
-        return json_response({"object": "list", "data": cards})
+        return json_answer({"object": "list", "data": cards})
 
-    async def health(self, _: web.Request) -> web.Response:
+    async def _health(self, _: Request) -> Answer:
         ready = self._backend.ready()
-        return json_response({"status": "ok" if ready else "unavailable"}, 200 if ready else 503)
+        return json_answer({"status": "ok" if ready else "unavailable"}, 200 if ready else 503)
 
-    async def metrics(self, request: web.Request) -> web.Response:
-        openmetrics = exposition.wants_openmetrics(request.headers.get("Accept"))
-        text = render_worker(self._figures(request), self._handoffs, openmetrics, self._times())
-        return web.Response(body=text.encode(), headers={"Content-Type": exposition.content_type(openmetrics)})
+    async def _metrics(self, request: Request) -> Answer:
+        figures, times = self._figures(), self._times()
+        return metrics_answer(request, lambda openmetrics: render_worker(figures, self._handoffs, openmetrics, times))
 
-    async def stats(self, request: web.Request) -> web.Response:
-        return json_response(self._figures(request))
+    async def _stats(self, _: Request) -> Answer:
+        return json_answer(self._figures())
 
-    def _figures(self, request: web.Request) -> Mapping[str, Any]:
-        return {**self._backend.stats(), "http_malformed_total": request.app[MISHEARD].count}
+    def _figures(self) -> Mapping[str, Any]:
+        return {**self._backend.stats(), "http_malformed_total": self.site.malformed}
 
-    async def _answer(self, request: web.Request, kind: BodyKind) -> web.StreamResponse:
-        data = await read_body(request)
+    async def _answer(self, kind: BodyKind, request: Request) -> Answer | Events:
+        """OpenAI's endpoints, and Anthropic's."""
         try:
-            return await self._answered(request, kind, data)
+            return await self._answered(request, kind)
         except ApiError as error:
-            for ticket in _tickets(data):
-                self._disown(ticket, _TURNED_AWAY.get(error.status, Reason.BAD_MESSAGE))
+            self._refused(request.body, error)
             raise
 
-    async def _answered(self, request: web.Request, kind: BodyKind, data: bytes) -> web.StreamResponse:
-        body = parse(kind, data)
-        name = request_id(request)
-        jobs = plan(body, name, self._backend.models(), self._lookup)
+    def _refused(self, data: bytes, error: ApiError) -> None:
+        for ticket in _tickets(data):
+            self._disown(ticket, _TURNED_AWAY.get(error.status, Reason.BAD_MESSAGE))
+
+    async def _answered(self, request: Request, kind: BodyKind) -> Answer | Events:
+        body = parse(kind, request.body)
+        jobs = plan(body, request.id, self._backend.models(), self._lookup)
         if body.stream and isinstance(shape := jobs[0].shape, EventShape):
-            return await send_events(request, self._typed_events(jobs[0], shape), tell=shape.failed)
+            return Events(self._unless_refused(request, self._typed_events(jobs[0], shape)), tell=shape.failed)
         if body.stream:
-            return await send_events(request, self._events(body, jobs))
+            return Events(self._unless_refused(request, self._events(body, jobs)))
         whole = await all_of([self._whole(job) for job in jobs])
         answer = join([job.part for job in jobs], whole)
         if len(jobs) > 1 and (params := together([each.get(FIELD) for each in whole])) is not None:
             answer[FIELD] = params
-        return json_response(answer)
+        return json_answer(answer)
+
+    async def _unless_refused(
+        self, request: Request, events: AsyncGenerator[bytes, None]
+    ) -> AsyncGenerator[bytes, None]:
+        """The same events; what fails before the first one is a refusal."""
+        is_answered = False
+        try:
+            async with contextlib.aclosing(events):
+                async for event in events:
+                    is_answered = True
+                    yield event
+        except ApiError as error:
+            if not is_answered:
+                self._refused(request.body, error)
+            raise
 
     async def _events(self, body: Body, jobs: Sequence[PlannedJob]) -> AsyncGenerator[bytes, None]:
         joiner = Joiner()

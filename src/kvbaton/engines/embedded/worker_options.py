@@ -14,11 +14,10 @@ import msgspec
 
 from kvbaton.api.tokens import is_loopback
 from kvbaton.control.addressing import check_authority
-from kvbaton.control.joining.enrolment import NEEDED, Credentials
+from kvbaton.control.joining.advertised_address import own_address
 from kvbaton.control.joining.join_token import TOKEN_ENV
-from kvbaton.control.joining.member_names import AUTO
-from kvbaton.control.joining.own_address import own_address
-from kvbaton.control.moriio import FORGET_S
+from kvbaton.control.joining.key_source import AUTO, NEEDED, Credentials
+from kvbaton.control.plain.announcer import FORGET_S
 from kvbaton.control.registry.registry_places import registry_places
 from kvbaton.node.pin_budget import PIN_SHARE, PIN_WAIT_S
 from kvbaton.node.turn_keeping import TurnSettings

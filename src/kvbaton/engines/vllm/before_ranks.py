@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbaton.engines.vllm.decode import NOTHING
-from kvbaton.engines.vllm.step_metadata import LoadVerdict
+from kvbaton.engines.side.instructions import NOTHING, LoadVerdict
 
 
 class BeforeRanks:

@@ -14,12 +14,12 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from kvbaton.engines.side.grouping import NULL_BLOCK_ID
 from kvbaton.node.epochs import EpochTable
 from kvbaton.observe.codes.saying import worth_saying
 
 log = logging.getLogger(__name__)
 
-NULL_BLOCK_ID = 0
 NEEDED = ("touch", "free_blocks", "blocks", "get_num_free_blocks")
 WATCHERS = "_reuse_watchers"
 """Of vLLM's pool: by block id, whom it tells of a reuse. `unpin_blocks` overwrites an entry without a word."""

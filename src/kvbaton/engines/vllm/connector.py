@@ -18,13 +18,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from kvbaton.engines.vllm import cache_specs, guard, plugin, supported, vllm_versions
-from kvbaton.engines.vllm.connector_settings import ConnectorSettings
-from kvbaton.engines.vllm.data_parallel import place_of
-from kvbaton.engines.vllm.guard import guarded, makes, returns
+from kvbaton.engines.side import guard
+from kvbaton.engines.side.guard import guarded, makes, returns
+from kvbaton.engines.vllm import plugin
+from kvbaton.engines.vllm.config import supported, vllm_versions
+from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
+from kvbaton.engines.vllm.config.data_parallel import place_of
+from kvbaton.engines.vllm.config.store_setup import enrolment_of
+from kvbaton.engines.vllm.memory import cache_specs
 from kvbaton.engines.vllm.scheduler_side import SchedulerSide
 from kvbaton.engines.vllm.step_metadata import BatonStep
-from kvbaton.engines.vllm.store_setup import enrolment_of
 from kvbaton.engines.vllm.vllm_stats import BatonMetrics, BatonStats, NoMetrics
 from kvbaton.engines.vllm.worker_side import WorkerSide
 

@@ -9,16 +9,16 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
+from kvbaton.engines.side.asks import Ask
+from kvbaton.engines.side.decode import DecodeSide
+from kvbaton.engines.side.instructions import LoadVerdict
+from kvbaton.engines.side.no_store import NoStore
+from kvbaton.engines.side.pin_admission import PinAdmission
+from kvbaton.engines.side.prefill import PrefillSide
+from kvbaton.engines.side.turns import TurnSide
 from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.engines.vllm.cache_resets import CacheResets
-from kvbaton.engines.vllm.decode import Decode
 from kvbaton.engines.vllm.early_claims import EarlyClaims
-from kvbaton.engines.vllm.no_store import NoStore
-from kvbaton.engines.vllm.pin_admission import PinAdmission
-from kvbaton.engines.vllm.prefill import Prefill
-from kvbaton.engines.vllm.step_metadata import LoadVerdict
-from kvbaton.engines.vllm.transfer_params import Ask
-from kvbaton.engines.vllm.vllm_turns import VllmTurns
 from kvbaton.engines.vllm.waiting import Waiting, status_aside
 from kvbaton.node.doorway import Doorway
 
@@ -35,11 +35,11 @@ class ConnectorParts:
         self,
         door: Doorway,
         pool: PinnedPool,
-        prefill: Prefill,
-        decode: Decode,
+        prefill: PrefillSide,
+        decode: DecodeSide,
         early: EarlyClaims,
         stored: NoStore,
-        turns: VllmTurns,
+        turns: TurnSide,
     ) -> None:
         self.door = door
         self.pool = pool

@@ -17,11 +17,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from kvbaton.engines.vllm.decode import Decode
-from kvbaton.engines.vllm.guard import guarded, returns
-from kvbaton.engines.vllm.request_content import takes_long
-from kvbaton.engines.vllm.transfer_params import ForeignLookup, Target, ask_of
-from kvbaton.engines.vllm.weights_epoch import WeightsEpoch
+from kvbaton.engines.side.asks import ForeignLookup, Target, ask_of
+from kvbaton.engines.side.decode import DecodeSide
+from kvbaton.engines.side.guard import guarded, returns
+from kvbaton.engines.vllm.content.request_content import takes_long
+from kvbaton.engines.vllm.content.weights_epoch import WeightsEpoch
 from kvbaton.protocol.errors import ProtocolError
 
 _CORE = "vllm.v1.engine.core"
@@ -34,7 +34,7 @@ class EarlyClaims:
     """Of one engine, which is known by its block pool."""
 
     def __init__(
-        self, pool: Any, decode: Decode, lookup: ForeignLookup, weights: WeightsEpoch, *, watches: bool
+        self, pool: Any, decode: DecodeSide, lookup: ForeignLookup, weights: WeightsEpoch, *, watches: bool
     ) -> None:
         self.pool = pool
         self.lookup = lookup

@@ -15,9 +15,9 @@ from __future__ import annotations
 import importlib
 import sys
 
-from kvbaton.engines.vllm.guard import guarded, returns
-from kvbaton.engines.vllm.launching import CONNECTOR
-from kvbaton.engines.vllm.parent_watch import watch_parent
+from kvbaton.engines.side.guard import guarded, returns
+from kvbaton.engines.vllm.launch.launching import CONNECTOR
+from kvbaton.engines.vllm.launch.parent_watch import watch_parent
 
 _FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
 DYNAMO = "dynamo.vllm.kv_connector_protocols"

@@ -20,18 +20,18 @@ from typing import Literal
 
 from kvbaton.control.address_book import moriio_address
 from kvbaton.control.addressing import ControlError
-from kvbaton.control.joining.enrolment import Enrolment
+from kvbaton.control.joining.key_source import Enrolment
 from kvbaton.control.keyring import Keyring
-from kvbaton.control.moriio import FORGET_S, MoriioAnnouncer
-from kvbaton.control.moriio import registration as moriio_registration
+from kvbaton.control.plain.announcer import FORGET_S, MoriioAnnouncer
+from kvbaton.control.plain.announcer import registration as moriio_registration
 from kvbaton.engines.vllm.block_pool import PinnedPool
-from kvbaton.engines.vllm.connector_settings import ConnectorSettings, Moriio
-from kvbaton.engines.vllm.data_parallel import DataParallelPlace
+from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings, Moriio
+from kvbaton.engines.vllm.config.data_parallel import DataParallelPlace
 from kvbaton.engines.vllm.request_states import RequestStates
 from kvbaton.engines.vllm.server_draining import DrainWatch
 from kvbaton.node.cluster_node import ClusterNode, ClusterSettings, EngineFacts, make_doorway
-from kvbaton.node.fullness import Fullness
 from kvbaton.node.observation import dump_on_signal
+from kvbaton.node.pin_budget import Fullness
 from kvbaton.node.prompt_account import PromptAccount
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.ids import WorkerId

@@ -5,17 +5,10 @@ Law: nothing here changes what becomes of a request, and what cannot be read of 
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from typing import Any
 
-from kvbaton.engines.vllm.guard import guarded, returns
+from kvbaton.engines.side.guard import guarded, returns
 from kvbaton.node.prompt_account import PromptAccount, word_of
-from kvbaton.observe.codes.saying import worth_saying
-from kvbaton.protocol.effects import End
-from kvbaton.protocol.errors import Reason
-
-log = logging.getLogger(__name__)
 
 NOTHING = "nothing"
 
@@ -32,23 +25,3 @@ def begun(account: PromptAccount, scheduled: Any) -> None:
     """A step is about to run: requests that are in it for the first time are computed from here on."""
     for new in scheduled.scheduled_new_reqs:
         account.begun(new.req_id, new.num_computed_tokens)
-
-
-class FailedLoads:
-    """What became of handoffs that failed: on the account, and in the log, of each reason the first few and then ever
-    fewer."""
-
-    def __init__(self, account: PromptAccount | None = None) -> None:
-        self._account = PromptAccount() if account is None else account
-        self._said: Counter[str] = Counter()
-
-    def say(self, request_id: str, end: End, *, recomputes: bool) -> None:
-        if end.delivered:
-            return
-        self._account.failed(request_id, str(end.reason))
-        if end.reason is Reason.ABORTED:
-            return
-        self._said[str(end.reason)] += 1
-        if worth_saying(self._said[str(end.reason)]):
-            what = "its prompt is computed here" if recomputes else "it fails"
-            log.warning("[no-kv] kvbaton: no KV for request %s (%s: %s); %s", request_id, end.reason, end.detail, what)

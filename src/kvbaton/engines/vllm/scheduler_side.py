@@ -20,34 +20,36 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.control.joining.enrolment import Enrolment
+from kvbaton.control.joining.key_source import Enrolment
 from kvbaton.control.registry.registry_messages import Role
-from kvbaton.engines.vllm import interpreter, prompt_counting, request_content
+from kvbaton.engines.side.asks import Ask, ForeignLookup, ParamsSource, Target, ask_of, wants_kv
+from kvbaton.engines.side.decode import DecodeSide, FailedLoads
+from kvbaton.engines.side.grouping import Grouping, Tables
+from kvbaton.engines.side.guard import guarded, makes, note, returns
+from kvbaton.engines.side.instructions import NOT_YET, NOTHING, Leaving, LoadVerdict
+from kvbaton.engines.side.load_admission import LoadAdmission
+from kvbaton.engines.side.no_store import NoStore
+from kvbaton.engines.side.prefill import PrefillSide
+from kvbaton.engines.side.store import StoreSide
+from kvbaton.engines.side.turns import TurnSide
+from kvbaton.engines.vllm import interpreter, prompt_counting
 from kvbaton.engines.vllm.before_ranks import BeforeRanks
 from kvbaton.engines.vllm.block_pool import PinnedPool, is_exact
-from kvbaton.engines.vllm.cache_specs import state_blocks
+from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
+from kvbaton.engines.vllm.config.data_parallel import DataParallelPlace
 from kvbaton.engines.vllm.connector_parts import ConnectorParts
-from kvbaton.engines.vllm.connector_settings import ConnectorSettings
-from kvbaton.engines.vllm.data_parallel import DataParallelPlace
-from kvbaton.engines.vllm.decode import NOT_YET, NOTHING, Decode
-from kvbaton.engines.vllm.drafting import lookahead
+from kvbaton.engines.vllm.content import request_content
+from kvbaton.engines.vllm.content.drafting import lookahead
+from kvbaton.engines.vllm.content.vllm_compat import compat_key
+from kvbaton.engines.vllm.content.weights_epoch import WeightsEpoch
 from kvbaton.engines.vllm.early_claims import EarlyClaims
-from kvbaton.engines.vllm.guard import guarded, makes, note, returns
-from kvbaton.engines.vllm.load_admission import LoadAdmission
-from kvbaton.engines.vllm.no_store import NoStore
+from kvbaton.engines.vllm.memory.cache_specs import state_blocks
+from kvbaton.engines.vllm.memory.vllm_layout import RankFacts, engine_layout, vllm_groups
 from kvbaton.engines.vllm.pacing import LOAD_NAP_S, NAP_S, Pace
-from kvbaton.engines.vllm.prefill import Prefill
 from kvbaton.engines.vllm.presence import Presence
 from kvbaton.engines.vllm.spoilt_cache import SpoiltCache
-from kvbaton.engines.vllm.step_metadata import BatonStep, Leaving, LoadVerdict, RankCard, StepDone
-from kvbaton.engines.vllm.store_side import Storing
-from kvbaton.engines.vllm.transfer_params import Ask, ForeignLookup, ParamsSource, Target, ask_of, wants_kv
-from kvbaton.engines.vllm.vllm_block_tables import Grouping, Tables
-from kvbaton.engines.vllm.vllm_compat import compat_key
-from kvbaton.engines.vllm.vllm_layout import RankFacts, engine_layout, vllm_groups
+from kvbaton.engines.vllm.step_metadata import BatonStep, RankCard, StepDone
 from kvbaton.engines.vllm.vllm_stats import Reporting
-from kvbaton.engines.vllm.vllm_turns import VllmTurns
-from kvbaton.engines.vllm.weights_epoch import WeightsEpoch
 from kvbaton.node.cluster_node import EngineFacts, new_life
 from kvbaton.node.doorway import DropBlocks, ForgetCached, LoadReport, UnpinBlocks
 from kvbaton.node.pin_budget import budget_of
@@ -155,15 +157,16 @@ class SchedulerSide:
         node.on_keys.append(lambda keyring: setattr(lookup, "ticket_key", keyring.ticket_keys[0]))
         batch, total = self._config.scheduler_config.max_num_batched_tokens, self._cache.num_blocks
         room = LoadAdmission(grouping, pool, batch) if recomputes else None
-        decode = Decode(door, pool, grouping, recomputes, keeps_prefix, self._count_end, room, total)
-        decode.failed = prompt_counting.FailedLoads(self.reporting.prompts)
+        requests = request_content.VllmRequests(grouping, getattr(self._cache, "hash_block_size", None) or 0)
+        decode = DecodeSide(door, pool, grouping, requests, recomputes, keeps_prefix, room, total)
+        decode.failed = FailedLoads(self.reporting.prompts, self.reporting.refused)
         stored = NoStore()
         if presence.shelf is not None:
             presence.shelf.wake_engine = news.set
-            stored = Storing(presence.shelf, door, pool, grouping, total)
-        prefill = Prefill(door, pool, grouping, getattr(self._cache, "hash_block_size", None) or 0)
+            stored = StoreSide(presence.shelf, door, pool, grouping, requests, total)
+        prefill = PrefillSide(door, pool, grouping, requests)
         takes = recomputes and self._config.kv_transfer_config.is_kv_consumer
-        turns = VllmTurns(door, pool, grouping, decode, self._settings.turns, blocks_total=total, takes=takes)
+        turns = TurnSide(door, pool, grouping, requests, decode, self._settings.turns, blocks_total=total, takes=takes)
         self.reporting.turn_figures = turns.taker.stats
         early = EarlyClaims(self._block_pool, decode, lookup, self._spoilt.weights, watches=self._decodes)
         return ConnectorParts(door, pool, prefill, decode, early, stored, turns)
@@ -209,7 +212,7 @@ class SchedulerSide:
             if self._decodes and wants_kv(request.kv_transfer_params):
                 live.decode.refused(request, End(error.reason, error.detail))
             return
-        is_used = ask is not None or isinstance(live.stored, Storing)
+        is_used = ask is not None or isinstance(live.stored, StoreSide)
         if is_used and not request_content.is_known(request):
             live.held[request.request_id] = ask
         else:
@@ -445,6 +448,3 @@ class SchedulerSide:
                     live.decode.fails(duty.request)
         live.stored.take()
         live.turns.do_duties()
-
-    def _count_end(self, end: End) -> None:
-        self.reporting.refused[str(end.reason)] += 1

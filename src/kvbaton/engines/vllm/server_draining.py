@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvbaton.control.registry.held_report import HeldReport
+from kvbaton.control.registry.member import HeldReport
 from kvbaton.control.registry.registry_group import RegistryGroup
 
 POLL_S = 0.5

@@ -12,9 +12,9 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+from kvbaton.engines.side.guard import note
 from kvbaton.engines.vllm.connector_parts import ConnectorParts
-from kvbaton.engines.vllm.guard import note
-from kvbaton.engines.vllm.weights_epoch import WeightsEpoch
+from kvbaton.engines.vllm.content.weights_epoch import WeightsEpoch
 from kvbaton.node.doorway import ForgetCached
 
 

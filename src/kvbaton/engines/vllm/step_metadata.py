@@ -13,27 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class LoadVerdict:
-    """How one load ended. One that ended badly is reported by every rank, once; of others vLLM hears without them."""
-
-    request_id: str
-    failed: bool = False
-    bad_blocks: tuple[int, ...] = ()  # not failed as a whole: these are to be computed again, the ones before are good
-
-    @property
-    def is_good(self) -> bool:
-        return not self.failed and not self.bad_blocks
-
-
-@dataclass(frozen=True, slots=True)
-class Leaving:
-    """A prompt that is read behind this step, or written from it: what the step adds to each group's blocks."""
-
-    lease: int
-    had: tuple[int, ...]
-    has: tuple[int, ...]
+from kvbaton.engines.side.instructions import Leaving, LoadVerdict
 
 
 @dataclass(slots=True)

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 import kvbaton
-from kvbaton.control.joining.member_names import AUTO
+from kvbaton.control.joining.key_source import AUTO
 from kvbaton.control.rank_names import data_parallel_name
-from kvbaton.engines.vllm import guard, prompt_counting
-from kvbaton.engines.vllm.guard import guarded, returns
+from kvbaton.engines.side import guard
+from kvbaton.engines.side.guard import guarded, returns
+from kvbaton.engines.vllm import prompt_counting
 from kvbaton.engines.vllm.metrics_outbox import Tray
 from kvbaton.engines.vllm.request_states import RequestStates
 from kvbaton.node.prompt_account import PromptAccount

@@ -14,14 +14,15 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.engines.side.guard import guarded, makes, returns
+from kvbaton.engines.side.instructions import Leaving
 from kvbaton.engines.vllm import interpreter
-from kvbaton.engines.vllm.caches import CPU, DeviceCache, HostCache, cache_of, planes_over
-from kvbaton.engines.vllm.connector_settings import ConnectorSettings
-from kvbaton.engines.vllm.guard import guarded, makes, returns
-from kvbaton.engines.vllm.layer_events import HostClock, LayerClock, spoken_of
-from kvbaton.engines.vllm.step_metadata import BatonStep, Leaving, RankCard, StepDone
-from kvbaton.engines.vllm.store_setup import rank_shelf
-from kvbaton.engines.vllm.vllm_layout import Parallel, RankFacts, rank_facts
+from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
+from kvbaton.engines.vllm.config.store_setup import rank_shelf
+from kvbaton.engines.vllm.memory.caches import CPU, DeviceCache, HostCache, cache_of, planes_over
+from kvbaton.engines.vllm.memory.layer_events import HostClock, LayerClock, spoken_of
+from kvbaton.engines.vllm.memory.vllm_layout import Parallel, RankFacts, rank_facts
+from kvbaton.engines.vllm.step_metadata import BatonStep, RankCard, StepDone
 from kvbaton.protocol.geometry.layout import GroupKind
 from kvbaton.protocol.geometry.progress import GroupProgress
 from kvbaton.protocol.ids import LeaseId

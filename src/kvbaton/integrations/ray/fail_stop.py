@@ -2,7 +2,7 @@
 
 Ray's handles notice the death of a replica's process with the next request, and one whose engine is dead only after
 three health checks; until then it answers each request with an error. The other direction is
-`engines.vllm.parent_watch`.
+`engines.vllm.launch.parent_watch`.
 
 Law: it ends for no other reason than Ray's own check of the engine's health.
 """

@@ -19,7 +19,7 @@ from ray.llm._internal.serve.core.server.builder import build_llm_deployment
 from ray.llm._internal.serve.engines.vllm.kv_transfer.factory import KVConnectorBackendFactory
 from ray.llm._internal.serve.serving_patterns.prefill_decode.builder import PDServingArgs
 
-from kvbaton.engines.vllm.launching import CONNECTOR
+from kvbaton.engines.vllm.launch.launching import CONNECTOR
 from kvbaton.integrations.ray.decode_replica import BatonDecodeServer, BatonPrefillServer
 from kvbaton.integrations.ray.orchestration_settings import FIELD, OrchestrationSettings
 from kvbaton.integrations.ray.replica_identity import KV_ROLES, RaySide, check_shared

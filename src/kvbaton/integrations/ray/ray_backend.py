@@ -15,8 +15,8 @@ from ray import serve
 from ray.llm._internal.serve.engines.vllm.kv_transfer.base import BaseConnectorBackend
 
 from kvbaton.api.params import Mode
-from kvbaton.engines.vllm import parent_watch
-from kvbaton.engines.vllm.launching import CONNECTOR
+from kvbaton.engines.vllm.launch import parent_watch
+from kvbaton.engines.vllm.launch.launching import CONNECTOR
 from kvbaton.integrations.ray import request_shaping
 from kvbaton.integrations.ray.orchestrator import MODE, NONCE
 from kvbaton.integrations.ray.replica_identity import joined, side_of

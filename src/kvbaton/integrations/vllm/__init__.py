@@ -16,7 +16,7 @@ def __getattr__(name: str) -> Any:
         try:
             from kvbaton.engines.vllm.connector import BatonConnector
         except ImportError as error:
-            from kvbaton.engines.vllm.vllm_versions import not_loaded
+            from kvbaton.engines.vllm.config.vllm_versions import not_loaded
 
             raise not_loaded(error) from error
         return BatonConnector

@@ -22,7 +22,7 @@ from kvbaton.observe.metrics.pressure_names import (  # listed with all others, 
 from kvbaton.observe.metrics.process_metric_names import OF_PROCESSES
 from kvbaton.observe.metrics.turn_metric_names import ROUTER_TURNS, TURN_BLOCKS, TURN_LOADS, TURN_TOKENS, TURNS
 from kvbaton.protocol.errors import Reason
-from kvbaton.transports.builtin_entries import PLANES
+from kvbaton.transports.builtin_entries import DISTRIBUTIONS, PLANES
 from kvbaton.transports.catalogue_entry import SUMS
 from kvbaton.transports.core.refusals import Cause
 
@@ -36,7 +36,7 @@ SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.
 SIZES = tuple(float(1 << power) for power in range(12, 36, 2))
 
 _REASONS = tuple(sorted(Reason))
-_PLANES = tuple(name + sums for name in PLANES for sums in ("", SUMS))
+_PLANES = tuple(name + sums for name in (*PLANES, *DISTRIBUTIONS) for sums in ("", SUMS))
 MODE = Label("mode", ("pull", "stream", "push", "alone"), "how the KV moved; `alone`: D computed the prompt itself")
 TRANSPORT = Label("transport", _PLANES, "the data plane")
 END = Label("end", (DELIVERED, *_REASONS), "`delivered`, or the reason (`kvbaton explain REASON`)")

@@ -20,15 +20,15 @@ from collections.abc import Callable, Sequence
 
 from kvbaton.api.api_errors import unavailable
 from kvbaton.api.gather import cancel
-from kvbaton.api.http_common import run as run_loop
+from kvbaton.api.http.http_server import attended
+from kvbaton.api.http.http_types import REQUEST_ID, Answer, Request
+from kvbaton.api.http.server_loop import run as run_loop
 from kvbaton.observe.flight.collector import FLIGHTS_PER_S, Gathering
 from kvbaton.observe.flight.flight_records import Flight
 from kvbaton.processes import process_logs
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.app import Router, RouterParts, router_app
 from kvbaton.router.hops import Hops
-from kvbaton.router.http.http_server import attended
-from kvbaton.router.http.http_types import REQUEST_ID, Answer, Request
 from kvbaton.router.processes import merged_stats
 from kvbaton.router.processes.process_link import (
     ChildReady,

@@ -22,6 +22,7 @@ import msgspec
 
 from kvbaton.api.api_errors import ApiError, internal
 from kvbaton.api.gather import cancel
+from kvbaton.api.http.http_types import Answer, Handler, Request, error_answer, url_of
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.metrics import process_metrics
 from kvbaton.processes import process_logs
@@ -29,8 +30,6 @@ from kvbaton.processes.child_process import ChildError
 from kvbaton.router.app import OPERATORS_PATHS, Board, Pages, RouterParts, WorkerCare
 from kvbaton.router.front_secrets import FrontSecrets
 from kvbaton.router.hops import Hops
-from kvbaton.router.http.http_server import url_of
-from kvbaton.router.http.http_types import Answer, Handler, Request, error_answer
 from kvbaton.router.operator_access import FlightsPage, Show
 from kvbaton.router.operator_api import OperatorApi
 from kvbaton.router.processes import merged_stats, shared_port

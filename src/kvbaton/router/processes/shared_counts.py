@@ -24,8 +24,8 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from kvbaton.api.http.client_quotas import ClientQuotas
 from kvbaton.protocol.ids import PeerId
-from kvbaton.router.client_quotas import ClientQuotas
 from kvbaton.router.router_stats import RouterStats
 from kvbaton.router.workers.prefixes import HOLDERS_MAX, Prefixes
 from kvbaton.router.workers.worker_load import Loads

@@ -14,8 +14,8 @@ import logging
 import socket
 from collections.abc import Sequence
 
-from kvbaton.api.http_common import BACKLOG, port_error
-from kvbaton.router.http.http_server import HttpServer
+from kvbaton.api.http.http_server import HttpServer
+from kvbaton.api.http.server_loop import BACKLOG, port_error
 from kvbaton.router.processes.shared_counts import CONNECTIONS, OPEN, SharedCounts
 
 log = logging.getLogger(__name__)

@@ -27,16 +27,15 @@ import msgspec
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.protocol.numbers import Number, Port
 from kvbaton.security import sealing
+from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.security.records import load
 from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.catalogue_entry import summed
-from kvbaton.transports.checksum import checksum_endpoint
 from kvbaton.transports.checksum.checksum_client import Question, SumLink
-from kvbaton.transports.checksum.checksum_comparison import Comparison
-from kvbaton.transports.checksum.checksum_endpoint import CAN, CANNOT, INSISTS, SumEndpoint
 from kvbaton.transports.checksum.checksum_memory import HostSums, Sums
-from kvbaton.transports.checksum.checksum_portions import Checksum, portions
+from kvbaton.transports.checksum.checksum_portions import Checksum, described, difference, portions
 from kvbaton.transports.checksum.checksum_service import SumService
 from kvbaton.transports.core.device_memory import mapped_bytes_of
 from kvbaton.transports.core.jobs import CopyJob
@@ -51,6 +50,7 @@ from kvbaton.transports.core.transport import (
     LendingTransport,
     Loan,
     PageTable,
+    Spans,
 )
 from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.tcp.tcp_client import TcpRoute
@@ -149,11 +149,11 @@ class SummedTransport(PlaneShell[SumLink]):
         secret = self._service.keyring.mint(peer)
         seals = INSISTS if config.must_seal else CAN if sealing.can_seal() else CANNOT
         there = SumEndpoint(config.advertise or config.host, port, secret, inner, seals)
-        return checksum_endpoint.pack(there, self._sums.kind)
+        return pack(there, self._sums.kind)
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
         """ValueError, naming `checksum`, for a peer without a checksum service; and as of any encrypted connection."""
-        there = checksum_endpoint.parse(peer, endpoint, self._sums.kind)
+        there = parse(peer, endpoint, self._sums.kind)
         insists, able = there.seals == INSISTS, there.seals != CANNOT
         sealed = sealing.agree(str(peer), self._config.encrypt, there.host, insists, able)
         if sealed:
@@ -310,3 +310,93 @@ class SummedTransport(PlaneShell[SumLink]):
     def _end_comparisons(self, peer: PeerId, reason: Reason, detail: str) -> None:
         for comparison in [each for each in self._comparisons.values() if each.job.copy.peer == peer]:
             self._stop(comparison.job, self._links.get(peer), reason, detail)
+
+
+class Comparison:
+    """One landed copy while its bytes are compared: each portion's digests, from both sides, in any order; pure.
+
+    Law: it agrees only when both sides have given the digests of every portion and all of them were equal. The caller
+    holds the lock of the jobs.
+    """
+
+    def __init__(self, job: CopyJob, portions: list[Spans]) -> None:
+        self.job = job
+        self.portions = portions
+        self._left = len(portions)
+        self._halves: dict[int, bytes] = {}  # by portion, of the side that came first
+
+    @property
+    def agrees(self) -> bool:
+        return not self._left
+
+    def hear(self, index: int, digests: bytes) -> str:
+        """The difference, if it is known now; otherwise nothing."""
+        first = self._halves.pop(index, None)
+        if first is None:
+            self._halves[index] = digests
+            return ""
+        row = difference(first, digests)
+        if row is not None:
+            return described(self.job.copy, self.portions[index], row)
+        self._left -= 1
+        return ""
+
+
+VERSION = b"sum1"
+VERSIONS = {"host": VERSION, "device": b"sum2"}
+"""By the kind of digest: xxh3, or what a device computes (`checksum_device`)."""
+
+BYTES_MAX = 1024  # as in `protocol.messages.Endpoints`
+
+
+CANNOT, CAN, INSISTS = range(3)
+
+
+class SumEndpoint(msgspec.Struct, frozen=True, array_like=True):
+    """The address of the checksum service, and the endpoint of the transport itself.
+
+    Law: an endpoint without a checksum service is refused by name, never treated as one that needs no checking; and so
+    is one whose digests are of another kind than ours (`checksum_memory`), which would always differ.
+    """
+
+    host: str
+    port: Port
+    secret: bytes
+    inner: bytes
+    seals: Number = CANNOT  # versions that could not encrypt omit it
+
+
+def is_summed(endpoint: bytes) -> bool:
+    """Whether the sender of `endpoint` has a checksum service."""
+    return endpoint.startswith(tuple(VERSIONS.values()))
+
+
+def pack(endpoint: SumEndpoint, kind: str = "host") -> bytes:
+    packed = VERSIONS[kind] + msgspec.msgpack.encode(endpoint)
+    if len(packed) > BYTES_MAX:
+        raise ValueError(
+            f"checksum: the endpoint is {len(packed)} bytes with its checksum service, at most {BYTES_MAX} are allowed"
+        )
+    return packed
+
+
+def parse(peer: PeerId, data: bytes, kind: str = "host") -> SumEndpoint:
+    """ValueError for anything but an endpoint with a checksum service of that kind."""
+    if not is_summed(data):
+        raise ValueError(
+            f"checksum: {peer} offers no checksums, so its bytes cannot be compared with ours; "
+            "set checksum on both sides, or to off on both"
+        )
+    if not data.startswith(VERSIONS[kind]):
+        raise ValueError(
+            f"checksum: {peer} has its digests of another kind of memory than ours, {kind} memory, and they cannot be "
+            "compared; keep the caches of both sides in the same kind of memory, or set checksum to off on both"
+        )
+    try:
+        there = msgspec.msgpack.decode(data[len(VERSION) :], type=SumEndpoint)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"not an endpoint with a checksum service: {error}") from None
+    ipaddress.ip_address(there.host)
+    if not 0 < there.port < 1 << 16 or len(there.secret) != SECRET_BYTES:
+        raise ValueError("the endpoint's checksum service has no usable port or secret")
+    return there

@@ -15,6 +15,8 @@ Laws:
 
 from __future__ import annotations
 
+import queue
+import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +25,6 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.transports.core.device_event_wait import DeviceEventWait
 from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.core.loans import Loans, engine_of
 from kvbaton.transports.core.mover import choose_mover
@@ -407,3 +408,34 @@ class ServingShell(PlaneShell[LinkT]):
 
         for index, loop in enumerate(self._loops):
             loop.call(partial(on_loop, index))
+
+
+class DeviceEventWait:
+    """Waits for device events on its own thread, started by the first, so that no mover ever waits for one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[tuple[DeviceEvent, Callable[[str], None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def wait(self, event: DeviceEvent, then: Callable[[str], None]) -> None:
+        """Call `then` with "" once the device is done, or with the error."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._queue.put((event, then))
+
+    def close(self, join_s: float) -> None:
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(join_s)  # bounded: a device that hangs keeps a daemon thread, nothing else
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            event, then = item
+            try:
+                event.synchronize()
+            except Exception as error:  # noqa: BLE001 - a device library's own errors; they fail one copy
+                then(f"the device event failed: {error!r}")
+            else:
+                then("")

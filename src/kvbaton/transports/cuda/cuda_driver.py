@@ -17,14 +17,16 @@ import ctypes
 import logging
 import threading
 from functools import cached_property
+from importlib import resources
 from typing import Any, Protocol
-
-from kvbaton.transports.cuda.cuda_ptx import DIGEST, MOVE, PTX, THREADS
 
 log = logging.getLogger(__name__)
 
 LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
+KERNELS = "cuda_move.ptx"  # a file of this package: `cuda_move.cu`, compiled
+MOVE, DIGEST = b"kvbaton_move", b"kvbaton_digest"
+THREADS = 1024  # of a block, as the kernels are written
 SHARE = 1.0
 """Of a device's multiprocessors, for all copies and digests of a process together, one bounded launch at a time.
 `bench.device_share` measures what a copy loses by less, and what others lose by more: on an H200 a decode step beside
@@ -106,7 +108,7 @@ class Gpu(Protocol):
         """One launch over a table that the device reaches, as `cuda_table` writes it: these of all groups' rows."""
 
     def digest_rows(self, table: int, groups: int, rows: range, stream: int) -> None:
-        """As `move_rows`; but each row's digest is written, 8 bytes, to its target (`cuda_digest`)."""
+        """As `move_rows`; but each row's digest is written, 8 bytes, to its target (`checksum_device`)."""
 
 
 class _CopyLane:
@@ -129,8 +131,8 @@ class _Handle(ctypes.Structure):
 class CudaGpu:
     """A real device, by its number among those that are visible."""
 
-    def __init__(self, device: int, share: float = SHARE, ptx: str = PTX) -> None:
-        """ImportError without a driver, CudaError without such a device."""
+    def __init__(self, device: int, share: float = SHARE, ptx: str = "") -> None:
+        """ImportError without a driver, CudaError without such a device. `ptx`: other kernels than this package's."""
         check_share(share)
         self._cuda = load()
         self.device = device
@@ -154,7 +156,7 @@ class CudaGpu:
             self._lane = _lanes.setdefault(device, _CopyLane())
         with self:
             module = ctypes.c_void_p()
-            self._ask("cuModuleLoadData", ctypes.byref(module), ptx.encode())
+            self._ask("cuModuleLoadData", ctypes.byref(module), (ptx or kernels()).encode())
             for entry in (MOVE, DIGEST):
                 function = self._functions[entry] = ctypes.c_void_p()
                 self._ask("cuModuleGetFunction", ctypes.byref(function), module, entry)
@@ -350,6 +352,11 @@ def check_share(share: float) -> None:
     """ValueError unless it is a share of a device."""
     if not 0 < share <= 1:
         raise ValueError(f"share: got {share}, expected above 0 and at most 1: a part of the device's multiprocessors")
+
+
+def kernels() -> str:
+    """The kernels as PTX, which the driver translates for its device: read where there is one, not when imported."""
+    return (resources.files(__package__) / KERNELS).read_text()
 
 
 def load() -> ctypes.CDLL:

@@ -11,8 +11,8 @@
 //
 // Copies, of any length and any alignment: what is aligned to 16 goes 16 bytes at a time, several loads of a thread under
 // way at once; where target and source lie alike modulo 16 or 4, all but the ragged ends goes by such words; else byte by
-// byte. Digests: see cuda_digest.py, which says what they are and computes the same.
-// `cuda_ptx.py` is this file, compiled: `python tools/cuda_ptx.py` after a change (a test compares the two).
+// byte. Digests: see checksum_device.py, which says what they are and computes the same.
+// `cuda_move.ptx` is this file, compiled: `python tools/cuda_ptx.py` after a change (a test compares the two).
 
 #ifndef TEAM
 #define TEAM 128

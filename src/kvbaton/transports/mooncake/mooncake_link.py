@@ -23,9 +23,8 @@ import msgspec
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.transports.core.jobs import CopyJob, Jobs
-from kvbaton.transports.mooncake.mooncake_dial import POLL_S, POLL_S_MAX, DialFailed, dial
-from kvbaton.transports.mooncake.mooncake_endpoint import MooncakeEndpoint
-from kvbaton.transports.mooncake.mooncake_engine import MooncakeEngine
+from kvbaton.transports.mooncake.mooncake_endpoint import MARK_BYTES, MooncakeEndpoint
+from kvbaton.transports.mooncake.mooncake_engine import MooncakeEngine, SliceState, address_of
 from kvbaton.transports.mooncake.mooncake_reads import MooncakePart, ReadFailed, Reads
 from kvbaton.transports.net.socket_loop import SocketLoop
 
@@ -231,3 +230,53 @@ class MooncakeLink:
                 self._silent = True
                 owner, limit_s = self.there.owner, self._patience.dial_s
                 self._fail_queue((Reason.UNREACHABLE, f"{owner} did not answer within {limit_s} s"))
+
+
+POLL_S = 0.0001
+POLL_S_MAX = 0.01
+
+
+class DialFailed(Exception):
+    """Why a peer could not be reached."""
+
+
+def dial(
+    make: Callable[[], MooncakeEngine], there: MooncakeEndpoint, dial_s: float, given_up: Callable[[], bool]
+) -> MooncakeEngine:
+    """Reaches the peer; waits for it, up to `dial_s` once it has answered at all: see `MooncakeEngine.start_read`.
+
+    Law: an engine is returned only after it has read the right mark where the peer said it would be; otherwise it is
+    closed, and nothing is left behind.
+    """
+    try:
+        engine = make()
+    except OSError as error:
+        raise DialFailed(str(error)) from error
+    try:
+        _check_mark(engine, there, dial_s, given_up)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def _check_mark(engine: MooncakeEngine, there: MooncakeEndpoint, dial_s: float, given_up: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + dial_s
+    mark = memoryview(bytearray(MARK_BYTES))
+    number = engine.start_read(there.session, address_of(mark), there.mark_address, MARK_BYTES)
+    state = SliceState.MOVING if number else SliceState.FAILED
+    wait_s = POLL_S
+    try:
+        while state is SliceState.MOVING:
+            if time.monotonic() > deadline or given_up():
+                raise DialFailed(f"{there.owner} did not answer within {dial_s} s")
+            time.sleep(wait_s)
+            wait_s = min(POLL_S_MAX, 2 * wait_s)
+            state = engine.state(number)
+    finally:
+        if state is SliceState.MOVING:
+            engine.close()  # while `mark` is still there for it to land in
+    if state is SliceState.FAILED:
+        raise DialFailed(f"cannot reach {there.owner} at {there.session}")
+    if mark != there.mark:
+        raise DialFailed(f"the process at {there.session} is not {there.owner}")

@@ -18,6 +18,10 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.transports.core.jobs import CopyJob, Jobs
@@ -25,8 +29,8 @@ from kvbaton.transports.core.transport import Direction, Spans
 from kvbaton.transports.core.turn_thread import TurnThread
 from kvbaton.transports.cuda.cuda_driver import CudaError, Gpu
 from kvbaton.transports.nixl.nixl_agent import Agent, NixlError
-from kvbaton.transports.nixl.nixl_links import NixlLink, NixlPart, NixlRemote, plan_of
-from kvbaton.transports.nixl.nixl_lists import Lists, NixlPlace
+from kvbaton.transports.nixl.nixl_endpoint import NixlEndpoint
+from kvbaton.transports.nixl.nixl_lists import ListChoice, Lists, NixlPlace
 
 log = logging.getLogger(__name__)
 
@@ -287,3 +291,56 @@ class NixlMover:
             if self._gpu is not None and self._life:
                 self._gpu.drop_event(self._life)
         self._unproven.clear()
+
+
+@dataclass(slots=True, eq=False)
+class NixlRemote:
+    """An agent that NIXL knows, and what is under way with it."""
+
+    there: NixlEndpoint
+    lists: Lists
+    links: set[NixlLink] = field(default_factory=set)
+    parts: int = 0
+    lost: bool = False  # NIXL has given up the connection
+    reached: bool = False  # something arrived, so there was a connection
+
+
+@dataclass(slots=True, eq=False)
+class NixlPlan:
+    """How the parts of one copy, from the first that was begun with `remote`, are named to NIXL."""
+
+    job: CopyJob
+    remote: NixlRemote
+    here: ListChoice
+    there: ListChoice
+    done: int = 0  # spans
+
+
+@dataclass(slots=True, eq=False)
+class NixlLink:
+    """One peer as it was connected, and the copies that wait for it."""
+
+    there: NixlEndpoint
+    waiting: deque[CopyJob] = field(default_factory=deque)
+    remote: NixlRemote | None = None
+    plan: NixlPlan | None = None
+
+
+@dataclass(slots=True, eq=False)
+class NixlPart:
+    """A request that NIXL has not ended."""
+
+    job: CopyJob
+    remote: NixlRemote
+    request: int
+
+
+def plan_of(link: NixlLink, remote: NixlRemote, job: CopyJob, parts: Sequence[Spans], mine: Lists) -> NixlPlan:
+    """The plan of `job`, made when its first part begins; `parts` are those that have not begun yet."""
+    plan = link.plan
+    if plan is None or plan.job is not job or plan.remote is not remote:
+        rows = np.concatenate([np.frombuffer(part, np.int64).reshape(-1, 3) for part in parts])
+        here = mine.choose(job.copy.local_region, rows[:, 0], rows[:, 2])
+        there = remote.lists.choose(job.copy.remote_region, rows[:, 1], rows[:, 2])
+        plan = link.plan = NixlPlan(job, remote, here, there)
+    return plan

@@ -42,9 +42,8 @@ from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu
 from kvbaton.transports.cuda.cuda_event_wait import quiet_event
 from kvbaton.transports.nixl.nixl_agent import Agent, NixlError
 from kvbaton.transports.nixl.nixl_endpoint import NixlEndpoint, name_agent, pack, parse, this_life
-from kvbaton.transports.nixl.nixl_links import NixlLink
 from kvbaton.transports.nixl.nixl_lists import NixlPlace, merged, without_empty
-from kvbaton.transports.nixl.nixl_mover import NixlMover
+from kvbaton.transports.nixl.nixl_mover import NixlLink, NixlMover
 
 CLOSE_S = 5.0
 PART_BYTES = range(4 << 20, 128 << 20)

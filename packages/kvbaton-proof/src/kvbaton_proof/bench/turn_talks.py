@@ -6,49 +6,31 @@ client's. Answers are compared: greedy, they must be the same. Figures are media
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
 import statistics
-import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from typing import Any
 
 import aiohttp
 import msgspec
 
 from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.local_cluster.embedded_cluster import ClusterPlan, Startable, places, running
-from kvbaton.local_cluster.vllm_cluster import VllmPlan
-from kvbaton.local_cluster.vllm_engine import ServerOptions, VllmHandoff
+from kvbaton.local_cluster.vllm_cluster import TINY_KINDS, TINY_SEED, VllmPlan
+from kvbaton.local_cluster.vllm_engine import ServerOptions, VllmHandoff, fetch, find_python, tiny_model
 from kvbaton.processes.child_process import Say
+from kvbaton.processes.operator_control import told_to_stop
 from kvbaton.router.router_settings import Fallback, RouterSettings
+from kvbaton_proof.bench.kit.lab_pages import Findings, Table
+from kvbaton_proof.bench.load.open_loop import request_body, streamed
 
 TARGETS = ("turns", "plain", "aggregated")
 KEEP_S = 300.0
 REQUEST_S = 300.0
 _WORKER = WorkerOptions(name="p0", role="prefill", keys="-", registry="tcp://127.0.0.1:1", blocks=4096)
-_WORDS = [
-    "a",
-    "baton",
-    "is",
-    "handed",
-    "over",
-    "by",
-    "the",
-    "runner",
-    "who",
-    "has",
-    "it",
-    "to",
-    "the",
-    "runner",
-    "who",
-    "will",
-    "have",
-    "it",
-    "next",
-]
+_WORDS = (
+    "a", "baton", "is", "handed", "over", "by", "the", "runner", "who", "has", "it", "to", "the", "runner", "who",
+    "will", "have", "it", "next",
+)  # fmt: skip
 
 
 class TalkShape(msgspec.Struct, frozen=True):
@@ -76,29 +58,38 @@ class TalkReport(msgspec.Struct, kw_only=True):
         return self.wrong == 0
 
 
+def server_of(python: str | None, shape: TalkShape) -> ServerOptions:
+    """vLLM with a tiny model, made now if need be, and room for a whole conversation."""
+    python = find_python(python)
+    context = shape.first + shape.turns * (shape.answer + shape.more)
+    model = tiny_model(python, TINY_KINDS[0], TINY_SEED)
+    return ServerOptions(python=python, model=str(model), served_name="tiny", max_model_len=max(2048, context + 64))
+
+
 def plans(server: ServerOptions | None) -> dict[str, Startable]:
     """The three clusters; without `server` of embedded engines."""
-    found: dict[str, Startable] = {}
+    made: dict[str, Startable] = {}
     for name in TARGETS:
         alone, turn_s = name == "aggregated", KEEP_S if name == "turns" else 0.0
         settings = RouterSettings(turn_s=turn_s, fallback=Fallback.LOCAL if alone else Fallback.STRICT)
         if server is not None:
             handoff = VllmHandoff(name="-", keys="-", registry="-", http_address="-", turn_s=turn_s)
             where = tuple(places(0 if alone else 1, 1, 1, 1))
-            found[name] = VllmPlan(places=where, server=server, handoff=handoff, settings=settings)
+            made[name] = VllmPlan(places=where, server=server, handoff=handoff, settings=settings)
         else:
             worker = msgspec.structs.replace(_WORKER, turn_s=turn_s)
-            found[name] = ClusterPlan(
+            made[name] = ClusterPlan(
                 prefills=0 if alone else 1, decodes=1, tp_prefill=1, tp_decode=1, worker=worker, settings=settings
             )
-    return found
+    return made
 
 
-async def measured(
-    engine: str, server: ServerOptions | None, shape: TalkShape, say: Say, stop: asyncio.Event
-) -> TalkReport:
+async def measured(engine: str, server: ServerOptions | None, shape: TalkShape, say: Say) -> TalkReport:
+    """All conversations. RuntimeError if a turn is not answered in full."""
     async with contextlib.AsyncExitStack() as stack:
-        urls, session = {}, await stack.enter_async_context(aiohttp.ClientSession())
+        stop = stack.enter_context(told_to_stop())
+        limit = aiohttp.ClientTimeout(total=REQUEST_S)
+        urls, session = {}, await stack.enter_async_context(aiohttp.ClientSession(timeout=limit))
         for name, plan in plans(server).items():
             say(f"starting {name}")
             cluster = await stack.enter_async_context(running(plan, say, stop))
@@ -109,18 +100,30 @@ async def measured(
         for number in range(shape.conversations + 1):  # the first warms all of them up
             talk = _Talk(random.Random(number), shape, server is not None)
             for turn in range(shape.turns):
-                said = {}
+                answers = {}
                 for name in (*TARGETS[number % 3 :], *TARGETS[: number % 3]):
-                    said[name], seconds = await streamed_turn(session, urls[name], model, talk.prompt, shape.answer)
+                    answer, seconds = await streamed_turn(session, urls[name], model, talk.prompt, shape.answer)
+                    answers[name] = answer
                     if number:
                         times[name][turn].append(seconds)
-                wrong += sum(answer != said["aggregated"] for answer in said.values())
-                talk.go_on(said["aggregated"])
+                wrong += sum(answer != answers["aggregated"] for answer in answers.values())
+                talk.go_on(answers["aggregated"])
             say(f"{number} of {shape.conversations} conversations")
-        stats = await _stats(session, urls["turns"])
-        taken = None if server is not None else await _taken(session, urls["turns"])
+        stats = dict(msgspec.json.decode(await fetch(f"{urls['turns']}/stats"))["turns_total"])
+        taken = None if server is not None else await _taken(urls["turns"])
     medians = {name: [round(1e3 * statistics.median(each), 2) for each in of] for name, of in times.items()}
     return TalkReport(engine=engine, shape=shape, ttft_ms=medians, taken_tokens=taken, turns=stats, wrong=wrong)
+
+
+def findings(report: TalkReport) -> Findings:
+    head = ("target", *(f"turn {turn + 1}" for turn in range(report.shape.turns)))
+    rows = [[name, *(f"{ms:.1f}" for ms in report.ttft_ms[name])] for name in TARGETS]
+    title = f"time to first token, ms, median of {report.shape.conversations} conversations ({report.engine} engines)"
+    return Findings(
+        title="turns of conversations", about="", command="kvbaton bench turns", tables=[Table(head, rows, title)],
+        lines=[f"turns {report.turns}, tokens taken from D {report.taken_tokens}"],
+        wrong=[f"wrong answers: {report.wrong}"] * (not report.is_right),
+    )  # fmt: skip
 
 
 class _Talk:
@@ -128,12 +131,12 @@ class _Talk:
         self._rng = rng
         self._shape = shape
         self._tokens = tokens
-        self.prompt: str | list[int] = self._said(shape.first)
+        self.prompt: str | list[int] = self._words(shape.first)
 
     def go_on(self, answer: str | list[int]) -> None:
-        self.prompt = self.prompt + answer + self._said(self._shape.more)  # type: ignore[operator]
+        self.prompt = self.prompt + answer + self._words(self._shape.more)  # type: ignore[operator]
 
-    def _said(self, count: int) -> str | list[int]:
+    def _words(self, count: int) -> str | list[int]:
         if self._tokens:
             return [self._rng.randrange(5, 95) for _ in range(count)]
         words = ""
@@ -145,47 +148,18 @@ class _Talk:
 async def streamed_turn(
     session: aiohttp.ClientSession, url: str, model: str, prompt: str | list[int], answer: int
 ) -> tuple[str | list[int], float]:
-    """The answer, in the kind of the prompt, and the seconds to its first token."""
-    tokens = not isinstance(prompt, str)
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": answer,
-        "temperature": 0,
-        "stream": True,
-        "ignore_eos": True,
-    }
-    body |= {"return_token_ids": True} if tokens else {}
-    begun, first = time.monotonic(), 0.0
-    text = ""
-    ids: list[int] = []
-    limit = aiohttp.ClientTimeout(total=REQUEST_S)
-    async with session.post(f"{url}/v1/completions", json=body, timeout=limit) as got:
-        got.raise_for_status()
-        async for event in _events(got):
-            first = first or time.monotonic() - begun
-            for choice in event.get("choices", ()):
-                text += choice.get("text") or ""
-                ids += choice.get("token_ids") or []
-    return (ids if tokens else text), first
+    """The answer, in the kind of the prompt, and the seconds to its first token. RuntimeError if it is not whole."""
+    is_tokens = not isinstance(prompt, str)
+    more = {"return_token_ids": True} if is_tokens else {}
+    stream = await streamed(session, url, request_body(prompt, answer, model=model, **more))
+    whole = stream if isinstance(stream, str) else stream.answer(answer)
+    if isinstance(stream, str) or isinstance(whole, str):
+        raise RuntimeError(f"a turn was not answered: {whole}")
+    return (stream.ids if is_tokens else "".join(stream.text)), whole.ttft_s
 
 
-async def _events(got: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    async for line in got.content:
-        if line.startswith(b"data: {"):
-            yield msgspec.json.decode(line[6:])
-
-
-async def _stats(session: aiohttp.ClientSession, url: str) -> dict[str, int]:
-    async with session.get(f"{url}/stats") as got:
-        return dict((await got.json())["turns_total"])
-
-
-async def _taken(session: aiohttp.ClientSession, url: str) -> float:
-    async with session.get(f"{url}/workers") as got:
-        workers: Sequence[Mapping[str, str]] = (await got.json())["workers"]
-    total = 0.0
-    for each in workers:
-        async with session.get(f"{each['url']}/stats") as got:
-            total += (await got.json())["turn_tokens_total"]
-    return total
+async def _taken(url: str) -> float:
+    """Tokens that P did not compute, because D had them."""
+    workers = msgspec.json.decode(await fetch(f"{url}/workers"))["workers"]
+    stats = [msgspec.json.decode(await fetch(f"{each['url']}/stats")) for each in workers]
+    return float(sum(each["turn_tokens_total"] for each in stats))

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from kvbaton_proof.chaos.fault_catalogue import KNOWN, Moment, Target
 from kvbaton_proof.chaos.liars import lies
+from kvbaton_proof.rig.connectors import CONNECTORS
 
 STEPS_MAX = 100_000
 SECONDS_MAX = 5 * 86400
@@ -55,13 +56,15 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     name: str  # random or standard
     seed: int
     engine: Literal["embedded", "vllm"]
-    connector: Literal["kvbaton", "nixl"] = "kvbaton"
+    connector: str = "kvbaton"  # of `rig.connectors`
     prefills: Annotated[int, Meta(ge=1, le=16)] = 2
     decodes: Annotated[int, Meta(ge=1, le=16)] = 2
     seconds: Seconds = 180.0
     steps: Annotated[tuple[Step, ...], Meta(max_length=STEPS_MAX)] = ()
 
     def __post_init__(self) -> None:
+        if self.connector not in CONNECTORS:
+            raise ValueError(f"connector: got {self.connector!r}, expected one of {', '.join(CONNECTORS)}")
         if self.engine != "embedded":
             return
         engines = {f"p{n}" for n in range(self.prefills)} | {f"d{n}" for n in range(self.decodes)}

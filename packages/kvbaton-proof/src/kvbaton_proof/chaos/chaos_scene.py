@@ -19,6 +19,7 @@ import aiohttp
 
 from kvbaton.api.params import Mode
 from kvbaton_proof.chaos.board import Board
+from kvbaton_proof.chaos.breakpoints import BreakpointServer
 from kvbaton_proof.chaos.chaos_load import LATE_S, Load
 from kvbaton_proof.chaos.chaos_plan import Step
 from kvbaton_proof.chaos.fault_catalogue import Moment
@@ -26,7 +27,6 @@ from kvbaton_proof.chaos.fleet import Fleet
 from kvbaton_proof.chaos.judged_request import Prompt, Way, ask
 from kvbaton_proof.chaos.liars.lies import Tally
 from kvbaton_proof.chaos.members import ROUTER
-from kvbaton_proof.chaos.moments import Hand
 from kvbaton_proof.chaos.network.wires import Network
 
 REACH_S = 30.0
@@ -40,7 +40,7 @@ class Scene:
 
     fleet: Fleet
     network: Network
-    hand: Hand
+    breakpoints: BreakpointServer
     load: Load
     board: Board
     session: aiohttp.ClientSession
@@ -76,7 +76,7 @@ class Scene:
             yield ""
             return
         who = "" if step.target == ROUTER else step.target  # a router has part in every handoff
-        async with self.hand.caught(step.moment, who, REACH_S) as reached:
+        async with self.breakpoints.caught(step.moment, who, REACH_S) as reached:
             if reached is None:
                 self.moments["missed"] += 1
                 self.problems.append(f"{step.title()}: done at another moment, since {step.moment} was not reached")

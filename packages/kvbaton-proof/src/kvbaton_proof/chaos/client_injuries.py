@@ -24,7 +24,6 @@ from kvbaton_proof.chaos.chaos_plan import Step
 from kvbaton_proof.chaos.chaos_scene import Scene
 from kvbaton_proof.chaos.judged_request import Found, Prompt, Way, ask, body_of, take_chunk
 from kvbaton_proof.chaos.members import LEASE_S, ROUTER
-from kvbaton_proof.chaos.poisons import POISONS
 
 FLOOD = 160
 EXHAUSTING = 20
@@ -35,6 +34,12 @@ RECEIVE_BYTES = 2048
 POISON_S = 15.0
 TICKET_S = 20.0
 """How long a P that gives a ticket is looked for: it may be starting again."""
+
+DEEP = 20_000
+HUGE_CHARS = 5 << 20
+"""More than any door takes."""
+LONG_CHARS = 20_000
+"""More than the model's context."""
 
 _MODES = tuple(Mode)
 
@@ -196,6 +201,43 @@ def _judge_stream(prompt: Prompt, data: bytes) -> tuple[Verdict, str]:
 
 
 # --- lies
+
+
+def _body(prompt: Prompt, **more: Any) -> bytes:
+    fields = {"prompt": prompt.text, "max_tokens": prompt.max_tokens, "temperature": 0, **more}
+    return msgspec.json.encode(fields)
+
+
+def _target(prompt: Prompt, **params: Any) -> bytes:
+    return _body(prompt, **{FIELD: {"do_remote_prefill": True, **params}})
+
+
+POISONS: Mapping[str, Callable[[Prompt], bytes]] = {
+    "no JSON": lambda _: b"\x00\xff{",
+    "nothing": lambda _: b"",
+    "a list": lambda _: b"[]",
+    "deep": lambda _: b"[" * DEEP,
+    "huge": lambda _: b'{"prompt":"' + b"a" * HUGE_CHARS + b'"}',
+    "too long": lambda _: msgspec.json.encode({"prompt": "a" * LONG_CHARS, "max_tokens": 1}),
+    "a number as prompt": lambda _: b'{"prompt":7}',
+    "tokens out of range": lambda _: b'{"prompt":[1,2,99999999999,-5],"max_tokens":1}',
+    "minus one token": lambda prompt: _body(prompt, max_tokens=-1),
+    "2**62 tokens": lambda prompt: _body(prompt, max_tokens=2**62),
+    "2**62 choices": lambda prompt: _body(prompt, n=2**62),
+    "warm": lambda prompt: _body(prompt, temperature="warm"),
+    "params as text": lambda prompt: _body(prompt, **{FIELD: "x"}),
+    "only the flag": _target,
+    "both flags": lambda prompt: _target(prompt, do_remote_decode=True, ticket="x"),
+    "a forged ticket": lambda prompt: _target(prompt, ticket="kvb1." + "A" * 400),
+    "a huge ticket": lambda prompt: _target(prompt, ticket="A" * 1_000_000),
+    "a ticket of lists": lambda prompt: _target(prompt, ticket=[["x"]]),
+    "an odd mode": lambda prompt: _target(prompt, ticket="x", mode="steal"),
+    "another's host": lambda prompt: _target(
+        prompt, ticket="x", remote_host="203.0.113.9", remote_port=1, remote_block_ids=[2**62]
+    ),
+}
+"""Bodies that no client should send: malformed, huge and forged. What is answered to one is an error, or the truth
+about the prompt in it."""
 
 
 async def poison(scene: Scene, _: Step) -> str:

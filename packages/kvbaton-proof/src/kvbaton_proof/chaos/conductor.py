@@ -19,8 +19,9 @@ import msgspec
 from kvbaton.api.params import Mode
 from kvbaton.control import keyring
 from kvbaton.engines.embedded.embedded_worker import reference_answers
-from kvbaton_proof.chaos import members, resources, rest_oracle
+from kvbaton_proof.chaos import members, rest_oracle
 from kvbaton_proof.chaos.board import Board, Verdict
+from kvbaton_proof.chaos.breakpoints import BreakpointServer
 from kvbaton_proof.chaos.chaos_load import Load, make_prompts
 from kvbaton_proof.chaos.chaos_plan import Plan, Step
 from kvbaton_proof.chaos.chaos_scene import WIRES, Scene
@@ -29,11 +30,9 @@ from kvbaton_proof.chaos.fleet import Fleet, FleetError
 from kvbaton_proof.chaos.injuries import INJURIES, Done
 from kvbaton_proof.chaos.judged_request import Prompt, ask
 from kvbaton_proof.chaos.liars import lies
-from kvbaton_proof.chaos.moments import Hand
 from kvbaton_proof.chaos.network import rooms
 from kvbaton_proof.chaos.network.wires import Network
-from kvbaton_proof.chaos.outcome import Row
-from kvbaton_proof.chaos.seen import AtRest, Finds, Sample, Seen, seen
+from kvbaton_proof.chaos.outcome import AtRest, Finds, Row, Sample, Seen, seen
 
 PROMPTS = 120
 SLOW_ANSWERS, SLOW_TOKENS = 4, 120
@@ -68,20 +67,20 @@ class Run:
 
     async def go(self) -> Seen:
         rng = random.Random(self.plan.seed)
-        files = resources.shared_files()
+        files = rest_oracle.shared_files()
         sizes = {path: path.stat().st_size for path in self.logs.glob("*.log")}  # of an earlier run into this folder
         with tempfile.TemporaryDirectory(prefix="kvbaton-chaos-") as folder:
             home = Path(folder)
             around = self._surroundings(home)
             specs = members.specs(self.plan.prefills, self.plan.decodes, self.network, rng)
-            hand = Hand(home / "hand")
-            await hand.listen()
+            breakpoints = BreakpointServer(home / "breakpoints")
+            await breakpoints.listen()
             try:
                 async with Fleet(specs, self.network, around, self.logs, self.say) as fleet:
-                    done = await self._with(fleet, hand, rng)
+                    done = await self._with(fleet, breakpoints, rng)
             finally:
-                await hand.close()
-        left = rest_oracle.left_files(files, resources.shared_files())
+                await breakpoints.close()
+        left = rest_oracle.left_files(files, rest_oracle.shared_files())
         for path in sorted(self.logs.glob("*.log")):
             left += rest_oracle.unexpected(path.stem, path.read_bytes()[sizes.get(path, 0) :].decode(errors="replace"))
         return msgspec.structs.replace(
@@ -93,13 +92,13 @@ class Run:
         (home / "disk").mkdir()
         return members.Surroundings(
             keys=str(home / "keys"),
-            hand=str(home / "hand"),
+            breakpoints=str(home / "breakpoints"),
             disk=str(home / "disk"),
             has_rooms=rooms.are_allowed(),
             transport="auto" if self.network.kind == "namespaces" else "tcp",
         )
 
-    async def _with(self, fleet: Fleet, hand: Hand, rng: random.Random) -> Seen:
+    async def _with(self, fleet: Fleet, breakpoints: BreakpointServer, rng: random.Random) -> Seen:
         names = " ".join(fleet.engines)
         self.say(f"plan {self.plan.name}, seed {self.plan.seed}: {len(self.plan.steps)} faults on {names}")
         (prompts, slow), _ = await asyncio.gather(
@@ -110,7 +109,7 @@ class Run:
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             load = Load(fleet.router_url, prompts, self.board, rng)
             async with load.running():
-                scene = Scene(fleet, self.network, hand, load, self.board, session, rng, slow, self.say)
+                scene = Scene(fleet, self.network, breakpoints, load, self.board, session, rng, slow, self.say)
                 return await self._judged(scene)
 
     async def _judged(self, scene: Scene) -> Seen:
@@ -137,7 +136,7 @@ class Run:
             network=self.network.kind,
             rows=self.rows,
             at_rest={
-                name: AtRest(life.count, before[name], resources.usage(life.pid), holds.get(name))
+                name: AtRest(life.count, before[name], rest_oracle.usage(life.pid), holds.get(name))
                 for name, life in scene.fleet.lives.items()
             },
             samples=self.samples,
@@ -150,7 +149,7 @@ class Run:
         )
         return seen(self.plan, self.board, finds, self.begun_at)
 
-    async def _warm(self, scene: Scene) -> dict[str, resources.Usage | None]:
+    async def _warm(self, scene: Scene) -> dict[str, rest_oracle.Usage | None]:
         """Some seconds of load, so that links, pools and caches are there; then rest, and what everybody has."""
         self.say("all are up; warming up")
         scene.load.resume()
@@ -159,7 +158,7 @@ class Run:
         _, problems = await rest_oracle.at_rest(scene.fleet)
         if problems:
             raise FleetError(f"not at rest before the first fault: {'; '.join(problems)}")
-        return {name: resources.usage(scene.fleet.pid(name)) for name in scene.fleet.specs}
+        return {name: rest_oracle.usage(scene.fleet.pid(name)) for name in scene.fleet.specs}
 
     # --- the plan
 
@@ -248,7 +247,7 @@ class Run:
         loop = asyncio.get_running_loop()
         while True:
             for name, life in fleet.lives.items():
-                now = resources.usage(life.pid) if life.runs else None
+                now = rest_oracle.usage(life.pid) if life.runs else None
                 kept = self.samples.setdefault(name, [])
                 if now is not None and len(kept) < SAMPLES_MAX:
                     at_s = round(loop.time() - self.begun_at, 1)

@@ -152,12 +152,12 @@ async def full_shm(scene: Scene, step: Step) -> Done:
 
 async def clock_step(scene: Scene, step: Step) -> Done:
     off_s = -CLOCK_OFF_S if step.detail == "back" else CLOCK_OFF_S
-    if not scene.hand.step_clock(step.target, off_s):
+    if not scene.breakpoints.step_clock(step.target, off_s):
         raise OSError(f"{step.target} has no line to the conductor; its clock cannot be stepped")
     try:
         await asyncio.sleep(step.seconds)
     finally:
-        scene.hand.step_clock(step.target, 0.0)
+        scene.breakpoints.step_clock(step.target, 0.0)
     return Done(scene.now(), step.target)
 
 

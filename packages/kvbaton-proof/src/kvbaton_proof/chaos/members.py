@@ -72,7 +72,7 @@ class Surroundings(msgspec.Struct, frozen=True):
     """What all members of a run share."""
 
     keys: str
-    hand: str  # the conductor's socket
+    breakpoints: str  # the conductor's socket
     disk: str  # where the store keeps values
     has_rooms: bool
     transport: str
@@ -116,7 +116,7 @@ def argv(
         return [*words, around.keys, spec.name, spec.host, str(spec.ports.back)]
     options = msgspec.structs.replace(options_of(spec, all_specs, around), **changes)
     text = msgspec.json.encode(options).decode()
-    words = [sys.executable, "-m", "kvbaton_proof.chaos.worker_main", around.hand, text]
+    words = [sys.executable, "-m", "kvbaton_proof.chaos.worker_main", around.breakpoints, text]
     if full_shm:
         return rooms.command("/dev/shm", SHM_BYTES, words, full=True)
     return words

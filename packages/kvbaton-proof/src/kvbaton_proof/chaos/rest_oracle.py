@@ -1,20 +1,24 @@
-"""Conditions at rest: nothing is held, nothing has grown, every process is alive.
+"""Conditions at rest: nothing is held, nothing has grown, every process is alive; and what the kernel counts of them:
+descriptors, threads, resident memory, files in /dev/shm.
 
 Laws: each finding is one line that names who and what; an empty list is the only good verdict. A slack has a reason.
+What is gone by the time it is read is None, never zero.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from kvbaton.processes.proc_stat import stat
 from kvbaton_proof.chaos.fleet import Fleet
 from kvbaton_proof.chaos.members import ROUTER
-from kvbaton_proof.chaos.resources import Usage
 
 REST_S = 40.0
 """More than any lease, time-out or deadline of these members together."""
@@ -34,6 +38,40 @@ LEVEL_SLACK_MIB = 16.0
 RSS_SLACK_MIB = 64.0
 """A Python process that has seen a flood keeps arenas, some MiB, and a P its last 4,096 leases, about 2 KiB each.
 A request's KV is about 60 KiB: who kept that of every request would have passed this after a thousand."""
+SHM = Path("/dev/shm")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """Of one process, at one instant."""
+
+    fds: int
+    threads: int
+    rss_mib: float
+
+
+def usage(pid: int) -> Usage | None:
+    """None: there is no such process."""
+    try:
+        fds = len(os.listdir(f"/proc/{pid}/fd"))
+        threads = len(os.listdir(f"/proc/{pid}/task"))
+        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    except (OSError, IndexError):
+        return None
+    return Usage(fds, threads, round(pages * PAGE_BYTES / (1 << 20), 1))
+
+
+def is_there(pid: int) -> bool:
+    """Whether it runs, or is stopped; one that ended and was not waited for is not there."""
+    found = stat(pid)
+    return found is not None and found.is_there
+
+
+def shared_files(marks: tuple[str, ...] = ("kvbaton",)) -> frozenset[str]:
+    """Names in /dev/shm that bear one of these marks: others share this machine."""
+    with contextlib.suppress(OSError):
+        return frozenset(name for name in os.listdir(SHM) if any(mark in name for mark in marks))
+    return frozenset()
 
 
 class Held(msgspec.Struct, frozen=True):

@@ -19,8 +19,8 @@ from typing import Any
 
 import msgspec
 
+from kvbaton_proof.chaos.breakpoints import HOLD_S, Clock, Hello, Reached, Resume, Watch, to_worker
 from kvbaton_proof.chaos.fault_catalogue import Moment
-from kvbaton_proof.chaos.moments import HOLD_S, At, Clock, Go, Here, Watch, Word, orders
 
 DIAL_S = 10.0
 HALF_S = 0.5
@@ -29,57 +29,57 @@ FIRST_HALF = 1 << 60
 """Jobs of halves are numbered from here on, far from those of the product."""
 
 
-class Held:
+class BreakpointClient:
     """This process's line to the conductor. `reached` blocks the thread that calls it, at most `HOLD_S`."""
 
     def __init__(self, name: str, path: str) -> None:
         self.name = name
         self.off_s = 0.0
         self._watch: Watch | None = None
-        self._go = threading.Event()
+        self._resume = threading.Event()
         self._lock = threading.Lock()
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._line.settimeout(DIAL_S)
         self._line.connect(path)
         self._line.settimeout(None)
-        self._say(Here(name))
-        threading.Thread(target=self._listen, name="chaos-hand", daemon=True).start()
+        self._send(Hello(name))
+        threading.Thread(target=self._listen, name="chaos-breakpoints", daemon=True).start()
 
     def looks_for(self, moment: Moment, peer: str) -> bool:
         watch = self._watch
-        return watch is not None and watch.moment is moment and watch.who in ("", self.name, peer)
+        return watch is not None and watch.moment is moment and watch.member in ("", self.name, peer)
 
     def reached(self, moment: Moment, peer: str, what: str) -> None:
-        """This thread is at a moment of a handoff with `peer`; if the conductor looks for it, wait for its word."""
+        """This thread is at a moment of a handoff with `peer`; where the conductor looks for it, wait."""
         with self._lock:
             watch = self._watch
             if watch is None or not self.looks_for(moment, peer):
                 return
             self._watch = None
-            self._go.clear()
-        self._say(At(watch.number, what))
-        self._go.wait(HOLD_S)
+            self._resume.clear()
+        self._send(Reached(watch.number, self.name, what))
+        self._resume.wait(HOLD_S)
 
-    def _say(self, word: Word) -> None:
+    def _send(self, message: Hello | Reached) -> None:
         try:
-            self._line.sendall(msgspec.json.encode(word) + b"\n")
+            self._line.sendall(msgspec.json.encode(message) + b"\n")
         except OSError:  # the conductor is gone, and with it soon this process
-            self._go.set()
+            self._resume.set()
 
     def _listen(self) -> None:
         with self._line.makefile("rb") as lines:
             for line in lines:
-                order = orders.decode(line)
+                order = to_worker.decode(line)
                 if isinstance(order, Clock):
                     self.off_s = order.off_s
                     continue
                 with self._lock:
                     self._watch = order if isinstance(order, Watch) else None
-                if isinstance(order, Go):
-                    self._go.set()
+                if isinstance(order, Resume):
+                    self._resume.set()
 
 
-def hold_messages(held: Held) -> None:
+def hold_messages(held: BreakpointClient) -> None:
     """Moments at which a message is about to be sent."""
     control = importlib.import_module("kvbaton.control.zmq").ZmqControl
     messages = importlib.import_module("kvbaton.protocol.wire.messages")
@@ -113,7 +113,7 @@ class HalvedTransport:
     A half that does not end soon stands for the whole: its end is told as the end of the copy, which has failed.
     """
 
-    def __init__(self, inner: Any, held: Held) -> None:
+    def __init__(self, inner: Any, held: BreakpointClient) -> None:
         self._inner = inner
         self._held = held
         self._kept: list[Any] = []  # what happened on `inner` while a half was awaited
@@ -186,13 +186,13 @@ def half(spans: Any) -> Any:
     return type(spans)(spans.typecode, [spans[0], spans[1], max(1, spans[2] // 2)])
 
 
-def hold_copies(held: Held) -> None:
+def hold_copies(held: BreakpointClient) -> None:
     planes = importlib.import_module("kvbaton.transports.catalogue")
     make = planes.make
     setattr(planes, "make", lambda *args: HalvedTransport(make(*args), held))  # noqa: B010 - in this process only
 
 
-def hold_tokens(held: Held) -> None:
+def hold_tokens(held: BreakpointClient) -> None:
     """The moment in mid-answer: some tokens are told, and more will be."""
     engine = importlib.import_module("kvbaton.engines.embedded.embedded_engine").Engine
     step = engine.step
@@ -207,7 +207,7 @@ def hold_tokens(held: Held) -> None:
     engine.step = held_step
 
 
-def put_clock_off(held: Held) -> Callable[[], float]:
+def put_clock_off(held: BreakpointClient) -> Callable[[], float]:
     """The wall clock as this process sees it from now on. Before anything of the product is imported."""
     wall = time.time
 
@@ -218,7 +218,7 @@ def put_clock_off(held: Held) -> Callable[[], float]:
 
 
 def main(path: str, options: str) -> int:
-    held = Held(msgspec.json.decode(options)["name"], path)
+    held = BreakpointClient(msgspec.json.decode(options)["name"], path)
     time.time = put_clock_off(held)
     logs = importlib.import_module("kvbaton.processes.process_logs")
     logs.configure(logs.LogSettings())

@@ -1,226 +1,264 @@
 """`kvbaton bench serve`: client-side latency and throughput of a cluster under load, target by target, in rounds.
 
-Laws: all targets get the same plan and take turns (A B C A B C), so that a busy machine affects all alike. The exit
-status is the verdict on answers, never on speed: 0 if every request was answered in full, 1 with counts if not. Ctrl-C
-prints what was measured until then. Every wait has a deadline.
+Laws: an invalid value is refused by its name, before anything is started. The exit status is the verdict on answers,
+never on speed: 0 if every request was answered in full, 1 with counts if not. Ctrl-C prints what was measured until
+then.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import contextlib
 import functools
-import gc
-import os
+import re
 import sys
-import time
-from collections.abc import Coroutine
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kvbaton.api.http_common import run as run_loop
-from kvbaton.cli import screen
-from kvbaton.local_cluster.vllm_engine import ServerOptions
+from kvbaton.api.http.server_loop import run as run_loop
+from kvbaton.cli import progress
+from kvbaton.cli.arguments import planes_choice, seconds, url, whole
 from kvbaton.processes.open_files import raise_file_limit
-from kvbaton.processes.operator_control import told_to_stop, unless_stopped
 from kvbaton.processes.operator_errors import CommandError, StoppedError
-from kvbaton.router.openai_api import MODE_HEADER
-from kvbaton_proof.bench.kit import run_facts
-from kvbaton_proof.bench.serve import serve_meter, serve_plan, serve_report, serve_sites, serve_trace
-from kvbaton_proof.bench.serve.serve_load import Aim, Load, warm_up
-from kvbaton_proof.bench.serve.serve_meter import Meter, Part, Used
-from kvbaton_proof.bench.serve.serve_plan import AGGREGATED, SINGLE
-from kvbaton_proof.bench.serve.serve_probe import ask_for_models
-from kvbaton_proof.bench.serve.serve_report import Report
-from kvbaton_proof.bench.serve.serve_sites import Site, site_of
-from kvbaton_proof.bench.serve.serve_summary import report_of, texts
-from kvbaton_proof.bench.serve.serve_work import Findings, Work, work_of
-from kvbaton_proof.bench.vllm.vllm_targets import versions as vllm_versions
+from kvbaton_proof.bench.kit.bench_peers import AGGREGATED, SINGLE
+from kvbaton_proof.bench.load.request_plan import REQUESTS, Lengths
+from kvbaton_proof.cli.bench_results import names_of, new_file, show
 
 INTERRUPTED = 130
-HURRIED_S = 0.5  # for engines to become idle after Ctrl-C
 SUFFIXES = (".md", ".svg", ".json")
+ENGINES = ("embedded", "vllm")
+MODES = ("pull", "stream", "push")
+COMPARED = (AGGREGATED, *MODES, SINGLE)
+DEFAULT_COMPARED = (AGGREGATED, *MODES)
+CONCURRENCY, ROUNDS = 8, 6
+INPUT_LEN, OUTPUT_LEN = "256", "32"
+CONCURRENCY_MAX, ROUNDS_MAX, TARGETS_MAX, WARMUPS_MAX = 2048, 100, 16, 1024
+_NAME = re.compile(r"[\w.-]{1,40}")
+_OWN = ("engine", "compare", "prefill", "decode", "transport", "blocks", "vllm_python", "kv_gib", "max_model_len")
+_ONLY = {"embedded": ("blocks",), "vllm": ("vllm_python", "kv_gib", "max_model_len")}
 
-note = functools.partial(screen.note, "bench")
 
-
-@dataclass(slots=True)
-class ServeTarget:
-    """A server to measure, and how."""
+class Given(msgspec.Struct, frozen=True):
+    """A running server. `mode` is sent as a header, for a kvbaton router."""
 
     name: str
     url: str
     mode: str | None = None
-    site: Site | None = None  # if it was started here
-    model: str | None = None
 
-    @property
-    def hands_over(self) -> bool:
-        return self.site is not None and self.site.name not in (AGGREGATED, SINGLE)
+
+def add(parser: argparse.ArgumentParser) -> None:
+    _where(parser.add_argument_group("targets: running servers, or a cluster started for this"))
+    _load(parser.add_argument_group("load"))
+    option = parser.add_argument
+    option(
+        "--rounds",
+        type=whole(1, ROUNDS_MAX),
+        default=ROUNDS,
+        metavar="N",
+        help="rounds; each measures every target once",
+    )
+    option("--warmup", type=whole(0, WARMUPS_MAX), metavar="N", help="uncounted requests before a part (default: 4, or "
+           "two per pair)")  # fmt: skip
+    option("--slo", type=_slo, metavar="A=S,B=S", help="objectives for goodput, in seconds: ttft, tpot, itl, e2e")
+    option("--timeout-s", type=seconds, default=120.0, metavar="SECONDS", help="timeout of one request")
+    option("--part-s", type=seconds, default=600.0, metavar="SECONDS", help="deadline of a part")
+    option("--record", metavar="FILE", help="write the requests as a trace, for --trace")
+    option("--out", metavar="DIR", help="write a page, a plot and the figures there, as in docs/lab")
+    option("--name", metavar="NAME", help="base name of these files (default: DATE-serve)")
+    option("--json", action="store_true", help="print one object with the figures")
+
+
+def _where(group: argparse._ArgumentGroup) -> None:
+    option = group.add_argument
+    option("--url", type=url, action="append", default=[], metavar="URL", help="a server; several are compared")
+    option("--target", type=_target, action="append", default=[], metavar="NAME=URL[#MODE]",
+           help="the same, with a name and optionally a mode to request")  # fmt: skip
+    option("--model", metavar="NAME", help="the model's name (default: the first that the servers list)")
+    option("--no-salt", action="store_true", help="for servers without cache_salt: make prompts unique instead")
+    option("--engine", choices=ENGINES, help="what to start, without --url and --target (default: embedded)")
+    option("--compare", type=names_of(COMPARED), metavar="A,B",
+           help=f"of {', '.join(COMPARED)} (default: the first four)")  # fmt: skip
+    option("--prefill", type=whole(1, 16), metavar="N", help="prefill engines (default: 1)")
+    option("--decode", type=whole(1, 16), metavar="N", help="decode engines; aggregated: as many in total (default: 1)")
+    option("--transport", type=planes_choice, metavar="NAMES", help="transports (default: auto)")
+    option("--blocks", type=whole(2, 1 << 20), metavar="N", help="embedded: KV cache blocks per engine (default: 1024)")
+    option("--vllm-python", metavar="PATH", help="vllm: the Python interpreter with vLLM (default: searched for)")
+    option("--kv-gib", type=whole(1, 1024), metavar="N", help="vllm: KV cache of each engine (default: 1)")
+    option("--max-model-len", type=whole(16, 1 << 20), metavar="N", help="vllm: tokens of a request (default: 2048)")
+
+
+def _load(group: argparse._ArgumentGroup) -> None:
+    option = group.add_argument
+    option("--rate", type=_rate, metavar="R", help="requests/s, Poisson arrivals; inf: all at once")
+    option("--concurrency", type=whole(1, CONCURRENCY_MAX), metavar="C", help=f"at most C requests in flight (without "
+           f"--rate and --trace {CONCURRENCY})")  # fmt: skip
+    option("--requests", type=whole(1, 100_000), metavar="N", help=f"per part (default: {REQUESTS}, all of a trace, or "
+           "what --seconds allows)")  # fmt: skip
+    option("--seconds", type=seconds, metavar="S", help="duration of each part")
+    option("--input-len", type=_lengths, metavar="TOKENS", help=f"of a prompt: a number, or min:max (default: "
+           f"{INPUT_LEN})")  # fmt: skip
+    option("--output-len", type=_lengths, metavar="TOKENS", help=f"of an answer, likewise (default: {OUTPUT_LEN})")
+    option("--prefix-len", type=whole(1, 1 << 20), metavar="TOKENS", help="additional shared prefix")
+    option("--prefixes", type=whole(1, 4096), metavar="K", help="number of shared prefixes (default: 1)")
+    option("--trace", metavar="FILE", help="a recorded load: JSON lines in Mooncake's trace format, or --record's")
+    option("--trace-speed", type=_factor, metavar="X", help="replay X times as fast (default: 1)")
+    option("--length-scale", type=_factor, metavar="X", help="scale a trace's lengths, for small engines (default: 1)")
+    option("--seed", type=whole(0, (1 << 32) - 1), default=0, metavar="N", help="seed of all random draws")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Fill in the defaults; refuse what does not go together."""
+    args.targets = _targets(args)
+    if args.targets:
+        for name in _OWN:
+            if getattr(args, name) is not None:
+                raise CommandError(f"argument --{_flag(name)}: running servers are not started; remove --url and "
+                                   "--target to start a cluster")  # fmt: skip
+    else:
+        _check_own(args)
+    _check_load(args)
+    if args.concurrency is None and args.rate is None and args.trace is None:
+        args.concurrency = CONCURRENCY
+    if args.name is not None and not _NAME.fullmatch(args.name):
+        raise CommandError(f"argument --name: got {args.name!r}, expected letters, digits, '.', '_' and '-'")
+    if args.name is not None and args.out is None:
+        raise CommandError("argument --name: it names the files of --out DIR; give that too")
+
+
+def _check_load(args: argparse.Namespace) -> None:
+    if args.trace is not None and args.rate is not None:
+        raise CommandError("argument --rate: a trace has its own times; give --trace-speed to change them")
+    drawn, replayed = ("input_len", "output_len", "prefix_len", "prefixes"), ("trace_speed", "length_scale")
+    for name in drawn if args.trace is not None else replayed:
+        if getattr(args, name) is not None:
+            why = (
+                "a trace has its own prompts" if args.trace is not None else "it changes a trace; give --trace FILE too"
+            )
+            raise CommandError(f"argument --{_flag(name)}: {why}")
+    if args.prefixes is not None and args.prefix_len is None:
+        raise CommandError("argument --prefixes: --prefix-len is missing; give it too")
+    args.input_len, args.output_len = args.input_len or _lengths(INPUT_LEN), args.output_len or _lengths(OUTPUT_LEN)
+    args.prefix_len, args.prefixes = args.prefix_len or 0, args.prefixes or 1
+    args.trace_speed, args.length_scale = args.trace_speed or 1.0, args.length_scale or 1.0
+
+
+def _check_own(args: argparse.Namespace) -> None:
+    args.engine = args.engine or ENGINES[0]
+    if args.no_salt or args.model is not None:
+        flag = "--no-salt" if args.no_salt else "--model"
+        raise CommandError(f"argument {flag}: only for --url and --target; started engines need none")
+    other = next(each for each in ENGINES if each != args.engine)
+    for name in _ONLY[other]:
+        if getattr(args, name) is not None:
+            raise CommandError(f"argument --{_flag(name)}: not an option of the {args.engine} engine; "
+                               f"add: --engine {other}")  # fmt: skip
+    args.compare = args.compare or DEFAULT_COMPARED
+    args.prefill, args.decode = args.prefill or 1, args.decode or 1
+    args.transport = args.transport or "auto"
+
+
+def _targets(args: argparse.Namespace) -> tuple[Given, ...]:
+    urls = [Given("url" if len(args.url) == 1 else f"url{number}", each) for number, each in enumerate(args.url, 1)]
+    found = (*args.target, *urls)
+    names = [each.name for each in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise CommandError(f"argument --target: two are named {name}; give each its own name")
+    if len(found) > TARGETS_MAX:
+        raise CommandError(f"argument --target: got {len(found)}, at most {TARGETS_MAX}")
+    return found
+
+
+def _target(text: str) -> Given:
+    name, _, rest = text.partition("=")
+    where, _, mode = rest.partition("#")
+    if not _NAME.fullmatch(name) or not where:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected NAME=http://host:port")
+    if mode and mode not in MODES:
+        raise argparse.ArgumentTypeError(f"got the mode {mode!r}, expected one of {', '.join(MODES)}")
+    return Given(name, url(where), mode or None)
+
+
+def _number(text: str, is_right: Callable[[float], bool], expected: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not is_right(value):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
+    return value
+
+
+def _rate(text: str) -> float:
+    return _number(text, lambda rate: 0 < rate <= 100_000 or rate == float("inf"), "requests/s above 0, or inf")
+
+
+def _factor(text: str) -> float:
+    return _number(text, lambda factor: 1e-6 <= factor <= 1e6, "a number above 0, such as 0.5")
+
+
+def _lengths(text: str) -> Lengths:
+    try:
+        return Lengths.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _slo(text: str) -> Any:
+    from kvbaton_proof.bench.load.load_figures import Slo  # brings numpy, which --help can do without
+
+    try:
+        return Slo.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
 
 
 def run(args: argparse.Namespace) -> int:
-    files = _files(args)
-    work = work_of(args)
-    server = None if args.targets else serve_sites.server_of(args)
+    from kvbaton_proof.bench.kit import run_facts
+    from kvbaton_proof.bench.serve import serve_clusters, serve_report, serve_run
+    from kvbaton_proof.bench.vllm.vllm_targets import versions
+
+    check(args)
+    files, record = _files(args), new_file("record", args.record)
+    work = serve_run.work_of(args)
+    server = None if args.targets else serve_clusters.server_of(args)
     raise_file_limit()
-    load, begun = os.getloadavg()[0], time.monotonic()
-    findings = run_loop(_measure(args, work, server))
-    if args.record is not None:
-        Path(args.record).write_bytes(b"".join(serve_trace.written(ask, at_s) for ask, at_s in findings.sent))
-    if not findings.parts:
+    watch, say = run_facts.Stopwatch(), functools.partial(progress.note, "bench")
+    measured = run_loop(serve_run.measure(args, work, server, say, progress.shown))
+    if record is not None:
+        record.write_bytes(serve_run.recorded(measured))
+    if not measured.turns:
         raise StoppedError
-    more = {} if server is None else vllm_versions(server.python)
-    report = report_of(args, sys.argv[1:], work, findings, (load, os.getloadavg()[0]), time.monotonic() - begun, more)
-    _tell(report, as_json=args.json)
-    for path, text in zip(files, texts(report, files), strict=False):
-        path.write_text(text)
+    own = run_facts.own_versions("uvloop", "aiohttp")
+    facts = watch.facts(run_facts.shown(sys.argv[1:]), own if server is None else {**own, **versions(server.python)})
+    report = serve_run.report_of(args, work, measured, facts)
+    findings = serve_report.findings(report, files[1].name if files else "")
+    show(findings, report, as_json=args.json, page=files[0] if files else None)
     if files:
-        note(f"wrote {' '.join(map(str, files))}")
+        files[1].write_text(serve_report.plot(report))
+        files[2].write_text(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
     if report.stopped:
         return INTERRUPTED
     return 0 if report.ok else 1
 
 
-def _tell(report: Report, *, as_json: bool) -> None:
-    if as_json:
-        print(msgspec.json.encode(report).decode(), flush=True)
-        return
-    style = screen.stdout().style
-    lines = ["\n\n".join(serve_report.tables(report)), "", serve_report.LEGEND]
-    lines += [serve_report.RATIO_LEGEND] if report.ratios else []
-    lines += ["", *report.notes, *(style(line, "bad") for line in report.wrong)]
-    verdict = style("ok", "good") if report.ok else style("stopped" if report.stopped else "NOT ok", "bad")
-    print("\n".join([*lines, f"verdict: {verdict} ({report.seconds:.0f} s)"]), flush=True)
-
-
 def _files(args: argparse.Namespace) -> tuple[Path, ...]:
-    """Where results go; nothing is overwritten."""
-    if args.record is not None and (Path(args.record).exists() or not Path(args.record).resolve().parent.is_dir()):
-        raise CommandError(
-            f"argument --record: {args.record} exists already, or its directory does not; name a new file"
-        )
+    """Page, plot and figures; nothing is overwritten."""
+    from kvbaton_proof.bench.kit import run_facts
+
     if args.out is None:
         return ()
     name = args.name or f"{run_facts.today()}-serve"
-    found = tuple(Path(args.out) / f"{name}{suffix}" for suffix in SUFFIXES)
     if not Path(args.out).is_dir():
         raise CommandError(f"argument --out: {args.out} is not a directory; create it first")
-    for path in found:
+    files = tuple(Path(args.out) / f"{name}{suffix}" for suffix in SUFFIXES)
+    for path in files:
         if path.exists():
             raise CommandError(f"argument --out: {path} exists already; give another --name")
-    return found
-
-
-async def _measure(args: argparse.Namespace, work: Work, server: ServerOptions | None) -> Findings:
-    findings = Findings()
-    with told_to_stop() as stop:
-        async with contextlib.AsyncExitStack() as stack:
-            if args.targets:
-                targets = [ServeTarget(each.name, each.url, each.mode, model=args.model) for each in args.targets]
-            else:
-                targets = await _started(args, server, stack, stop)
-            for target in targets:
-                await _probe(target, work)
-            for number, name in serve_plan.turns([target.name for target in targets], args.rounds):
-                target = next(each for each in targets if each.name == name)
-                await _part(number, target, work, findings, stop, rounds=args.rounds)
-                if stop.is_set():
-                    note("stopped; these are the measurements so far")
-                    findings.stopped = True
-                    break
-            for site in {id(each.site): each.site for each in targets if each.site is not None}.values():
-                findings.commands |= site.commands()
-                findings.failures += site.dead()
-    return findings
-
-
-async def _started(
-    args: argparse.Namespace, server: ServerOptions | None, stack: contextlib.AsyncExitStack, stop: asyncio.Event
-) -> list[ServeTarget]:
-    """Every cluster that the targets need, once."""
-    sites: dict[str, Site] = {}
-    for name in dict.fromkeys(map(site_of, args.compare)):
-        plan = serve_sites.plan_of(name, args, server)
-        standing = serve_sites.standing(name, plan, note, stop, vllm=server is not None)
-        sites[name] = await stack.enter_async_context(standing)
-    found = []
-    for name in args.compare:
-        site = sites[site_of(name)]
-        found.append(ServeTarget(name, site.url, None if site_of(name) == name else name, site))
-    return found
-
-
-async def _probe(target: ServeTarget, work: Work) -> None:
-    served = await ask_for_models(target.name, target.url)
-    target.model = target.model or served.model
-    if served.tokens_max is not None and work.longest > served.tokens_max:
-        raise CommandError(
-            f"argument --input-len: prompt and answer have up to {work.longest} tokens together, {target.name} accepts "
-            f"{served.tokens_max}; use shorter ones (with a trace: --length-scale)"
-        )
-
-
-async def _part(
-    number: int, target: ServeTarget, work: Work, findings: Findings, stop: asyncio.Event, *, rounds: int
-) -> None:
-    meter = Meter(work.slo, work.seed)
-    meter.planned = work.planned
-    aim = Aim(
-        url=target.url, headers={} if target.mode is None else {MODE_HEADER: target.mode}, model=target.model,
-        salt=f"{work.seed}-{number}-{target.name}-{time.time_ns()}", in_prompt=work.in_prompt, seed=work.seed,
-        timeout_s=work.timeout_s,
-    )  # fmt: skip
-    is_first = not findings.parts
-    gc.collect()
-    label = f"{target.name} {number}/{rounds}"
-    with screen.stderr().progress(label, work.planned) as progress:
-
-        def show() -> None:
-            failed = meter.errors.total()
-            progress.update(meter.right + failed, f"{failed} failed" if failed else "")
-
-        load = Load(
-            aim, work.pace, meter, on_end=show,
-            on_sent=(lambda ask, at_s: findings.sent.append((ask, at_s))) if is_first else (lambda *_: None),
-        )  # fmt: skip
-        if not await _unless_stopped(warm_up(aim, work.warmups), stop):
-            return
-        before, handed_over = None, None
-        if target.site is not None:
-            handed_over, before = await target.site.handed_over(), target.site.cpu()
-        await _unless_stopped(load.run(work.asks()), stop)
-    used = Used()
-    if target.site is not None and before is not None:
-        rest_s = HURRIED_S if stop.is_set() else serve_sites.REST_S
-        used = await target.site.used(before, handed_over, hands_over=target.hands_over, rest_s=rest_s)
-    if stop.is_set() and not meter.sent:
-        return
-    first = findings.firsts.get(number)
-    part = serve_meter.part(number, target.name, meter, work.slo, used, first)
-    if first is None:
-        findings.firsts = {number: meter}
-    findings.parts.append(part)
-    findings.order.append((number, target.name))
-    findings.pools.setdefault(target.name, Meter(work.slo, work.seed)).add(meter)
-    note(f"round {number} of {rounds}: {_short(part)}")
-
-
-async def _unless_stopped(work: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
-    """Whether it ran to its end."""
-    try:
-        await unless_stopped(work, stop)
-    except StoppedError:
-        return False
-    return True
-
-
-def _short(part: Part) -> str:
-    told = f"{part.target}: {part.right} of {part.sent} right"
-    if part.requests_per_s is not None and part.ttft is not None:
-        told += f", {part.requests_per_s:.2f} req/s, TTFT p50 {part.ttft.p50_ms:.0f} ms"
-    return told
+    return files

@@ -21,7 +21,8 @@ import msgspec
 
 from kvbaton.cli import progress
 from kvbaton.cli.arguments import minutes, whole
-from kvbaton.cli.screen import note, stdout
+from kvbaton.cli.progress import note
+from kvbaton.cli.screen import stdout
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.chaos import chaos_plan as plans

@@ -124,7 +124,7 @@ def _name(function: CaseFunction, chosen: dict[str, Any], overlaps: bool) -> str
 
 def run_case(one: Case) -> CaseVerdict:
     """Run a case in a lab of its own."""
-    from kvbaton.engines.vllm import guard
+    from kvbaton.engines.side import guard
 
     lab, begun, before = Lab(overlapped=one.overlapped), time.monotonic(), sum(guard.faults.values())
     what, kind, trace = "", "", ""
@@ -143,7 +143,7 @@ def run_case(one: Case) -> CaseVerdict:
 
 def demand_no_faults(before: int) -> None:
     """Where no fault was put in, an exception that the guard had to swallow is a bug."""
-    from kvbaton.engines.vllm import guard
+    from kvbaton.engines.side import guard
 
     swallowed = sum(guard.faults.values()) - before
     if swallowed:
@@ -161,7 +161,7 @@ def kind_of(error: Exception) -> str:
 def verdict_of(
     name: str, lab: Lab, seconds: float, faults_before: int, *, what: str = "", kind: str = "", trace: str = ""
 ) -> CaseVerdict:
-    from kvbaton.engines.vllm import guard
+    from kvbaton.engines.side import guard
 
     everyone = [*lab.engines.values(), *lab.retired]
     failed = sum(len(engine.watch.failed) for engine in everyone)

@@ -20,29 +20,30 @@ from kvbaton_proof.conformance.configs import EngineShape
 from kvbaton_proof.conformance.lab import BrokenLabError, Lab, LabHandoff, demand, prompt_of
 
 _BASE = "kvbaton.engines.vllm"
+_SIDE = "kvbaton.engines.side"
 PIECES = (
     "kvbaton.node.doorway",
     "kvbaton.node.pin_budget",
     "kvbaton.node.prompt_account",
-    f"{_BASE}.request_content",
-    f"{_BASE}.decode",
-    f"{_BASE}.transfer_params",
+    f"{_SIDE}.decode",
+    f"{_SIDE}.asks",
+    f"{_SIDE}.pin_admission",
+    f"{_SIDE}.prefill",
+    f"{_SIDE}.second_loads",
+    f"{_SIDE}.stored_loads",
+    f"{_SIDE}.stored_puts",
+    f"{_SIDE}.store",
+    f"{_SIDE}.grouping",
+    f"{_BASE}.content.request_content",
     f"{_BASE}.block_pool",
-    f"{_BASE}.pin_admission",
-    f"{_BASE}.prefill",
     f"{_BASE}.presence",
     f"{_BASE}.prompt_counting",
     f"{_BASE}.scheduler_side",
-    f"{_BASE}.second_loads",
     f"{_BASE}.vllm_stats",
-    f"{_BASE}.stored_loads",
-    f"{_BASE}.stored_puts",
-    f"{_BASE}.store_side",
-    f"{_BASE}.vllm_block_tables",
     f"{_BASE}.waiting",
     f"{_BASE}.worker_side",
 )
-WITH_STORE = tuple(f"{_BASE}.{name}" for name in ("second_loads", "stored_loads", "stored_puts", "store_side"))
+WITH_STORE = tuple(f"{_SIDE}.{name}" for name in ("second_loads", "stored_loads", "stored_puts", "store"))
 QUICK: dict[str, Any] = {
     "lease_s": 0.4,
     "max_hold_s": 1.0,
@@ -63,7 +64,7 @@ and vLLM's own release of blocks, which nobody can repeat safely without knowing
 
 
 _MAY_FAIL = frozenset(
-    {(f"{_BASE}.decode", "allocated"), (f"{_BASE}.store_side", "allocated"), ("kvbaton.node.doorway", "allocated")}
+    {(f"{_SIDE}.decode", "allocated"), (f"{_SIDE}.store", "allocated"), ("kvbaton.node.doorway", "allocated")}
 )
 
 

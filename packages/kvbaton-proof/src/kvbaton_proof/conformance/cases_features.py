@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.engines.vllm import request_content
+from kvbaton.engines.vllm.content import request_content
 from kvbaton.protocol.effects import Report
 from kvbaton_proof.conformance import taps
 from kvbaton_proof.conformance.case_registry import MODES, case

@@ -128,7 +128,7 @@ def a_pending_lookup_holds_up_its_own_request_alone(lab: Lab) -> None:
 
 @case()
 def lookups_beyond_the_bound_wait_their_turn(lab: Lab) -> None:
-    from kvbaton.engines.vllm import store_side  # imports vLLM, which whoever only lists cases can do without
+    from kvbaton.engines.side import store as store_side  # imports vLLM, which whoever only lists cases can do without
 
     p, d = lab.sharing(EngineShape(), EngineShape(blocks=81))
     prompts = [prompt_of(20 + seed, seed) for seed in range(6)]

@@ -29,7 +29,7 @@ from kvbaton_proof.conformance.lab import (
 )
 
 if TYPE_CHECKING:
-    from kvbaton.engines.vllm.vllm_turns import VllmTurns
+    from kvbaton.engines.side.turns import TurnSide
 
 ON: dict[str, Any] = {"turn_s": 30.0, "turn_percent": 60.0}
 FIRST, ANSWER, MORE = 21, 10, 9
@@ -57,8 +57,8 @@ def turn_ticket(handoff: HandoffId, target: str = "") -> str:
     return seal(ticket, keyring.load(key_directory(), "router").ticket_keys[0])
 
 
-def turns_of(engine: LabEngine) -> VllmTurns:
-    found: VllmTurns = engine.connector._scheduler._live.turns
+def turns_of(engine: LabEngine) -> TurnSide:
+    found: TurnSide = engine.connector._scheduler._live.turns
     return found
 
 
@@ -202,7 +202,7 @@ def a_prefix_cache_is_emptied_although_a_turn_is_kept(lab: Lab, forced: bool) ->
     rest(lab)
 
 
-PIECES = ("kvbaton.engines.vllm.vllm_turns", "kvbaton.node.turn_keeping")
+PIECES = ("kvbaton.engines.side.turns", "kvbaton.node.turn_keeping")
 
 
 @case(settles=False, piece=PIECES, call=(1, 2))

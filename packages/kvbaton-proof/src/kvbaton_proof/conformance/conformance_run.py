@@ -1,36 +1,39 @@
-"""Runs the suite: cases, then seeds; one object or a few lines on stdout, the verdict as status.
+"""Runs the suite by pytest and tells what came of it: one object or a few lines on stdout, the verdict as status.
 
-Law: a failure names one command that replays it. Needs vLLM's Python; `kvbaton conformance vllm` finds it.
+Laws: a failure names one command that replays it. The suite's tests are in `suite`; this is a plugin of pytest too,
+with the options that choose among them. Needs vLLM's Python, and pytest in it; `kvbaton conformance vllm` finds it.
 """
 
 from __future__ import annotations
 
-import functools
-import gc
-import itertools
-import multiprocessing
+import contextlib
+import importlib.util
+import io
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvbaton.engines.vllm import vllm_versions
+from kvbaton.engines.vllm.config import vllm_versions
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.conformance import configs
-from kvbaton_proof.conformance.stalls import StallMeter
+from kvbaton_proof.conformance.case_registry import Case, CaseVerdict, all_cases
+
+if TYPE_CHECKING:  # the command says what to do where there is none
+    import pytest
 
 SEEDS = range(100)
 SEED = "seed "
 SHOWN_MAX = 20
 BAD_USAGE = 2
-COLLECT_EVERY = 20
-TRIES = 4
-"""How often a case is run that was not in time on a machine that stood still."""
-NOT_IN_TIME = "broken"  # of a verdict's kinds
-_runs = itertools.count(1)
-FORKED_FROM = "kvbaton_proof.conformance.forked_from"
+INTERRUPTED = 2  # what pytest makes of Ctrl-C
+VERDICT = "verdict"
+"""The property of a test's report that holds what came of it."""
 PARALLEL_MIN = 40  # below it, the start of other processes costs more than they save
 
 
@@ -74,40 +77,124 @@ def main(
 
     `tell` hears of progress; results are printed in a context of `printing`.
     """
+    if importlib.util.find_spec("pytest") is None:
+        raise CommandError(f"the suite runs by pytest, which this Python lacks: {sys.executable} -m pip install pytest")
     configs.prepare()
     configs.hush()
-    from kvbaton_proof.conformance.case_registry import all_cases
-
     known = all_cases(pairwise=pairwise)
     chosen = _chosen(known, cases) if cases is not None else known if seeds is None else []
     if listed or (cases is not None and not chosen):
         if not listed:
-            said = f"kvbaton conformance: no case is called {cases}; see: kvbaton conformance vllm --list"
             with printing():
-                print(said, file=sys.stderr, flush=True)
+                print(f"kvbaton conformance: no case is called {cases}; see: kvbaton conformance vllm --list",
+                      file=sys.stderr, flush=True)  # fmt: skip
             return BAD_USAGE
         print("\n".join(each.name for each in known))
         return 0
-    report, begun = ConformanceReport(vllm=vllm_versions.vllm_version()), time.monotonic()
     wanted = seeds if seeds is not None else range(0) if cases is not None else SEEDS
-    tasks = [*(each.name for each in chosen), *wanted]
-    for at, verdict in enumerate(_verdicts(tasks, processes), 1):
-        _take(report, verdict)
-        tell(f"{at} of {len(tasks)}, {report.failed + report.seeds_failed} broken: {verdict.name.replace('_', ' ')}")
+    words = ["--conformance-case", cases] if cases is not None else []
+    words += ["--conformance-pairwise"] * pairwise + ["--conformance-seeds", f"{wanted.start}..{wanted.stop}"]
+    tests = ["test_case"] * bool(chosen) + ["test_seed"] * bool(wanted)
+    count, begun = len(chosen) + len(wanted), time.monotonic()
+    collector = Collector(ConformanceReport(vllm=vllm_versions.vllm_version()), count, tell)
+    problem = _pytest([*words, *_parallel(processes, count)], tests, collector)
+    report = collector.report
     report.wall_s = round(time.monotonic() - begun, 1)
-    report.holds = not (report.failed or report.seeds_failed)
+    report.holds = not (report.failed or report.seeds_failed or problem)
     with printing():
         print(msgspec.json.encode(report).decode() if as_json else _text(report), flush=True)
+        if problem:
+            print(problem, file=sys.stderr, flush=True)
     return 0 if report.holds else 1
 
 
-def _chosen(known: Sequence[Any], text: str) -> list[Any]:
+def _parallel(processes: int, count: int) -> list[str]:
+    """In processes of their own, since all that a case uses is one process wide; one where pytest has no xdist."""
+    is_able = processes > 1 and count >= PARALLEL_MIN and importlib.util.find_spec("xdist") is not None
+    return ["-n", str(processes), "--dist", "worksteal"] if is_able else []
+
+
+def _pytest(words: Sequence[str], tests: Sequence[str], collector: Collector) -> str:
+    """Run these tests, without the configuration of whatever project is here; says what kept pytest from it."""
+    import pytest
+
+    suite, output = Path(__file__).with_name("suite.py"), io.StringIO()
+    alone = [
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(suite.parent),
+        "--noconftest",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:warnings",
+        "-q",
+    ]
+    ours = ["-p", __name__, "--tb", "no", *words, *(f"{suite}::{name}" for name in tests)]
+    with contextlib.redirect_stdout(output):
+        status = pytest.main([*alone, *ours], plugins=[collector])
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt
+    missing = collector.count - collector.ended
+    return output.getvalue() if missing or status not in (0, 1) else ""
+
+
+class Collector:
+    """A plugin of pytest that adds up what its reports say."""
+
+    def __init__(self, report: ConformanceReport, count: int, tell: Callable[[str], None]) -> None:
+        self.report = report
+        self.count = count
+        self.ended = 0
+        self._tell = tell
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        verdicts = [value for name, value in report.user_properties if name == VERDICT and report.when == "call"]
+        for value in verdicts:
+            verdict = msgspec.json.decode(str(value), type=CaseVerdict)
+            _take(self.report, verdict)
+            self.ended += 1
+            broken = self.report.failed + self.report.seeds_failed
+            self._tell(f"{self.ended} of {self.count}, {broken} broken: {verdict.name.replace('_', ' ')}")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    option = parser.getgroup("conformance").addoption
+    option("--conformance-case", metavar="NAME", help="only this case, or all whose names contain this text")
+    option(
+        "--conformance-seeds", metavar="A..B", default="0..0", help="interleavings of these seeds, the last excluded"
+    )
+    option("--conformance-pairwise", action="store_true", help="every pair of arguments, not every combination")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In each process that runs tests, before its first."""
+    hands_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")  # xdist's, for others
+    if not hands_out:
+        configs.prepare()
+        configs.hush()
+        configs.warm()
+
+
+def wanted_cases(config: pytest.Config) -> list[Case]:
+    known = all_cases(pairwise=config.getoption("conformance_pairwise"))
+    name = config.getoption("conformance_case")
+    return known if name is None else _chosen(known, name)
+
+
+def wanted_seeds(config: pytest.Config) -> range:
+    first, _, last = config.getoption("conformance_seeds").partition("..")
+    return range(int(first), int(last))
+
+
+def _chosen(known: Sequence[Case], text: str) -> list[Case]:
     """The case of that name, with its arguments or without; else all whose names hold the text."""
     exact = [each for each in known if text in (each.name, each.name.split("[")[0])]
     return exact or [each for each in known if text in each.name]
 
 
-def _take(report: ConformanceReport, verdict: Any) -> None:
+def _take(report: ConformanceReport, verdict: CaseVerdict) -> None:
     is_seed = verdict.name.startswith(SEED)
     if is_seed:
         report.seeds += 1
@@ -120,52 +207,7 @@ def _take(report: ConformanceReport, verdict: Any) -> None:
     _add(report, verdict, f"kvbaton conformance vllm {chosen}")
 
 
-def _verdicts(tasks: Sequence[str | int], processes: int) -> Iterator[Any]:
-    """Each task's verdict as it comes; in processes of their own, since all that a case uses is one process wide."""
-    if processes == 1 or len(tasks) < PARALLEL_MIN:
-        configs.warm()
-        yield from map(_run, tasks)
-        return
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload([FORKED_FROM])
-    with forks.Pool(processes) as pool:
-        yield from pool.imap_unordered(_run, tasks)
-
-
-def _run(task: str | int) -> Any:
-    """A case by its name, or a seed."""
-    from kvbaton_proof.conformance.case_registry import run_case
-    from kvbaton_proof.conformance.interleave import run_seed
-
-    _tidy()
-    return _unstalled(lambda: run_seed(task) if isinstance(task, int) else run_case(_by_name()[task]))
-
-
-def _unstalled(run: Callable[[], Any]) -> Any:
-    """What it comes to on a machine that runs it: while this process stands still, leases and time-outs run out."""
-    for again in range(TRIES):
-        with StallMeter() as meter:
-            verdict = run()
-        verdict = msgspec.structs.replace(verdict, run_again=again)
-        if verdict.kind != NOT_IN_TIME or not meter.stalled:
-            break
-    return verdict
-
-
-@functools.cache
-def _by_name() -> dict[str, Any]:
-    from kvbaton_proof.conformance.case_registry import all_cases
-
-    return {each.name: each for each in all_cases()}
-
-
-def _tidy() -> None:
-    """Engines of earlier cases are cyclic garbage, with caches; a full collection takes as long as a case."""
-    if next(_runs) % COLLECT_EVERY == 0:
-        gc.collect()
-
-
-def _add(report: ConformanceReport, verdict: Any, replay: str) -> None:
+def _add(report: ConformanceReport, verdict: CaseVerdict, replay: str) -> None:
     report.steps += verdict.steps
     report.handoffs += verdict.handoffs
     report.delivered += verdict.delivered

@@ -229,7 +229,7 @@ class World:
 
 def run_seed(seed: int) -> CaseVerdict:
     """One schedule from its seed to rest."""
-    from kvbaton.engines.vllm import guard
+    from kvbaton.engines.side import guard
 
     rng = random.Random(seed)
     plan = with_states(InterleavePlan.of(rng), random.Random(f"states {seed}"))

@@ -17,8 +17,8 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from kvbaton.engines.vllm import launching
-from kvbaton.engines.vllm.tiny_hybrids import HYBRIDS
+from kvbaton.engines.vllm.launch import launching
+from kvbaton.engines.vllm.models.tiny_hybrids import HYBRIDS
 from kvbaton_proof.gpu_test import (
     exact,
     gpu_answers,
@@ -28,16 +28,16 @@ from kvbaton_proof.gpu_test import (
     gpu_hybrids,
     gpu_load,
     gpu_machine,
-    gpu_record,
     gpu_turns,
-    page,
     timing,
 )
 from kvbaton_proof.gpu_test.gpu_features import FEATURES
 from kvbaton_proof.gpu_test.gpu_plan import ABOUT, acts
-from kvbaton_proof.gpu_test.gpu_record import Book, Page
-from kvbaton_proof.gpu_test.servers import Group, Say, Site, Spec, has_nixl, standing
 from kvbaton_proof.gpu_test.sizes import Sizes, sizes_of
+from kvbaton_proof.rig import record
+from kvbaton_proof.rig.connectors import has_nixl
+from kvbaton_proof.rig.record import Book, Page
+from kvbaton_proof.rig.servers import Group, Say, Site, Spec, standing
 
 PAGE = "gpu-test.md"
 Groups = dict[str, Group]
@@ -57,52 +57,31 @@ class Stage:
 Run = Callable[[Stage, Page], Awaitable[None]]
 
 
-async def _answers(stage: Stage, found: Page) -> None:
-    await gpu_answers.run(stage.sizes, stage.groups, stage.session, found, stage.say)
-
-
-async def _bytes(stage: Stage, found: Page) -> None:
-    await exact.run(exact.BYTES, stage.sizes, stage.groups, stage.session, found, stage.say)
-
-
-async def _mla(stage: Stage, found: Page) -> None:
-    await exact.run(exact.MLA, stage.sizes, stage.groups, stage.session, found, stage.say)
-
-
-async def _hybrids(stage: Stage, found: Page) -> None:
-    await gpu_hybrids.run(stage.sizes, stage.groups, stage.session, found, stage.say)
-
-
-async def _features(stage: Stage, found: Page) -> None:
-    await gpu_features.run(stage.sizes, stage.site, stage.session, found, stage.say)
-
-
-async def _turns(stage: Stage, found: Page) -> None:
-    await gpu_turns.run(stage.sizes, stage.groups, stage.session, found, stage.say, stage.site.device == "cuda")
-
-
-async def _timing(stage: Stage, found: Page) -> None:
-    await timing.run(stage.sizes, stage.groups, stage.session, found, stage.say, stage.site.device == "cuda")
-
-
-async def _load(stage: Stage, found: Page) -> None:
-    await gpu_load.run(stage.sizes, stage.groups, stage.session, found, stage.say, stage.site.device == "cuda")
-
-
-async def _faults(stage: Stage, found: Page) -> None:
+async def _faults(stage: Stage, page: Page) -> None:
     connections = aiohttp.TCPConnector(limit=0, force_close=True)  # none that a fault has broken is used again
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
     async with aiohttp.ClientSession(connector=connections, timeout=timeout) as session:
-        await gpu_faults.run(stage.sizes, stage.site, session, found, stage.say)
+        await gpu_faults.run(stage.sizes, stage.site, session, page, stage.say)
 
 
-async def _handoff(stage: Stage, found: Page) -> None:
-    await gpu_handoff.run(stage.sizes, found, stage.say)
+def _shared(run: Callable[..., Awaitable[None]], *first: object) -> Run:
+    """A part that asks servers of its act."""
+    return lambda stage, page: run(*first, stage.sizes, stage.groups, stage.session, page, stage.say)
+
+
+def _timed(run: Callable[..., Awaitable[None]]) -> Run:
+    """The same of one whose times say something on a GPU alone."""
+    return lambda stage, page: run(
+        stage.sizes, stage.groups, stage.session, page, stage.say, stage.site.device == "cuda"
+    )
 
 
 RUN: Mapping[str, Run] = {
-    "answers": _answers, "bytes": _bytes, "mla": _mla, "hybrids": _hybrids, "features": _features,
-    "turns": _turns, "timing": _timing, "load": _load, "faults": _faults, "handoff": _handoff,
+    "answers": _shared(gpu_answers.run), "bytes": _shared(exact.run, exact.BYTES), "mla": _shared(exact.run, exact.MLA),
+    "hybrids": _shared(gpu_hybrids.run),
+    "features": lambda stage, page: gpu_features.run(stage.sizes, stage.site, stage.session, page, stage.say),
+    "turns": _timed(gpu_turns.run), "timing": _timed(timing.run), "load": _timed(gpu_load.run), "faults": _faults,
+    "handoff": lambda stage, page: gpu_handoff.run(stage.sizes, page, stage.say),
 }  # fmt: skip
 
 
@@ -156,10 +135,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.page:
         try:
-            found = gpu_record.read(args.out / gpu_record.FILE)
+            found = record.read(args.out / record.FILE)
         except (OSError, ValueError) as error:
             options.error(str(error))
-        (args.out / PAGE).write_text(page.drawn(found))
+        (args.out / PAGE).write_text(record.drawn(found, ABOUT))
         return 0 if found.ok else 1
     try:
         wanted = acts(args.device, args.quick, None if args.part is None else args.part.split(","))
@@ -178,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = "quick" if args.quick else "standard"
     book = Book(out, plan, args.device, gpu_machine.described(args.device), gpu_machine.command_line())
     asyncio.run(_run(book, wanted, sizes, args.device, python, out, say))
-    (out / PAGE).write_text(page.drawn(book.record))
+    (out / PAGE).write_text(record.drawn(book.record, ABOUT))
     _told(book, [name for act in wanted for name in act], out, say)
     if args.json:
         sys.stdout.write(msgspec.json.encode(book.record).decode() + "\n")

@@ -20,15 +20,16 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from kvbaton_proof.chaos.vllm.vllm_client import PATH
-from kvbaton_proof.chaos.vllm.vllm_process import Engine
-from kvbaton_proof.gpu_test import gpu_client
-from kvbaton_proof.gpu_test.gpu_client import Prompt, prompt_of
-from kvbaton_proof.gpu_test.gpu_record import Page
-from kvbaton_proof.gpu_test.servers import EAGER, GIB, GRAPHS, Group, Say, Spec
 from kvbaton_proof.gpu_test.sizes import Sizes
+from kvbaton_proof.gpu_test.trial import not_served
+from kvbaton_proof.rig import meters
+from kvbaton_proof.rig.client import PATH, Prompt, prefilled, prompt_of
+from kvbaton_proof.rig.record import Page
+from kvbaton_proof.rig.server import Engine
+from kvbaton_proof.rig.servers import EAGER, GIB, GRAPHS, Group, Say, Spec
 
 ASK_S = 60.0
+TIMES = {"claim_timeout": 8.0, "transfer_timeout": 20.0}
 TOP = 5
 HEAD = (
     "prompt tokens", "prompts", "D as P, to the last digit", "largest difference", "P as itself",
@@ -37,37 +38,33 @@ HEAD = (
 HITS = "vllm:prefix_cache_hits_total"
 
 BYTES = Spec(
-    name="bytes", model="small", connector="kvbaton", dtype="bfloat16", backend="FLASH_ATTN", variant=GRAPHS,
-    cache_bytes=2 * GIB,
+    name="bytes", model="small", connector="kvbaton", front="kvbaton", dtype="bfloat16", backend="FLASH_ATTN",
+    variant=GRAPHS, cache_bytes=2 * GIB,
 )  # fmt: skip
 MLA = Spec(
-    name="mla", model="latent", connector="kvbaton", dtype="bfloat16", backend="", variant=EAGER, cache_bytes=2 * GIB
-)
+    name="mla", model="latent", connector="kvbaton", front="kvbaton", dtype="bfloat16", backend="", variant=EAGER,
+    cache_bytes=2 * GIB,
+)  # fmt: skip
 Numbers = tuple[tuple[str, float], ...]
 """Of each token of an answer, what was likely and how likely, in a fixed order."""
 
 
 def specs(spec: Spec, sizes: Sizes) -> list[Spec]:
-    return [msgspec.structs.replace(spec, has_control=True, settings={"claim_timeout": 8.0, "transfer_timeout": 20.0})]
+    return [msgspec.structs.replace(spec, has_control=True, settings={"kvbaton": TIMES})]
 
 
 async def numbers(
     session: aiohttp.ClientSession, url: str, prompt: Prompt, tokens: int, params: object = None
 ) -> Numbers | str:
     """The log probabilities of an answer; a text if there is none."""
-    body: dict[str, Any] = {
-        "prompt": prompt,
-        "max_tokens": tokens,
-        "temperature": 0,
-        "logprobs": TOP,
-        "ignore_eos": True,
-    }
+    request: dict[str, Any] = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "logprobs": TOP}
+    request["ignore_eos"] = True
     if params is not None:
-        body["kv_transfer_params"] = params
+        request["kv_transfer_params"] = params
     try:
-        async with asyncio.timeout(ASK_S), session.post(f"{url}{PATH}", json=body) as answer:
-            told = await answer.json(content_type=None)
-            likely = told["choices"][0]["logprobs"]["top_logprobs"]
+        async with asyncio.timeout(ASK_S), session.post(f"{url}{PATH}", json=request) as answer:
+            body = await answer.json(content_type=None)
+            likely = body["choices"][0]["logprobs"]["top_logprobs"]
     except (aiohttp.ClientError, OSError, TimeoutError, LookupError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {error}"[:200]
     return tuple(sorted((f"{at} {word}", value) for at, words in enumerate(likely) for word, value in words.items()))
@@ -97,8 +94,7 @@ async def run(
     pair = groups[spec.name]
     page.commands(pair.commands()[-2:])
     if not pair.is_up:
-        page.verdict("served", "no", "yes", False)
-        page.note(pair.problem)
+        not_served(page, pair)
         return
     table = page.table(f"P and D, {spec.dtype}, {spec.backend or 'the backend that vLLM chooses'}", HEAD)
     good = asked = handed = 0
@@ -117,32 +113,32 @@ async def run(
     reached = f"{good} of {asked}, {handed} handed over"
     page.verdict("P's numbers and D's are the same", reached, f"{asked}, all handed over", good == handed == asked)
     await _controlled(spec, sizes, pair, session, page, say)
-    calm = await gpu_client.at_rest(session, [pair.p, pair.d])
+    calm = await meters.at_rest([pair.p, pair.d])
     page.verdict("nothing held afterwards", "yes" if calm else "no", "yes", calm)
 
 
 async def _compared(sizes: Sizes, pair: Group, session: aiohttp.ClientSession, prompts: list[Prompt]) -> Compared:
     engines = (pair.p, pair.d)
-    before = gpu_client.delivered(await pair.d.figures(session))
+    before = await meters.delivered(session, pair.d)
     hits = await _hits(session, engines)
     found = Compared()
     for prompt in prompts:
-        told = await gpu_client.prefilled(session, pair.p.url, prompt)
-        answers = [await numbers(session, pair.d.url, prompt, sizes.exact_answer, told.params)]
+        given = await prefilled(session, pair.p.url, prompt)
+        answers = [await numbers(session, pair.d.url, prompt, sizes.exact_answer, given.params)]
         for url in (pair.p.url, pair.p.url, pair.d.url):
             answers.append(await numbers(session, url, prompt, sizes.exact_answer))
         first, ours, itself, again = answers
         found.again.append(difference(ours, again))
         found.itself.append(difference(ours, itself))
         found.first.append(difference(ours, first))
-        found.problem = told.error or next((each for each in answers if isinstance(each, str)), found.problem)
-    found.handed = await gpu_client.delivered_since(session, pair.d, before, len(prompts))
+        found.problem = given.error or next((each for each in answers if isinstance(each, str)), found.problem)
+    found.handed = await meters.delivered_since(session, pair.d, before, len(prompts))
     found.hits = await _hits(session, engines) - hits
     return found
 
 
 async def _hits(session: aiohttp.ClientSession, engines: Sequence[Engine]) -> int:
-    return int(sum([(await each.figures(session) or {}).get(HITS, 0.0) for each in engines]))
+    return sum([await meters.counter(session, engine, HITS) for engine in engines])
 
 
 async def _controlled(

@@ -1,8 +1,7 @@
 """Part `answers`: greedy tokens of a P and a D compared with one engine's, in float32: wrong KV shows in them.
 
-Laws: every answer is compared with that of an engine without a connector which runs its steps the same way, as far as
-that one is sure (`oracle`). An answer counts only if D's own counter says that its prompt's KV came from P. And the
-comparison is itself tried: with two blocks in each other's place it must see wrong answers, or the part fails.
+Laws: those of `trial`; the engine alone runs its steps the same way as the pair. Of each wrong answer that nobody made
+wrong it is kept what tells one reason from another.
 """
 
 from __future__ import annotations
@@ -16,28 +15,26 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from kvbaton.router.openai_api import MODE_HEADER
-from kvbaton_proof.chaos.vllm.vllm_client import Tally, both_legs
-from kvbaton_proof.gpu_test import gpu_client, gpu_oracle
-from kvbaton_proof.gpu_test.gpu_client import Prompt, Told, ask, prompt_of
-from kvbaton_proof.gpu_test.gpu_oracle import SURE_MIN, Doubts, Right
-from kvbaton_proof.gpu_test.gpu_record import Page, Table
-from kvbaton_proof.gpu_test.servers import GIB, Group, Say, Spec
-from kvbaton_proof.gpu_test.sizes import Sizes, Variant
+from kvbaton_proof.gpu_test.sizes import Sizes
+from kvbaton_proof.gpu_test.trial import HEAD, MODES, Round, Trial, not_served
+from kvbaton_proof.rig import meters, oracle
+from kvbaton_proof.rig.client import Prompt, prompt_of
+from kvbaton_proof.rig.oracle import SURE_MIN, Doubts, Right
+from kvbaton_proof.rig.record import Page, Table
+from kvbaton_proof.rig.servers import GIB, Group, Say, Spec, Variant
 
-DEADLINE_S = 90.0
-HEAD = ("runner", "what", "right", "wrong", "errors", "handed over", "seen")
 PREEMPTIONS = "vllm:num_preemptions_total"
 PREFIX_HITS = "vllm:prefix_cache_hits_total"
 RUNNER_V2 = "Using V2 Model Runner"
 SPARE_DAMAGED = 4  # times as many are learned, of which the longest to be compared are asked
+NO_ANSWER = Right((), ())
 
 
 def specs(sizes: Sizes) -> list[Spec]:
     """An engine alone for each way of running steps that matters to the numbers, and a pair for each variant."""
     shared = Spec(
         name="", model="small", chunk_tokens=sizes.chunk_tokens, cache_bytes=4 * GIB, max_model_len=4096,
-        settings={"claim_timeout": 8.0, "transfer_timeout": 20.0},
+        settings={"kvbaton": {"claim_timeout": 8.0, "transfer_timeout": 20.0}},
     )  # fmt: skip
     graphs = dict.fromkeys(variant.graphs for variant in sizes.variants)
     alone = [
@@ -46,8 +43,8 @@ def specs(sizes: Sizes) -> list[Spec]:
     ]
     pairs = [
         msgspec.structs.replace(
-            shared, name=f"answers-{each.label}", variant=each, connector="kvbaton", d_blocks=sizes.d_blocks,
-            has_control=True,
+            shared, name=f"answers-{each.label}", variant=each, connector="kvbaton", front="kvbaton",
+            d_blocks=sizes.d_blocks, has_control=True,
         ) for each in sizes.variants
     ]  # fmt: skip
     return [*alone, *pairs]
@@ -61,8 +58,8 @@ def _alone(graphs: bool) -> str:
 class Questions:
     """What is asked, and the right answers by way of running steps."""
 
-    fresh: dict[str, list[Prompt]]  # by case: prompts of which no engine knows anything yet
-    sharing: list[Prompt]  # each begins as a prompt of the first case does
+    fresh: dict[str, list[Prompt]]  # by mode: prompts of which no engine knows anything yet
+    sharing: list[Prompt]  # each begins as a prompt of the first mode does
     long: list[Prompt]
     damaged: list[Prompt]
     answers: dict[bool, dict[int, Right]]  # by graphs, then by id of the prompt
@@ -75,8 +72,7 @@ class Questions:
 
     def sure(self, prompt: Prompt) -> int:
         """How many tokens can be compared, whatever way steps are run."""
-        nothing = Right((), ())
-        return min((len(each.get(id(prompt), nothing).sure) for each in self.answers.values()), default=0)
+        return min((len(each.get(id(prompt), NO_ANSWER).sure) for each in self.answers.values()), default=0)
 
     def narrowed(self, damaged: int) -> tuple[int, int]:
         """Drop what cannot be compared; how many prompts there were, and how many of them are left."""
@@ -90,9 +86,6 @@ class Questions:
         return [prompt for prompt in prompts if self.sure(prompt) >= SURE_MIN]
 
 
-CASES = ("pull", "stream", "push")
-
-
 def questions(sizes: Sizes) -> Questions:
     rng = random.Random("gpu_test answers")
     spread = sizes.longest_tokens - sizes.shortest_tokens
@@ -100,7 +93,7 @@ def questions(sizes: Sizes) -> Questions:
     def lengths(count: int) -> list[int]:
         return [sizes.shortest_tokens + spread * number // max(1, count - 1) for number in range(count)]
 
-    fresh = {case: [prompt_of(n, f"answers {case} {n}") for n in lengths(sizes.prompts)] for case in CASES}
+    fresh = {mode: [prompt_of(n, f"answers {mode} {n}") for n in lengths(sizes.prompts)] for mode in MODES}
     sharing = []
     for prompt in fresh["pull"][1::2]:
         kept = rng.randrange(len(prompt) // 2, len(prompt))
@@ -121,15 +114,14 @@ async def run(sizes: Sizes, groups: dict[str, Group], session: aiohttp.ClientSes
             if alone.is_up:
                 asked.answers[variant.graphs] = await _learned(session, alone, asked, sizes)
                 say(f"{alone.name}: answered {len(asked.answers[variant.graphs])} prompts")
-                page.note(gpu_oracle.counted(list(asked.answers[variant.graphs].values()), alone.name))
+                page.note(oracle.counted(list(asked.answers[variant.graphs].values()), alone.name))
     before, left = asked.narrowed(sizes.damaged)
     page.verdict("prompts that can be compared", f"{left} of {before}", "at least three in four", left >= 0.75 * before)
-    table = page.table("Answers beside one engine's, float32, TRITON_ATTN, greedy", HEAD)
+    table = page.table("Answers beside one engine's, float32, TRITON_ATTN, greedy", ("runner", "what", *HEAD))
     trials = await asyncio.gather(
         *(_variant(sizes, variant, groups, asked, session, page, table, say) for variant in sizes.variants)
     )
-    tried = [each for each in trials if each is not None]
-    gpu_oracle.tell(page, [each.doubts for each in tried])
+    oracle.tell(page, [trial.doubts for trial in trials if trial is not None])
 
 
 async def _learned(session: aiohttp.ClientSession, alone: Group, asked: Questions, sizes: Sizes) -> dict[int, Right]:
@@ -138,34 +130,35 @@ async def _learned(session: aiohttp.ClientSession, alone: Group, asked: Question
     usual = [prompt for prompt in asked.everything() if id(prompt) not in long]
     found: dict[int, Right] = {}
     for prompts, tokens in ((usual, sizes.answer_tokens), (asked.long, sizes.preempt_answer)):
-        told = await gpu_oracle.learned(session, alone.alone.url, prompts, sizes.at_once, tokens)
-        found |= {id(prompt): each for prompt, each in zip(prompts, told, strict=True) if isinstance(each, Right)}
+        answers = await oracle.learned(session, alone.alone.url, prompts, sizes.at_once, tokens)
+        found |= {id(prompt): each for prompt, each in zip(prompts, answers, strict=True) if isinstance(each, Right)}
     return found
 
 
 async def _variant(
     sizes: Sizes, variant: Variant, groups: dict[str, Group], asked: Questions, session: aiohttp.ClientSession,
     page: Page, table: Table, say: Say,
-) -> Trial | None:  # fmt: skip
-    pair = groups[f"answers-{variant.label}"]
+) -> AnswersTrial | None:  # fmt: skip
+    pair, alone = groups[f"answers-{variant.label}"], groups[_alone(variant.graphs)]
     page.commands(pair.commands()[-2:] if variant == sizes.variants[0] else [])
     if not pair.is_up or variant.graphs not in asked.answers:
-        problem = pair.problem or f"{_alone(variant.graphs)}: {groups[_alone(variant.graphs)].problem}"
-        page.verdict(f"{variant.name}: served", "no", "yes", False)
-        page.note(f"{variant.name}: {problem}")
+        not_served(page, alone if pair.is_up else pair, variant.name)
         return None
     ran = {runner_of(engine.log) for engine in (pair.p, pair.d)}
     page.verdict(
         f"{variant.name}: the model runner", " and ".join(sorted(ran)), variant.runner, ran == {variant.runner}
     )
-    alone = groups[_alone(variant.graphs)].alone
-    trial = Trial(sizes, variant, pair, asked, session, page, table, say, Doubts(variant.name, session, alone.url))
-    for case in CASES:
-        await trial.fresh(case)
+    trial = AnswersTrial(
+        sizes, pair, session, page, table, say, (variant.name,), at_once=sizes.at_once, asked=asked, variant=variant,
+        doubts=Doubts(variant.name, session, alone.alone.url),
+    )  # fmt: skip
+    for mode in MODES:
+        await trial.fresh(mode)
     await trial.shared()
     await trial.preempted()
     await trial.rest()
-    await trial.damaged()
+    page.figure(f"{variant.name}: ends", meters.ends(await pair.d.figures(session)))
+    await trial.control(asked.damaged, trial.sure(asked.damaged))
     return trial
 
 
@@ -174,121 +167,57 @@ def runner_of(log: Path) -> str:
     return "V2" if RUNNER_V2 in log.read_text(errors="replace") else "V1"
 
 
-@dataclass(slots=True)
-class Trial:
+@dataclass(slots=True, kw_only=True)
+class AnswersTrial(Trial):
     """One pair under examination."""
 
-    sizes: Sizes
-    variant: Variant
-    pair: Group
     asked: Questions
-    session: aiohttp.ClientSession
-    page: Page
-    table: Table
-    say: Say
+    variant: Variant
     doubts: Doubts
-    number: int = 0
 
-    async def one(self, prompt: Prompt, tally: Tally, mode: str, tokens: int) -> None:
-        """Both legs by the client's own hand, or through the router."""
-        self.number += 1
-        request_id = f"{self.pair.name}-{self.number}"
-        if mode == "pull":
-            told = await both_legs(
-                self.session, self.pair.p.url, self.pair.d.url, prompt, deadline_s=DEADLINE_S, request_id=request_id,
-                tokens=tokens,
-            )  # fmt: skip
-        else:
-            told = await ask(
-                self.session, self.pair.router.url, prompt, deadline_s=DEADLINE_S, tokens=tokens,
-                request_id=request_id, headers={MODE_HEADER: mode},
-            )  # fmt: skip
-        right = self.asked.right(self.variant.graphs, prompt)
-        if tally.count(told, right.sure) or told.error or self.pair.flag.exists():
-            return
-        await self.doubt(prompt, told, right, mode, tokens)
+    def sure(self, prompts: Sequence[Prompt]) -> list[tuple[str, ...]]:
+        return [self.asked.right(self.variant.graphs, prompt).sure for prompt in prompts]
 
-    async def doubt(self, prompt: Prompt, told: Told, right: Right, mode: str, tokens: int) -> None:
-        """Look into a wrong answer that nobody made wrong."""
-        if mode != "pull":  # the router has D say what P had cached
-            told = msgspec.structs.replace(told, cached=None)
-        others = self.asked.fresh["pull"][: self.sizes.at_once - 1]
-        await self.doubts.look_into(mode, self.number, prompt, told, right, others, tokens)
-        gpu_oracle.keep(self.page, self.doubts)
-
-    async def all(self, prompts: Sequence[Prompt], mode: str, tokens: int) -> tuple[Tally, int]:
-        """All at once, as many as may be; what was told, and how many were handed over."""
-        before = gpu_client.delivered(await self.pair.d.figures(self.session))
-        tally, room = Tally(), asyncio.Semaphore(self.sizes.at_once)
-
-        async def turn(prompt: Prompt) -> None:
-            async with room:
-                await self.one(prompt, tally, mode, tokens)
-
-        await asyncio.gather(*map(turn, prompts))
-        return tally, await gpu_client.delivered_since(self.session, self.pair.d, before, len(prompts))
-
-    def told(self, what: str, tally: Tally, handed: int, seen: str = "") -> None:
-        errors = ", ".join(f"{count} x {kind}" for kind, count in tally.errors.items())
-        bad = f"{tally.errors.total()} ({errors})" if errors else "0"
-        bad += f", {tally.late} late" if tally.late else ""
-        self.page.row(self.table, self.variant.name, what, tally.right, tally.wrong, bad, handed, seen)
-        counts = f"{tally.right} right, {tally.wrong} wrong, errors {bad}, {handed} handed over"
-        self.say(f"{self.variant.name}: {what}: {counts}. {seen}")
-
-    def judged(self, what: str, tally: Tally, wanted: int, handed: int, seen: tuple[int, str] | None = None) -> None:
-        """All right and, unless a cache may have had them, all handed over; `seen`: what must have happened once."""
-        least = wanted if seen is None else 1
-        reached, bound = (
-            f"{tally.right} of {wanted} right, {handed} handed over",
-            f"{wanted} right, {least} handed over",
-        )
+    async def _held(
+        self, what: str, prompts: Sequence[Prompt], mode: str, tokens: int, seen: tuple[str, str] | None = None
+    ) -> None:
+        """All right and, unless a cache may have had them, all handed over; `seen`: the counter of P or of D that must
+        have risen, and what it counts."""
+        engine = self.pair.p if seen is not None and seen[0] == PREFIX_HITS else self.pair.d
+        before = await meters.counter(self.session, engine, seen[0]) if seen is not None else 0
+        result = await self.round(prompts, self.sure(prompts), mode, what, tokens)
+        await self._look_into(prompts, result, mode, tokens)
+        least = len(prompts) if seen is None else 1
+        reached = f"{result.tally.right} of {len(prompts)} right, {result.handed} handed over"
+        bound = f"{len(prompts)} right, {least} handed over"
+        ok = result.tally.right == len(prompts) and result.handed >= least
         if seen is not None:
-            reached, bound = f"{reached}, {seen[0]} {seen[1]}", f"{bound}, {seen[1]} above 0"
-        ok = tally.right == wanted and handed >= least and (seen is None or seen[0] > 0)
-        self.page.verdict(f"{self.variant.name}: {what}", reached, bound, ok)
+            count = await meters.counter(self.session, engine, seen[0]) - before
+            reached, bound, ok = f"{reached}, {count} {seen[1]}", f"{bound}, {seen[1]} above 0", ok and count > 0
+        self.page.verdict(f"{self.name}: {what}", reached, bound, ok)
+
+    async def _look_into(self, prompts: Sequence[Prompt], result: Round, mode: str, tokens: int) -> None:
+        """Every wrong answer, in a batch as large."""
+        others = self.asked.fresh["pull"][: self.at_once - 1]
+        for number, (prompt, answer) in enumerate(zip(prompts, result.answers, strict=True)):
+            right = self.asked.right(self.variant.graphs, prompt)
+            if answer.error or answer.late or answer.tokens[: len(right.sure)] == right.sure:
+                continue
+            if mode != "pull":  # the router has D say what P had cached
+                answer = msgspec.structs.replace(answer, cached=None)
+            await self.doubts.look_into(mode, number, prompt, answer, right, others, tokens)
+            oracle.keep(self.page, self.doubts)
 
     async def fresh(self, mode: str) -> None:
         """Prompts that nobody knows; those above a chunk are prefilled in several steps."""
-        prompts = self.asked.fresh[mode]
-        chunked = sum(len(prompt) > self.sizes.chunk_tokens for prompt in prompts)
-        tally, handed = await self.all(prompts, mode, self.sizes.answer_tokens)
-        self.told(f"{mode}, {self.sizes.at_once} at once", tally, handed, f"{chunked} prefilled in chunks")
-        self.judged(mode, tally, len(prompts), handed)
+        await self._held(mode, self.asked.fresh[mode], mode, self.sizes.answer_tokens)
 
     async def shared(self) -> None:
         """Prompts of which both P and D have the beginning in their prefix caches."""
-        before = await self.pair.p.figures(self.session) or {}
-        tally, handed = await self.all(self.asked.sharing, "pull", self.sizes.answer_tokens)
-        after = await self.pair.p.figures(self.session) or {}
-        hits = int(after.get(PREFIX_HITS, 0) - before.get(PREFIX_HITS, 0))
-        self.told("pull, beginning in the prefix cache", tally, handed, f"{hits} tokens from P's prefix cache")
-        self.judged("prefix-cache hits", tally, len(self.asked.sharing), handed, (hits, "tokens from P's cache"))
+        seen = (PREFIX_HITS, "tokens from P's cache")
+        await self._held("prefix-cache hits", self.asked.sharing, "pull", self.sizes.answer_tokens, seen)
 
     async def preempted(self) -> None:
         """More than D has blocks for, so that it throws requests out and takes them up again."""
-        before = await self.pair.d.figures(self.session) or {}
-        tally, handed = await self.all(self.asked.long, "pull", self.sizes.preempt_answer)
-        after = await self.pair.d.figures(self.session) or {}
-        thrown = int(after.get(PREEMPTIONS, 0) - before.get(PREEMPTIONS, 0))
-        self.told("pull, D short of blocks", tally, handed, f"{thrown} preemptions")
-        self.judged("preemption", tally, len(self.asked.long), handed, (thrown, "preemptions"))
-
-    async def rest(self) -> None:
-        calm = await gpu_client.at_rest(self.session, [self.pair.p, self.pair.d])
-        ends = gpu_client.ends(await self.pair.d.figures(self.session))
-        self.page.verdict(f"{self.variant.name}: nothing held afterwards", "yes" if calm else "no", "yes", calm)
-        self.page.figure(f"{self.variant.name}: ends", ends)
-
-    async def damaged(self) -> None:
-        """The control: with two blocks in each other's place answers must be wrong."""
-        self.pair.flag.touch()
-        try:
-            tally, handed = await self.all(self.asked.damaged, "pull", self.sizes.answer_tokens)
-        finally:
-            self.pair.flag.unlink(missing_ok=True)
-        self.told("control: two blocks misplaced", tally, handed, "must be wrong")
-        reached = f"{tally.wrong} of {len(self.asked.damaged)} seen"
-        self.page.verdict(
-            f"{self.variant.name}: control: damage is seen", reached, "all", tally.wrong == len(self.asked.damaged)
-        )
+        seen = (PREEMPTIONS, "preemptions")
+        await self._held("preemption", self.asked.long, "pull", self.sizes.preempt_answer, seen)

@@ -15,7 +15,6 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import aiohttp
 import msgspec
@@ -24,20 +23,21 @@ from kvbaton_proof.chaos.chaos_plan import Plan, Step
 from kvbaton_proof.chaos.fault_catalogue import Moment
 from kvbaton_proof.chaos.outcome import Outcome, Row
 from kvbaton_proof.chaos.vllm import fault_table
-from kvbaton_proof.chaos.vllm.vllm_client import Prompt, prompt_of
 from kvbaton_proof.chaos.vllm.vllm_judge import examined
 from kvbaton_proof.chaos.vllm.vllm_pair import LEARN_AT_ONCE, LONG, USUAL
-from kvbaton_proof.chaos.vllm.vllm_plan import UNDER_LOAD, D, P
-from kvbaton_proof.chaos.vllm.vllm_process import Engine
+from kvbaton_proof.chaos.vllm.vllm_plan import UNDER_LOAD
 from kvbaton_proof.chaos.vllm.vllm_run import judged, line, outcome
 from kvbaton_proof.chaos.vllm.vllm_steps import CLIENTS, LATE, Scene
-from kvbaton_proof.gpu_test import gpu_machine, gpu_oracle
+from kvbaton_proof.gpu_test import gpu_machine
 from kvbaton_proof.gpu_test.gpu_machine import MemoryWatch
-from kvbaton_proof.gpu_test.gpu_oracle import Doubts, Right
-from kvbaton_proof.gpu_test.gpu_record import Page
-from kvbaton_proof.gpu_test.servers import GIB, Group, Say, Site, Spec, standing
 from kvbaton_proof.gpu_test.sizes import Sizes
 from kvbaton_proof.gpu_test.watched import START_S, Meeting, WatchedPair
+from kvbaton_proof.rig import oracle
+from kvbaton_proof.rig.client import Prompt, prompt_of
+from kvbaton_proof.rig.connectors import D, P
+from kvbaton_proof.rig.oracle import Doubts, Right
+from kvbaton_proof.rig.record import Page
+from kvbaton_proof.rig.servers import GIB, Say, Site, Spec, standing
 
 SEED = 1
 PLAN_S = 520.0
@@ -48,7 +48,7 @@ FREE_GRACE_S = 5.0
 SHARE = 0.5  # of the clients that hang up
 SPARE = 1.5  # times as many prompts are learned as are asked
 ALONE = "faults-alone"
-PAIRS: dict[Literal["kvbaton", "nixl"], str] = {"kvbaton": "faults-kvbaton", "nixl": "faults-nixl"}
+PAIRS = {"kvbaton": "faults-kvbaton", "nixl": "faults-nixl"}
 POISONS = ("unknown source", "only the flag", "no blocks", "half the blocks", "a number of 2**62")
 APART = (Step(0, "kill", P, Moment.MID_COPY), Step(0, "kill", P, detail=UNDER_LOAD))
 FREE, MAPPED = "free again", "mapped still"
@@ -101,9 +101,11 @@ def specs(sizes: Sizes) -> list[Spec]:
     """P's cache is most of what it has: one that stays mapped shows in the GPU's memory."""
     shared = Spec(
         name="", model="small", cache_bytes=8 * GIB, prefix_caching=False, d_blocks=sizes.fault_d_blocks,
-        p_blocks=sizes.fault_blocks, chunk_tokens=2048, has_router=False,
-        settings={"claim_timeout": 4.0, "transfer_timeout": 10.0, "lease_s": sizes.lease_s},
-        times={"kv_lease_duration": int(sizes.lease_s)},
+        p_blocks=sizes.fault_blocks, chunk_tokens=2048,
+        settings={
+            "kvbaton": {"claim_timeout": 4.0, "transfer_timeout": 10.0, "lease_s": sizes.lease_s},
+            "nixl": {"kv_lease_duration": int(sizes.lease_s)},
+        },
     )  # fmt: skip
     found = [
         msgspec.structs.replace(shared, name=ALONE, p_blocks=0, d_blocks=0, cache_bytes=4 * GIB),
@@ -131,7 +133,7 @@ async def run(sizes: Sizes, site: Site, session: aiohttp.ClientSession, page: Pa
         turn, meeting = asyncio.Lock(), Meeting(len(up))
         pairs = [
             WatchedPair(
-                connector, site.directory, _engines(one), session, prompts, [each.sure for each in rights], [], say,
+                connector, site.directory, one.engines, session, prompts, [each.sure for each in rights], [], say,
                 blocks={P: _blocks(sizes.fault_blocks), D: _blocks(sizes.fault_d_blocks)}, turn=turn,
                 meeting=meeting, rank=rank, until=until,
                 memory=MemoryWatch(
@@ -143,7 +145,7 @@ async def run(sizes: Sizes, site: Site, session: aiohttp.ClientSession, page: Pa
             for rank, connector in enumerate(up) if (one := groups[PAIRS[connector]])
         ]  # fmt: skip
         found = await asyncio.gather(*(_carried_out(pair, sizes, page, say) for pair in pairs))
-    gpu_oracle.tell(page, [pair.doubts for pair in pairs if pair.doubts is not None])
+    oracle.tell(page, [pair.doubts for pair in pairs if pair.doubts is not None])
     _told({each.connector: each for each in found}, {pair.connector: pair.not_run for pair in pairs}, page)
 
 
@@ -155,17 +157,13 @@ async def _learned(
     rights: list[Right] = []
     for name, wanted, shortest, step in (("usual", USUAL, 150, 7), ("long", LONG, sizes.long_tokens, 1)):
         drawn = [prompt_of(shortest + step * (n % wanted), f"{SEED} {name} {n}") for n in range(int(wanted * SPARE))]
-        found = await gpu_oracle.learned(session, url, drawn, LEARN_AT_ONCE)
-        numbers = gpu_oracle.chosen(found, wanted)
+        found = await oracle.learned(session, url, drawn, LEARN_AT_ONCE)
+        numbers = oracle.chosen(found, wanted)
         prompts += [drawn[number] for number in numbers]
         rights += (kept := [each for number in numbers if isinstance(each := found[number], Right)])
         dropped = f"{name} prompts, {len(set(numbers))} asked of {len(drawn)} learned"
-        page.note(gpu_oracle.counted(kept, dropped))
+        page.note(oracle.counted(kept, dropped))
     return prompts, rights
-
-
-def _engines(group: Group) -> dict[str, Engine]:
-    return {P: group.p, D: group.d}
 
 
 def _blocks(count: int) -> int:
@@ -195,7 +193,7 @@ async def _carried_out(pair: WatchedPair, sizes: Sizes, page: Page, say: Say) ->
                 continue
             row = await _step(pair, step, sizes, begun, kinds, problems)
             if pair.doubts is not None:
-                gpu_oracle.keep(page, pair.doubts)
+                oracle.keep(page, pair.doubts)
             if row is None:
                 pair.not_run += [each.title() for each in ordered[number + 1 :]]
                 break

@@ -33,10 +33,12 @@ from dataclasses import dataclass, field
 import aiohttp
 import msgspec
 
-from kvbaton_proof.gpu_test.feature_trial import DRAFTS_HEAD, HEAD, FeatureTrial
-from kvbaton_proof.gpu_test.gpu_record import Page, Table
-from kvbaton_proof.gpu_test.servers import GIB, D, Group, P, Say, Site, Spec, standing
+from kvbaton_proof.gpu_test.feature_trial import DRAFTS_HEAD, FeatureTrial
 from kvbaton_proof.gpu_test.sizes import Sizes
+from kvbaton_proof.gpu_test.trial import HEAD, not_served
+from kvbaton_proof.rig.connectors import D, P
+from kvbaton_proof.rig.record import Page, Table
+from kvbaton_proof.rig.servers import GIB, Group, Say, Site, Spec, standing
 
 READY_S = {"cuda": 240.0, "cpu": 600.0}
 TRIAL_S = 300.0  # of what is asked of one feature's servers
@@ -79,7 +81,7 @@ class VllmFeature(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _pair(name: str = "", **own: object) -> Spec:
-    return msgspec.convert({"name": name, "model": "", **own}, Spec)
+    return msgspec.convert({"name": name, "model": "", "connector": "kvbaton", "front": "kvbaton", **own}, Spec)
 
 
 def _drafter(**told: object) -> tuple[str, ...]:
@@ -103,7 +105,7 @@ FEATURES: Mapping[str, VllmFeature] = {
         _drafted("mtp-states", "nemotron-h-mtp", method="mtp"),
         VllmFeature(
             name="fp8", model="llama", alone=_FP8, pairs=(_pair(args=_FP8),),
-            refused=(_pair("refused", p_args=_FP8, has_router=False),), field="kv_dtype",
+            refused=(_pair("refused", p_args=_FP8, front=""),), field="kv_dtype",
         ),
         VllmFeature(
             name="offloading", model="llama", offloads=True,
@@ -135,14 +137,17 @@ def specs(sizes: Sizes, feature: VllmFeature) -> list[Spec]:
     """The servers of one feature: alone, pairs, and pairs that shall be refused."""
     shared = {
         "model": feature.model, "dtype": feature.dtype, "chunk_tokens": sizes.chunk_tokens, "cache_bytes": GIB,
-        "max_model_len": 2048, "at_once": sizes.at_once, "settings": {"claim_timeout": 20.0, "transfer_timeout": 20.0},
+        "max_model_len": 2048, "at_once": sizes.at_once,
+        "settings": {"kvbaton": {"claim_timeout": 20.0, "transfer_timeout": 20.0}},
     }  # fmt: skip
-    alone = msgspec.structs.replace(_pair(), name=f"{feature.name}-alone", args=feature.alone, **shared)
+    alone = msgspec.structs.replace(
+        _pair(connector="", front=""), name=f"{feature.name}-alone", args=feature.alone, **shared
+    )
     found = [alone]
     for pair in (*feature.pairs, *feature.refused):
         name = f"{feature.name}-{pair.name}" if pair.name else feature.name
         takes = pair in feature.pairs
-        found.append(msgspec.structs.replace(pair, name=name, connector="kvbaton", has_control=takes, **shared))
+        found.append(msgspec.structs.replace(pair, name=name, has_control=takes, **shared))
     return found
 
 
@@ -175,7 +180,10 @@ async def run(
     sizes: Sizes, site: Site, session: aiohttp.ClientSession, page: Page, say: Say, stands: Standing = standing
 ) -> None:
     """All features, as many at once as there is room for."""
-    room, table = ServerRoom(sizes.feature_engines), page.table("Answers beside one engine's, greedy", HEAD)
+    room, table = (
+        ServerRoom(sizes.feature_engines),
+        page.table("Answers beside one engine's, greedy", ("pair", "what", *HEAD)),
+    )
     drafts = page.table("Drafts accepted, beside one engine's", DRAFTS_HEAD)
 
     async def one(name: str) -> None:
@@ -208,18 +216,24 @@ async def _tried(
     for group in groups.values():
         page.commands(group.commands()[-2:])
         if not group.is_up:
-            page.verdict(f"{group.name}: served", "no", "yes", False)
-            page.note(f"{group.name}: {group.problem}\nlogs/{group.name}*.log have the rest")
+            not_served(page, group)
     refused = {f"{feature.name}-{each.name}" for each in feature.refused}
+    near, alike = (NEAR_16, ALIKE_16) if feature.is_coarse else (NEAR, ALIKE)
+
+    def trial_of(pair: Group) -> FeatureTrial:
+        return FeatureTrial(
+            sizes, pair, session, page, tables[0], say, (pair.name,), feature.asks, alone=alone,
+            drafts_table=tables[1], near=near, alike_min=alike,
+        )  # fmt: skip
+
     for pair in pairs:
         if pair.is_up and pair.name in refused:
-            await FeatureTrial(sizes, pair, pair, session, page, tables, say, feature.asks).refused(feature.field)
+            await trial_of(pair).refused(feature.field)
     if not alone.is_up:
         return
     for pair in pairs:
         if pair.is_up and pair.name not in refused:
-            near, alike = (NEAR_16, ALIKE_16) if feature.is_coarse else (NEAR, ALIKE)
-            trial = FeatureTrial(sizes, alone, pair, session, page, tables, say, feature.asks, near, alike)
+            trial = trial_of(pair)
             await trial.learn(feature.has_drafts, feature.changed_by)
             await trial.handed_over()
             if feature.offloads:

@@ -11,9 +11,9 @@ import json
 import sys
 from collections.abc import Sequence
 
-from kvbaton_proof.gpu_test.gpu_record import Page
-from kvbaton_proof.gpu_test.servers import Say
 from kvbaton_proof.gpu_test.sizes import Sizes
+from kvbaton_proof.rig.record import Page
+from kvbaton_proof.rig.servers import Say
 
 BENCH_S, CHECK_S = 420.0, 180.0  # NIXL as installed takes 5 s for a read of 1,000 blocks
 LINES = 12

@@ -1,31 +1,51 @@
 """Part `load`: many requests at once: how many a second, and what D's own streams feel of loads that arrive.
 
+    python -m kvbaton_proof.gpu_test.gpu_load      a `Watched` as JSON on stdin; on stdout a line when all streams are
+    under way, then what was seen, as JSON
+
 Laws: what arrives at D was prefilled before and is held by P, so that P computes nothing on the same GPU while D is
 watched; the same with P computing is told beside it, and judged by nobody. So is the floor: the same requests with
 their prompts in D's own prefix cache, where no connector has anything to do. A gap between two tokens of a stream
 counts if it ends while loads arrive: from the first request of a load until the first token of the last. The streams
-are watched by a process of their own, so that nothing that this one does looks like a gap.
+are watched by a process of their own, so that nothing that this one does looks like a gap: moments are of the machine's
+monotonic clock, which all processes share. It is ended with whoever waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
 import aiohttp
+import msgspec
 
-from kvbaton_proof.gpu_test import gpu_client
-from kvbaton_proof.gpu_test.gpu_client import Prompt, Streamed, percentile, prompt_of, streamed
-from kvbaton_proof.gpu_test.gpu_record import Page, Table
-from kvbaton_proof.gpu_test.gpu_watching import Order, watching
-from kvbaton_proof.gpu_test.servers import Group, Say
+from kvbaton.processes.child_process import Program, end, start
 from kvbaton_proof.gpu_test.sizes import Sizes
 from kvbaton_proof.gpu_test.timing import ALONE, KVBATON, NIXL
+from kvbaton_proof.rig import meters
+from kvbaton_proof.rig.client import (
+    Answer,
+    Prompt,
+    Streamed,
+    encoded,
+    percentile,
+    prefilled,
+    prompt_of,
+    sent,
+    streamed,
+)
+from kvbaton_proof.rig.record import Page, Table
+from kvbaton_proof.rig.servers import Group, Say
 
-DEADLINE_S = 120.0
+UNDER_WAY = 4  # tokens of every stream that is watched
+BEGIN_S = 60.0
+LINE_MAX = 1 << 26
 P99_OVER_MEDIAN = 1.2
 SETTLE_S = 0.5
 SPREAD_S = 2.0  # over which loads arrive one after the other
@@ -81,11 +101,11 @@ async def _rated(
     best, loop = 0.0, asyncio.get_running_loop()
     for number in range(2):
         prompts = [prompt_of(sizes.crowd_tokens, f"{pair.name} crowd {number} {each}") for each in range(sizes.crowd)]
-        before, begun = gpu_client.delivered(await pair.d.figures(session)), loop.time()
-        told = await asyncio.gather(*(_both(session, pair, prompt, sizes.crowd_answer) for prompt in prompts))
+        before, begun = await meters.delivered(session, pair.d, pair.spec.connector), loop.time()
+        answers = await asyncio.gather(*(_both(session, pair, prompt, sizes.crowd_answer) for prompt in prompts))
         seconds = loop.time() - begun
-        failed = sum(bool(each.error) for each in told)
-        handed = await gpu_client.delivered_since(session, pair.d, before, sizes.crowd)
+        failed = sum(bool(answer.error) for answer in answers)
+        handed = await meters.delivered_since(session, pair.d, before, sizes.crowd, pair.spec.connector)
         page.row(table, pair.name, f"{sizes.crowd / seconds:.1f}", f"{seconds:.2f}", failed, handed)
         say(f"{pair.name}: {sizes.crowd / seconds:.1f} requests/s, {failed} failed, {handed} handed over")
         if pair.name == KVBATON:
@@ -102,18 +122,17 @@ async def _alone(
 ) -> None:
     prompts = [prompt_of(sizes.crowd_tokens, f"alone crowd {each}") for each in range(sizes.crowd)]
     begun = asyncio.get_running_loop().time()
-    told = await asyncio.gather(
+    answers = await asyncio.gather(
         *(streamed(session, group.alone.url, prompt, tokens=sizes.crowd_answer) for prompt in prompts)
     )
     seconds = asyncio.get_running_loop().time() - begun
-    page.row(
-        table, "one engine", f"{sizes.crowd / seconds:.1f}", f"{seconds:.2f}", sum(bool(e.error) for e in told), "-"
-    )
+    failed = sum(bool(answer.error) for answer in answers)
+    page.row(table, "one engine", f"{sizes.crowd / seconds:.1f}", f"{seconds:.2f}", failed, "-")
     say(f"one engine: {sizes.crowd / seconds:.1f} requests/s")
 
 
 async def _both(session: aiohttp.ClientSession, pair: Group, prompt: Prompt, tokens: int) -> Streamed:
-    first = await gpu_client.prefilled(session, pair.p.url, prompt)
+    first = await prefilled(session, pair.p.url, prompt)
     if first.error:
         return Streamed(error=f"P: {first.error}", begun=asyncio.get_running_loop().time())
     return await streamed(session, pair.d.url, prompt, tokens=tokens, params=first.params)
@@ -168,13 +187,13 @@ async def _burst(sizes: Sizes, pair: Group, session: aiohttp.ClientSession, how:
     loop = asyncio.get_running_loop()
     seed = f"{pair.name} {how} {number}"
     prompts = [prompt_of(sizes.crowd_tokens, f"{seed} load {each}") for each in range(sizes.crowd)]
-    computing, given, bodies = how.endswith(COMPUTING), list[gpu_client.Told](), list[bytes]()
+    computing, given, bodies = how.endswith(COMPUTING), list[Answer](), list[bytes]()
     if how.endswith(CACHED):
-        bodies = [gpu_client.encoded(prompt, 1) for prompt in prompts]
-        await asyncio.gather(*(gpu_client.sent(session, pair.d.url, body) for body in bodies))
+        bodies = [encoded(prompt, 1) for prompt in prompts]
+        await asyncio.gather(*(sent(session, pair.d.url, body) for body in bodies))
     elif not computing:
-        given = await asyncio.gather(*(gpu_client.prefilled(session, pair.p.url, prompt) for prompt in prompts))
-        bodies = [gpu_client.encoded(prompt, 1, told.params) for prompt, told in zip(prompts, given, strict=True)]
+        given = await asyncio.gather(*(prefilled(session, pair.p.url, prompt) for prompt in prompts))
+        bodies = [encoded(prompt, 1, first.params) for prompt, first in zip(prompts, given, strict=True)]
     own = [prompt_of(WATCHED_TOKENS, f"{seed} watched {each}") for each in range(sizes.watched)]
     pause_s = SPREAD_S / sizes.crowd if how.startswith(IN_TURN) else 0.0
 
@@ -182,9 +201,9 @@ async def _burst(sizes: Sizes, pair: Group, session: aiohttp.ClientSession, how:
         await asyncio.sleep(at * pause_s)
         if computing:
             return await _both(session, pair, prompts[at], 1)
-        return await gpu_client.sent(session, pair.d.url, bodies[at])
+        return await sent(session, pair.d.url, bodies[at])
 
-    async with watching(Order(pair.d.url, own, sizes.watched_answer)) as watch:
+    async with watching(Watched(pair.d.url, own, sizes.watched_answer)) as watch:
         await asyncio.sleep(SETTLE_S)
         begun = loop.time()
         loads = await asyncio.gather(*map(arrive, range(sizes.crowd)))
@@ -194,3 +213,69 @@ async def _burst(sizes: Sizes, pair: Group, session: aiohttp.ClientSession, how:
     slowest_s = max(each.first_s if not each.error else 0.0 for each in loads)
     quiet = gaps_between(streams, begun - SETTLE_S, begun)
     return Felt(gaps_between(streams, begun, ended), slowest_s, failed, quiet)
+
+
+class Watched(msgspec.Struct, frozen=True):
+    """Streams that decode while something else happens."""
+
+    url: str
+    prompts: list[list[int]]
+    tokens: int
+
+
+class Watch:
+    """What the other process sees."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def ended(self) -> list[Streamed]:
+        """Wait for all streams to end; they have deadlines."""
+        assert self._process.stdout is not None
+        return msgspec.json.decode(await self._process.stdout.readline() or b"[]", type=list[Streamed])
+
+
+@contextlib.asynccontextmanager
+async def watching(watched: Watched) -> AsyncIterator[Watch]:
+    """Streams that are under way by now; TimeoutError if they do not get there."""
+    program = Program(
+        "watching", "client", [sys.executable, "-m", "kvbaton_proof.gpu_test.gpu_load"], stop=signal.SIGKILL
+    )
+    child = await start(program, None, stdout=asyncio.subprocess.PIPE, limit=LINE_MAX)
+    process = child.process
+    try:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(msgspec.json.encode(watched))
+        process.stdin.close()
+        await asyncio.wait_for(process.stdout.readline(), BEGIN_S)
+        yield Watch(process)
+    finally:
+        await end([child])
+
+
+async def _watched(watched: Watched) -> Sequence[Streamed]:
+    waiting = dict.fromkeys(range(len(watched.prompts)), UNDER_WAY)
+    connections = aiohttp.TCPConnector(limit=0)
+
+    def heard(number: int) -> None:
+        if number in waiting:
+            waiting[number] -= 1
+            if not waiting[number]:
+                del waiting[number]
+                if not waiting:
+                    print("begun", flush=True)
+
+    async with aiohttp.ClientSession(connector=connections, timeout=aiohttp.ClientTimeout(total=None)) as session:
+
+        async def one(number: int, prompt: list[int]) -> Streamed:
+            return await streamed(session, watched.url, prompt, tokens=watched.tokens, heard=lambda: heard(number))
+
+        found = await asyncio.gather(*(one(*each) for each in enumerate(watched.prompts)))
+    if waiting:  # some stream failed or was too short: nobody waits in vain
+        print("begun", flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    seen = asyncio.run(_watched(msgspec.json.decode(sys.stdin.buffer.read(), type=Watched)))
+    sys.stdout.buffer.write(msgspec.json.encode(seen) + b"\n")

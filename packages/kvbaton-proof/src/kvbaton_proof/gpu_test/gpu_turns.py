@@ -15,12 +15,12 @@ from statistics import median
 import aiohttp
 
 from kvbaton_proof.bench.turn_talks import streamed_turn
-from kvbaton_proof.chaos.vllm.vllm_process import Engine
-from kvbaton_proof.gpu_test import gpu_client
-from kvbaton_proof.gpu_test.gpu_client import Prompt, ask, prompt_of
-from kvbaton_proof.gpu_test.gpu_record import Page
-from kvbaton_proof.gpu_test.servers import GRAPHS, SERVED, Group, Say, Spec
 from kvbaton_proof.gpu_test.sizes import Sizes
+from kvbaton_proof.rig import meters
+from kvbaton_proof.rig.client import Prompt, ask, prompt_of
+from kvbaton_proof.rig.record import Page
+from kvbaton_proof.rig.server import Engine
+from kvbaton_proof.rig.servers import GRAPHS, SERVED, Group, Say, Spec
 
 RIGHT, RIGHT_ALONE = "turns-right", "turns-right-alone"
 KEPT, PLAIN, ALONE = "turns-kept", "turns-none", "turns-alone"
@@ -156,8 +156,7 @@ async def forget(session: aiohttp.ClientSession, engine: Engine) -> None:
     for _ in range(RESET_TRIES):
         async with session.post(f"{engine.url}/reset_prefix_cache") as answer:
             text = await answer.text()
-        held = gpu_client.held(await engine.figures(session))
-        if answer.status == 200 and "false" not in text.lower() and not held:
+        if answer.status == 200 and "false" not in text.lower() and meters.is_at_rest(await engine.figures(session)):
             return
         await asyncio.sleep(0.05)
     raise RuntimeError(f"{engine.name}: its prefix cache was not emptied")

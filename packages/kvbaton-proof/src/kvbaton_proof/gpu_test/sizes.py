@@ -1,31 +1,14 @@
 """Sizes of the parts: on a GPU, in the quick plan, and in a rehearsal on a CPU. Numbers only.
 
-Law: a rehearsal runs the same code as the GPU; what differs is here and in `servers`.
+Law: a rehearsal runs the same code as the GPU; what differs is here and in `rig.servers`.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
-Device = Literal["cuda", "cpu"]
-Runner = Literal["V2", "V1"]
-
-
-class Variant(msgspec.Struct, frozen=True):
-    """How an engine runs its steps."""
-
-    runner: Runner
-    graphs: bool
-
-    @property
-    def name(self) -> str:
-        return f"{self.runner} {'graphs' if self.graphs else 'eager'}"
-
-    @property
-    def label(self) -> str:
-        return self.name.replace(" ", "-").lower()
+from kvbaton_proof.rig.connectors import Device
+from kvbaton_proof.rig.servers import Variant
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):

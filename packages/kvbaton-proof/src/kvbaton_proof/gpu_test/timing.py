@@ -15,11 +15,11 @@ from statistics import median
 import aiohttp
 
 from kvbaton.router.openai_api import MODE_HEADER
-from kvbaton_proof.gpu_test import gpu_client
-from kvbaton_proof.gpu_test.gpu_client import Prompt, prompt_of, streamed
-from kvbaton_proof.gpu_test.gpu_record import Page
-from kvbaton_proof.gpu_test.servers import GRAPHS, Group, Say, Spec
 from kvbaton_proof.gpu_test.sizes import Sizes
+from kvbaton_proof.rig import meters
+from kvbaton_proof.rig.client import Prompt, prefilled, prompt_of, streamed
+from kvbaton_proof.rig.record import Page
+from kvbaton_proof.rig.servers import GRAPHS, Group, Say, Spec
 
 WARM_UPS = 2
 TOKENS = 3
@@ -39,15 +39,16 @@ def specs(sizes: Sizes) -> list[Spec]:
     """Also those of `load`."""
     longest = max((*sizes.timed_tokens, sizes.crowd_tokens + sizes.crowd_answer, sizes.watched_answer + 64)) + 64
 
-    def spec(name: str, connector: str, cache_gb: int) -> Spec:
+    def spec(name: str, connector: str) -> Spec:
         return Spec(
-            name=name, model="8b", connector="kvbaton" if connector == "kvbaton" else "nixl" if connector else "",
-            dtype="bfloat16", backend="FLASH_ATTN", variant=GRAPHS, cache_bytes=cache_gb * 10**9, max_model_len=longest,
-            chunk_tokens=min(8192, max(2048, longest)), settings={"lease_s": 30.0}, times={"kv_lease_duration": 30},
+            name=name, model="8b", connector=connector, front="kvbaton" if connector == "kvbaton" else "",
+            dtype="bfloat16", backend="FLASH_ATTN", variant=GRAPHS, cache_bytes=10 * 10**9, max_model_len=longest,
+            chunk_tokens=min(8192, max(2048, longest)),
+            settings={"kvbaton": {"lease_s": 30.0}, "nixl": {"kv_lease_duration": 30}},
         )  # fmt: skip
 
-    found = [spec(ALONE, "", 10), spec(KVBATON, "kvbaton", 10)]
-    return [*found, spec(NIXL, "nixl", 10)] if sizes.nixl else found
+    found = [spec(ALONE, ""), spec(KVBATON, "kvbaton")]
+    return [*found, spec(NIXL, "nixl")] if sizes.nixl else found
 
 
 @dataclass(slots=True)
@@ -71,12 +72,12 @@ class Stopwatch:
         self, url: str, prompt: Prompt, params: object = None, headers: dict[str, str] | None = None
     ) -> float:
         """Seconds to the first token."""
-        told = await streamed(
+        answer = await streamed(
             self.session, url, prompt, tokens=TOKENS, params=params, headers=headers, deadline_s=DEADLINE_S
         )
-        if told.error:
-            self.problems.append(told.error)
-        return told.first_s
+        if answer.error:
+            self.problems.append(answer.error)
+        return answer.first_s
 
     async def alone(self, size: int, seed: str) -> None:
         self.keep(AGGREGATED, size, await self.first(self.groups[ALONE].alone.url, prompt_of(size, f"alone {seed}")))
@@ -88,11 +89,11 @@ class Stopwatch:
 
     async def legs(self, group: str, p_way: str, d_way: str, size: int, seed: str) -> None:
         prompt, pair = prompt_of(size, f"{group} {seed}"), self.groups[group]
-        told = await gpu_client.prefilled(self.session, pair.p.url, prompt, deadline_s=DEADLINE_S)
-        if told.error:
-            self.problems.append(f"P: {told.error}")
-        self.keep(p_way, size, math.inf if told.error else told.seconds)
-        self.keep(d_way, size, await self.first(pair.d.url, prompt, told.params) if not told.error else math.inf)
+        given = await prefilled(self.session, pair.p.url, prompt, deadline_s=DEADLINE_S)
+        if given.error:
+            self.problems.append(f"P: {given.error}")
+        self.keep(p_way, size, math.inf if given.error else given.seconds)
+        self.keep(d_way, size, await self.first(pair.d.url, prompt, given.params) if not given.error else math.inf)
 
     async def ours(self, size: int, seed: str) -> None:
         await self.legs(KVBATON, OUR_P, OUR_D, size, seed)
@@ -159,12 +160,12 @@ async def _measured(
             await way(size, f"warm {number}")
     watch.found = {key: found for key, found in watch.found.items() if key[1] != size}
     engine = watch.groups[KVBATON].d if watch.groups[KVBATON].is_up else None
-    before = gpu_client.delivered(await engine.figures(session)) if engine else 0
+    before = await meters.delivered(session, engine) if engine else 0
     for number in range(repetitions):
         for way in ways:
             await way(size, str(number))
     wanted = 3 * repetitions
-    return engine is not None and await gpu_client.delivered_since(session, engine, before, wanted) >= wanted
+    return engine is not None and await meters.delivered_since(session, engine, before, wanted) >= wanted
 
 
 def _all_ms(watch: Stopwatch, size: int) -> dict[str, list[float | None]]:

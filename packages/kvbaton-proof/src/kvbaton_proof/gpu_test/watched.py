@@ -13,13 +13,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvbaton_proof.chaos.vllm.vllm_client import TOKENS, Told
 from kvbaton_proof.chaos.vllm.vllm_pair import Pair
-from kvbaton_proof.chaos.vllm.vllm_plan import P
 from kvbaton_proof.chaos.vllm.vllm_steps import CLIENTS
 from kvbaton_proof.gpu_test.gpu_machine import MemoryWatch
-from kvbaton_proof.gpu_test.gpu_oracle import Doubts, Right
-from kvbaton_proof.gpu_test.servers import GIB
+from kvbaton_proof.rig.client import TOKENS, Answer
+from kvbaton_proof.rig.connectors import P
+from kvbaton_proof.rig.oracle import Doubts, Right
+from kvbaton_proof.rig.servers import GIB
 
 START_S = 75.0
 """What the start of a server takes on an H200 whose driver and files are warm, as others start beside it."""
@@ -109,11 +109,11 @@ class WatchedPair(Pair):
                 f"{self.connector}: of a P that was killed {found.fell / GIB:.1f} GiB came back, by {found.after_s} s"
             )
 
-    def doubt(self, told: Told, number: int) -> None:
+    def doubt(self, answer: Answer, number: int) -> None:
         if self.doubts is not None:
             prompt = self.prompts[number]
             others = [each for each in self.prompts if each is not prompt][: self.crowd - 1]
-            opinion = self.doubts.look_into(self.during, number, prompt, told, self.rights[number], others, TOKENS)
+            opinion = self.doubts.look_into(self.during, number, prompt, answer, self.rights[number], others, TOKENS)
             self.opinions.append(asyncio.create_task(opinion))
 
     async def looked_into(self) -> None:

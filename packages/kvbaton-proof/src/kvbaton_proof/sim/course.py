@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvbaton_proof.sim.checks.checkers import check_at_rest, check_healthy, check_planes, check_recovery, check_steps
+from kvbaton_proof.sim.cluster import Cluster
 from kvbaton_proof.sim.hardship.world_plan import FAULTY_S, PROBE_S, REST_S
 from kvbaton_proof.sim.promises import Broken
-from kvbaton_proof.sim.world.sim_cluster import Cluster
 
 
 def run_course(cluster: Cluster, *, where: str = "", converses: bool = False) -> None:

@@ -6,13 +6,13 @@ from collections import Counter
 
 import msgspec
 
+from kvbaton_proof.sim.cluster import Cluster
 from kvbaton_proof.sim.course import run_course
-from kvbaton_proof.sim.hardship.world_plan import draw
+from kvbaton_proof.sim.liars.liar_plan import draw
 from kvbaton_proof.sim.promises import Broken
 from kvbaton_proof.sim.quiet import quietly
 from kvbaton_proof.sim.side_worlds import side_world
 from kvbaton_proof.sim.turn_worlds import turn_world
-from kvbaton_proof.sim.world.sim_cluster import Cluster
 from kvbaton_proof.sim.world.world import World
 
 

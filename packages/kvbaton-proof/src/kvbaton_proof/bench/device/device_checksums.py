@@ -16,7 +16,6 @@ import sys
 import time
 from array import array
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import msgspec
 
@@ -25,15 +24,14 @@ from kvbaton.control.key_room import key_room
 from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import JobId
 from kvbaton.transports.catalogue import SUMS
-from kvbaton.transports.checksum.checksum_device import PART_BYTES, PIECE_BYTES
+from kvbaton.transports.checksum.checksum_device import DIGEST_BYTES, PART_BYTES, PIECE_BYTES
 from kvbaton.transports.checksum.checksum_portions import Checksum, portions
 from kvbaton.transports.core.transport import Copy, Direction
-from kvbaton.transports.cuda.cuda_digest import DIGEST_BYTES
 from kvbaton.transports.cuda.cuda_launch import Tables
 from kvbaton.transports.cuda.cuda_table import LaunchGroup
-from kvbaton_proof.bench.device.device_peer import Offer, Order, P, Prompts, make_plane
-from kvbaton_proof.bench.device.device_side import DeviceSide
+from kvbaton_proof.bench.device.device_peer import Offer, Order, P, Prompts, device_side
 from kvbaton_proof.bench.device.device_world import BLOCK_BYTES, DEVICE, Cache, TimedGpu, blocks_of, pattern, weave_of
+from kvbaton_proof.bench.kit.handoff_side import Want
 from kvbaton_proof.bench.kit.piped_children import PipedChild
 
 PLANES = ("cuda", "staged-tcp")
@@ -69,14 +67,13 @@ class Pair:
         self._peer = peer
         order = Order(directory, {}, handoffs=plane)
         offer = peer.ask(order, Offer)
-        make = partial(make_plane, plane, gpu=gpu, slots=order.slots)
-        self.side = DeviceSide("d", directory, cache.memory, gpu, make)
+        self.side = device_side("d", directory, cache.memory, gpu, plane, order.slots)
         self.side.knows("p", offer.address)
 
     def hand_over(self, source: list[int], target: list[int]) -> float:
         """Milliseconds, from wanting it to the report."""
         ticket = self._peer.ask(Prompts([source]), list[str])[0]
-        return 1000 * self.side.fetch(ticket, source, target)
+        return 1000 * self.side.fetch([Want(ticket, source, target)])[0]
 
 
 @contextlib.contextmanager

@@ -1,54 +1,39 @@
-"""Results of the device benchmark: verdicts, a table for reading, and a plain plot.
+"""Results of the device benchmark for reading, and what has to hold.
 
-Law: a verdict is a number with its bound, at the largest size, from one run. A missed bound is reported as such; so is
-a missed goal, which fails nothing.
-Staging is judged by what the bus does both ways at once, since P and D share one GPU, and so one link, here.
+Law: a claim is a number with its bound, at the largest size, from one run. A missed bound is reported as such; so is a
+missed aim, which fails nothing. Staging is judged by what the bus does both ways at once, since P and D share one GPU,
+and so one link, here.
 """
 
 from __future__ import annotations
 
-import math
-
-import msgspec
-
 from kvbaton_proof.bench.device.device_nixl import Reads
 from kvbaton_proof.bench.device.device_ways import DeviceReport, Size
-from kvbaton_proof.bench.kit import svg_plots
-from kvbaton_proof.bench.kit.text_tables import spaced
+from kvbaton_proof.bench.kit.lab_pages import NOT_MEASURED, Check, Findings, Table, check
+from kvbaton_proof.bench.kit.line_plot import line_plot
+from kvbaton_proof.bench.kit.run_facts import RunFacts
 
 LAUNCH_MIN = 0.93
 HANDOFF_MAX, HANDOFF_AIM = 2.5, 1.5
 STAGED_MIN = 0.85
-COLUMN = 26
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    what: str
-    value: float
-    bound: float
-    ok: bool
-    aim: float | None = None
-
-
-def verdicts(report: DeviceReport) -> list[Verdict]:
+def checks(report: DeviceReport) -> list[Check]:
     """Judged at the largest number of blocks."""
-    size = max(report.sizes, key=lambda each: each.blocks)
-    launch = size.of_contiguous["cuda, launch"]
-    staged = round(size.gb_s["staged-shm"] / report.bus.both_gb_s, 3)
+    size = largest(report)
+    staged = size.gb_s["staged-shm"] / report.bus.both_gb_s
     right = all(each.right for each in report.sizes) and all(each.right for each in report.nixl if not each.problem)
     at = f"at {size.blocks} blocks"
     return [
-        Verdict("every byte right", float(right), 1.0, right),
-        Verdict(f"one launch, of the contiguous copy {at}", launch, LAUNCH_MIN, launch >= LAUNCH_MIN),
-        Verdict(
-            f"whole handoff, over the copy alone {at}",
-            size.handoff_over_copy,
-            HANDOFF_MAX,
-            size.handoff_over_copy <= HANDOFF_MAX,
-            HANDOFF_AIM,
-        ),
-        Verdict(f"staged by shm, of the bus both ways at once {at}", staged, STAGED_MIN, staged >= STAGED_MIN),
+        check("every byte right", float(right), "=", 1.0),
+        check(f"one launch, of the contiguous copy {at}", size.of_contiguous["cuda, launch"], ">=", LAUNCH_MIN),
+        check(f"whole handoff, over the copy alone {at}", size.handoff_over_copy, "<=", HANDOFF_MAX, aim=HANDOFF_AIM),
+        check(f"staged by shm, of the bus both ways at once {at}", staged, ">=", STAGED_MIN),
     ]
+
+
+def largest(report: DeviceReport) -> Size:
+    return max(report.sizes, key=lambda each: each.blocks)
 
 
 def best_nixl(report: DeviceReport) -> Reads | None:
@@ -57,47 +42,43 @@ def best_nixl(report: DeviceReport) -> Reads | None:
     return min(scattered, key=lambda each: (-max(each.ms), each.ms[max(each.ms)]), default=None)
 
 
-def table(report: DeviceReport) -> str:
-    lines = [
-        report.device,
-        "milliseconds (GB/s) by the clock on the wall; in brackets the device's own time for a copy or launch",
-    ]
-    lines.append(spaced(["", *(f"{size.blocks} blocks" for size in report.sizes)], COLUMN))
-    for name in report.sizes[0].wall_ms:
-        lines.append(spaced([name, *(_cell(size, name) for size in report.sizes)], COLUMN))
+def findings(facts: RunFacts, report: DeviceReport) -> Findings:
+    size, bus = largest(report), report.bus
+    rows = [[name, *(_cell(each, name) for each in report.sizes)] for name in report.sizes[0].wall_ms]
     for reads in report.nixl:
-        cells = [_time(reads.ms.get(size.blocks), size.bytes) for size in report.sizes]
-        lines.append(spaced(["NIXL", *cells], COLUMN) + f"   {reads.setting} {reads.problem[-80:]}")
-    bus = report.bus
-    lines.append(
-        f"the bus, pinned: {bus.to_host_gb_s} GB/s to the host, {bus.to_device_gb_s} to the device, "
-        f"{bus.both_gb_s} each way with both at once"
-    )
-    largest = max(report.sizes, key=lambda each: each.blocks)
-    alone = largest.gb_s["staged-shm"] / min(bus.to_host_gb_s, bus.to_device_gb_s)
-    lines.append(f"staged-shm at {largest.blocks} blocks, of one way alone: {alone:.3f}")
-    for size in report.sizes:
-        lines.append(f"{size.blocks} blocks, of the contiguous copy: {size.of_contiguous}")
-    return "\n".join((*lines, *map(said, verdicts(report))))
-
-
-def said(verdict: Verdict) -> str:
-    aim = "" if verdict.aim is None else f", aim {verdict.aim}"
-    return f"{'holds ' if verdict.ok else 'MISSED'}  {verdict.what}: {verdict.value:.3f} (bound {verdict.bound}{aim})"
+        cells = [_time(reads.ms.get(each.blocks), each.bytes) for each in report.sizes]
+        rows.append([f"NIXL, {reads.setting} {reads.problem[-80:]}".rstrip(), *cells])
+    alone = size.gb_s["staged-shm"] / min(bus.to_host_gb_s, bus.to_device_gb_s)
+    return Findings(
+        title=f"{facts.date}: device memory between two processes on one GPU",
+        about=f"{report.device}; {facts.machine}. {facts.version_line}. {report.repetitions} repetitions, "
+        f"{facts.seconds:.0f} s in all.",
+        command=facts.command,
+        tables=[
+            Table(
+                ("way", *(f"{each.blocks} blocks" for each in report.sizes)), rows, report.device,
+                "milliseconds (GB/s) by the clock on the wall; in brackets the device's own time for a copy or launch",
+            )
+        ],
+        lines=[
+            f"the bus, pinned: {bus.to_host_gb_s} GB/s to the host, {bus.to_device_gb_s} to the device, "
+            f"{bus.both_gb_s} each way with both at once",
+            f"staged-shm at {size.blocks} blocks, of one way alone: {alone:.3f}",
+            *(f"{each.blocks} blocks, of the contiguous copy: {each.of_contiguous}" for each in report.sizes),
+        ],
+        checks=checks(report),
+    )  # fmt: skip
 
 
 def plot(report: DeviceReport) -> str:
-    """GB/s at the largest size, on a logarithmic scale, as SVG."""
-    size = max(report.sizes, key=lambda each: each.blocks)
-    rates = dict(size.gb_s)
+    """GB/s by the clock on the wall."""
+    lines = {name: [(each.blocks, each.gb_s[name]) for each in report.sizes] for name in report.sizes[0].gb_s}
     nixl = best_nixl(report)
-    if nixl is not None and size.blocks in nixl.ms:
-        rates["NIXL, best found"] = size.bytes / 1e6 / nixl.ms[size.blocks]
-    title = f"GB/s at {size.blocks} blocks of 64 x 32 KiB, wall clock, logarithmic"
-    ordered = dict(sorted(rates.items(), key=lambda each: -each[1]))
-    return svg_plots.bars(
-        {title: ordered}, lambda _: "#4477aa", scale=lambda rate: max(0.01, math.log10(max(rate, 1.0)))
-    )
+    if nixl is not None:
+        sizes = [each for each in report.sizes if each.blocks in nixl.ms]
+        lines["NIXL, best found"] = [(each.blocks, each.bytes / 1e6 / nixl.ms[each.blocks]) for each in sizes]
+    title = "GB/s of blocks of 64 x 32 KiB, wall clock"
+    return line_plot(lines, title, "blocks", "GB/s", log_x=True, log_y=True)
 
 
 def _cell(size: Size, name: str) -> str:
@@ -106,4 +87,4 @@ def _cell(size: Size, name: str) -> str:
 
 
 def _time(ms: float | None, total: int) -> str:
-    return "-" if ms is None else f"{ms:.3f} ({total / 1e6 / ms:.1f})"
+    return NOT_MEASURED if ms is None else f"{ms:.3f} ({total / 1e6 / ms:.1f})"

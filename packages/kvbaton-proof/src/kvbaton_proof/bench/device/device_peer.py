@@ -5,7 +5,6 @@ It is asked by an `Order` and answers with an `Offer`; from then on block lists 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import cast
 
 import msgspec
@@ -14,24 +13,27 @@ from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.transports.catalogue import SUMS
 from kvbaton.transports.checksum.checksum_device import DeviceSums
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
+from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.transport import DeviceTransport, LendingTransport
 from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu
 from kvbaton.transports.cuda.cuda_transport import CudaTransport
 from kvbaton.transports.staged.staged_listener import Carrier
 from kvbaton.transports.staged.staged_transport import StagedConfig, StagedTransport
-from kvbaton_proof.bench.device.device_side import DeviceSide
-from kvbaton_proof.bench.device.device_world import DEVICE, Cache, pattern
+from kvbaton_proof.bench.device.device_world import BLOCKS, DEVICE, SEGMENT_BYTES, SEGMENTS, Cache, pattern
+from kvbaton_proof.bench.kit.handoff_side import HandoffSide, paged_layout
 from kvbaton_proof.bench.kit.piped_children import Parent
 
 P = PeerId(WorkerId("bench-p"), Incarnation(1))
 PLANES = ("cuda", "staged-shm", "staged-tcp")
+SLOTS = (StagedConfig().slot_bytes, StagedConfig().slots)
+"""Of staging: bytes, and how many."""
 
 
 class Order(msgspec.Struct, frozen=True, tag=True):
     key_directory: str
     readers: dict[str, PeerId]  # by plane
-    slots: tuple[int, int] = (StagedConfig().slot_bytes, StagedConfig().slots)  # of staging: bytes, and how many
+    slots: tuple[int, int] = SLOTS
     handoffs: str = "cuda"  # the plane that they go over
 
 
@@ -49,6 +51,19 @@ def make_plane(name: str, me: PeerId, gpu: Gpu, slots: tuple[int, int]) -> Devic
         return CudaTransport(me, gpu=gpu)
     carrier: Carrier = "shm" if name == "staged-shm" else "tcp"
     return StagedTransport(me, StagedConfig(carrier=carrier, slot_bytes=slots[0], slots=slots[1]), gpu)
+
+
+def device_side(
+    name: str, key_directory: str, memory: DeviceMemory, gpu: Gpu, plane: str = "cuda", slots: tuple[int, int] = SLOTS
+) -> HandoffSide:
+    """One end of handoffs over a transport of the device, with the cache registered."""
+
+    def make(me: PeerId) -> DeviceTransport:
+        made = make_plane(plane, me, gpu, slots)
+        made.register(0, memory)
+        return made
+
+    return HandoffSide(name, key_directory, paged_layout(SEGMENTS, BLOCKS, SEGMENT_BYTES), BLOCKS, make)
 
 
 class Prompts(msgspec.Struct, frozen=True, tag=True):
@@ -73,8 +88,7 @@ def main() -> None:
             lend_everything(cast(LendingTransport, plane), reader)
         endpoints[name] = plane.endpoint(reader)
         planes.append(plane)
-    make = partial(make_plane, order.handoffs, gpu=gpu, slots=order.slots)
-    side = DeviceSide("p", order.key_directory, cache.memory, gpu, make)
+    side = device_side("p", order.key_directory, cache.memory, gpu, order.handoffs, order.slots)
     with gpu:
         parent.answer(Offer(gpu.export(cache.address), endpoints, side.address))
     for prompts in questions:

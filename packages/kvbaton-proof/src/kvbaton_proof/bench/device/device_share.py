@@ -30,8 +30,8 @@ import msgspec
 from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.transports.cuda import cuda_launch
 from kvbaton.transports.cuda.cuda_driver import CudaError
+from kvbaton.transports.cuda.cuda_driver import kernels as kernels_of_package
 from kvbaton.transports.cuda.cuda_launch import Tables
-from kvbaton.transports.cuda.cuda_ptx import PTX
 from kvbaton.transports.cuda.cuda_table import LaunchGroup
 from kvbaton_proof.bench.device.device_world import DEVICE, Cache, TimedGpu, blocks_of, pattern, weave_of
 
@@ -232,7 +232,7 @@ def main() -> int:
     parser.add_argument("--alone", action="store_true", help="only copies, nothing beside them")
     parser.add_argument("--ptx", type=Path, nargs="*", default=[], metavar="FILE")
     args = parser.parse_args()
-    kernels = {"kernel": PTX, **{path.stem: path.read_text() for path in args.ptx}}
+    kernels = {"kernel": kernels_of_package(), **{path.stem: path.read_text() for path in args.ptx}}
     fills = [int(text) for text in args.fill.split(",")]
     grids = list(itertools.product(map(float, args.shares.split(",")), fills))
     launches = [int(text) for text in args.launch_mib.split(",")]

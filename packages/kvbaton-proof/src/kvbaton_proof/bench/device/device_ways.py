@@ -26,8 +26,7 @@ from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceTransport, Direction, Spans
 from kvbaton_proof.bench.device import device_nixl
-from kvbaton_proof.bench.device.device_peer import PLANES, Offer, Order, P, Prompts, make_plane
-from kvbaton_proof.bench.device.device_side import DeviceSide
+from kvbaton_proof.bench.device.device_peer import PLANES, Offer, Order, P, Prompts, device_side, make_plane
 from kvbaton_proof.bench.device.device_world import (
     BLOCK_BYTES,
     COUNTS,
@@ -39,6 +38,7 @@ from kvbaton_proof.bench.device.device_world import (
     spans_of,
     weave_of,
 )
+from kvbaton_proof.bench.kit.handoff_side import Want
 from kvbaton_proof.bench.kit.piped_children import PipedChild
 
 COPY_DEADLINE_S = 30.0
@@ -104,7 +104,7 @@ class DeviceBench:
             event = threading.Event()
             plane.set_waker(event.set)
             self._planes[name] = plane, event
-        self._side = DeviceSide("d", key_directory, self._cache.memory, self._gpu)
+        self._side = device_side("d", key_directory, self._cache.memory, self._gpu)
         self._side.knows("p", offer.address)
 
     def told(self) -> str:
@@ -185,7 +185,7 @@ class DeviceBench:
 
     def _handoff(self, source: list[int], target: list[int]) -> float:
         ticket = self._peer.ask(Prompts([source]), list[str])[0]
-        return self._side.fetch(ticket, source, target)
+        return self._side.fetch([Want(ticket, source, target)])[0]
 
 
 def _size(count: int, rounds: list[dict[str, tuple[float, float]]], right: bool) -> Size:

@@ -14,33 +14,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind, Rank, Share, places, planes
 from kvbaton.protocol.geometry.strided_spans import Weave
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.cuda.cuda_driver import SHARE, CudaGpu
-from kvbaton.transports.cuda.cuda_ptx import PTX
 
 SEGMENT_BYTES = 32 << 10
 SEGMENTS = 64
 BLOCK_BYTES = SEGMENTS * SEGMENT_BYTES
-BLOCK_TOKENS = 16
 BLOCKS = 1101  # block 0 is nobody's
 COUNTS = (16, 128, 1000)
 REGION_BYTES = BLOCKS * BLOCK_BYTES
 DEVICE = 0
 
 Words = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
-
-
-def layout() -> EngineLayout:
-    """64 layers, each with a page of 32 KiB for a block."""
-    cell = Cell("kv", SEGMENT_BYTES // BLOCK_TOKENS)
-    group = Group("full", GroupKind.FULL, BLOCK_TOKENS, tuple(map(str, range(SEGMENTS))), 1, (cell,), "bytes")
-    stride = BLOCKS * SEGMENT_BYTES
-    cells = places(range(SEGMENTS), 0, stride, SEGMENT_BYTES)
-    share = Share(0, 1, BLOCKS, cells, planes("PHN", (cell,), 1, BLOCK_TOKENS))
-    return EngineLayout((group,), (Rank(0, 0, 0, (REGION_BYTES,), (share,)),))
 
 
 def blocks_of(seed: int, count: int) -> list[int]:
@@ -77,7 +64,7 @@ def pattern() -> Words:
 class TimedGpu(CudaGpu):
     """A device that also times its launches, by its own clock."""
 
-    def __init__(self, device: int, share: float = SHARE, ptx: str = PTX) -> None:
+    def __init__(self, device: int, share: float = SHARE, ptx: str = "") -> None:
         super().__init__(device, share, ptx)
         with self:
             self._before, self._after = (self._make("cuEventCreate", 0) for _ in range(2))

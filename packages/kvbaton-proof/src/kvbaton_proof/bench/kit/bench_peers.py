@@ -1,6 +1,9 @@
-"""Whose stores and transports are measured beside kvbaton's: their names, and the packages that they are in."""
+"""What is measured beside kvbaton: names of engines, stores and transports, and the packages that they are in."""
 
 from __future__ import annotations
+
+AGGREGATED, SINGLE = "aggregated", "single"
+"""Engines that hand nothing over: as many as the others have, or one."""
 
 KVBATON, MOONCAKE = "kvbaton", "mooncake"
 BACKENDS = (KVBATON, MOONCAKE)

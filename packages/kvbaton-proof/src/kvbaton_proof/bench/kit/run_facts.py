@@ -11,9 +11,11 @@ import platform
 import re
 import shlex
 import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -21,7 +23,7 @@ from kvbaton import __version__
 
 QUIET_CORES = 0.1
 """What others may use of a machine that is called quiet."""
-_PLACES = ("--out", "--page", "--vllm-router")
+_PLACES = ("--out", "--page", "--plot", "--record", "--trace", "--vllm-router", "--vllm-python")
 _PATHS = (
     (re.compile(r"(?<![\w/])(?:/[^\s/'\"=]+)+/bin/python[\d.]*"), "python"),
     (re.compile(r"(?:/[^\s/'\"=]+)*/kvbaton-bench-\w+"), "DIR"),
@@ -37,10 +39,34 @@ class RunFacts(msgspec.Struct, frozen=True, kw_only=True):
     versions: Mapping[str, str]
     command: str
     seconds: float
+    load_before: float = 0.0
+    load_after: float = 0.0
+
+    @property
+    def load_line(self) -> str:
+        return f"load {self.load_before:.2f} before and {self.load_after:.2f} after"
 
     @property
     def version_line(self) -> str:
         return named(self.versions)
+
+
+class Stopwatch:
+    """Begun with a run; tells its facts at its end."""
+
+    def __init__(self) -> None:
+        self._begun, self._load = time.monotonic(), os.getloadavg()[0]
+
+    def facts(self, command: str, versions: Mapping[str, str], *, with_memory: bool = False) -> RunFacts:
+        return RunFacts(
+            date=today(), machine=machine(with_memory=with_memory), versions=versions, command=command,
+            seconds=round(time.monotonic() - self._begun, 1), load_before=self._load, load_after=os.getloadavg()[0],
+        )  # fmt: skip
+
+
+def with_facts(report: msgspec.Struct, facts: RunFacts) -> dict[str, Any]:
+    """One object of a report and of its run, for programs."""
+    return {**msgspec.structs.asdict(report), "facts": facts}
 
 
 def named(values: Mapping[str, object]) -> str:
@@ -55,10 +81,6 @@ def today() -> str:
 def machine(*, with_memory: bool = False) -> str:
     memory = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB, " if with_memory else ""
     return f"{os.cpu_count()} cores ({platform.machine()}), {memory}Linux {platform.release()}"
-
-
-def load_line(before: float, after: float) -> str:
-    return f"load {before:.2f} before and {after:.2f} after"
 
 
 def own_versions(*packages: str) -> dict[str, str]:

@@ -15,10 +15,10 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvbaton_proof.bench.router import router_meters
+from kvbaton_proof.bench.kit import cpu_meter
+from kvbaton_proof.bench.kit.cpu_meter import Cpu
 from kvbaton_proof.bench.router.router_answer import Answer
 from kvbaton_proof.bench.router.router_backends import HOST
-from kvbaton_proof.bench.router.router_meters import Cpu, Watched
 
 ERRORS_MAX = 200  # then a load is given up
 CONNECTING_MAX, CONNECT_S = 64, 20.0  # at once, and for one of them
@@ -39,7 +39,7 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     laps_min: int = 2
     drain_s: float = 30.0  # for what is under way when the window ends
     hold_port: int | None = None
-    watched: Watched = Watched()
+    watched: dict[str, tuple[int, ...]] = {}  # whose CPU time is told apart
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +86,7 @@ class Window:
         if now < self.due or self.used is not None:
             return False
         if self._before is None:
-            self._before, self._laps = router_meters.read(self._order.watched), 0
+            self._before, self._laps = cpu_meter.read(self._order.watched), 0
             self.due = now + self._order.window_s
         elif self._laps >= self._order.laps_min:
             self.close()
@@ -94,7 +94,7 @@ class Window:
 
     def close(self) -> None:
         if self._before is not None and self.used is None:
-            self.used = self._before.until(router_meters.read(self._order.watched))
+            self.used = self._before.until(cpu_meter.read(self._order.watched))
 
 
 class Load:

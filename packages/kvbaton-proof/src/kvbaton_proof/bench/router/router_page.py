@@ -1,19 +1,21 @@
-"""The figures of `kvbaton bench router` as a table, and as the lab page that `--out` writes.
+"""The figures of `kvbaton bench router` for a reader and for a program, and what is wrong with them.
 
-Laws: pure. Everything that a reader needs to judge or repeat the figures is on the page; what speaks against kvbaton is
-told in the same words as what speaks for it.
+Laws: pure. A run is right only if everything that was to be measured was, no request failed anywhere, and kvbaton's
+router met its bounds. What is wrong is told in the same words to readers and to programs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-import kvbaton_proof.bench.router.router_rows as found
-from kvbaton_proof.bench.kit.lab_pages import SAYS, bullets, indented, lab_page, section, what_ran
-from kvbaton_proof.bench.kit.run_facts import RunFacts, load_line, unquiet
-from kvbaton_proof.bench.kit.text_tables import Grid, markdown, number, plain
+import msgspec
+
+import kvbaton_proof.bench.router.router_rows as of_rows
+from kvbaton_proof.bench.kit.lab_pages import Check, Findings, Grid, Table, number
+from kvbaton_proof.bench.kit.run_facts import RunFacts, unquiet
 from kvbaton_proof.bench.router.router_backends import EVENTS, WRITES
-from kvbaton_proof.bench.router.router_rows import KVBATON, KVBATON_2, TARGETS, TOY, Bound, Row, Streams
+from kvbaton_proof.bench.router.router_rows import KVBATON, KVBATON_2, TARGETS, TOY, Row, Streams
 
 HEAD = (
     "at once", "target", "req/s", "p50 ms", "p99 ms", "added p50 ms", "added p99 ms", "CPU µs/req", "backends µs",
@@ -25,6 +27,9 @@ LEGEND = (
     "window; backends and client likewise (two backend requests for each, one for direct). added: beyond the same load "
     "straight to D. From 64 at once on, p50 is queueing, that is at once / req/s, and says nothing that req/s does "
     "not. Medians over the rounds; of latencies and rates over the quieter half of them."
+)
+RATIO_LEGEND = (
+    "The first figure divided by the second at the same level. Less is better for CPU and added p50, more for req/s."
 )
 COARSE_S = 2.0
 LIMITS = (
@@ -38,26 +43,77 @@ LIMITS = (
 )
 
 
-class RouterFacts(RunFacts, frozen=True, kw_only=True):
-    """And how it was measured."""
+class Measured(msgspec.Struct, kw_only=True):
+    """What was to be measured, and what was so far."""
 
-    cores: int
-    load_before: tuple[float, float, float]
-    load_after: tuple[float, float, float]
-    window_s: float
-    rounds: int
-    targets: Sequence[str]  # that were to be measured, and could be found
-    commands: Mapping[str, str]
+    targets: Sequence[str]  # that could be found
     missing: Mapping[str, str] = {}  # how to get what could not be measured, by target
-    failures: Sequence[str] = ()
+    rounds: int
+    window_s: float
+    rows: list[Row] = []
+    streams: list[Streams] = []
+    failures: list[str] = []
+    commands: dict[str, str] = {}
+
+    @property
+    def checks(self) -> list[Check]:
+        """None where kvbaton's router was not to be measured."""
+        return of_rows.bounds(self.rows, self.streams) if KVBATON in self.targets else []
+
+
+def findings(facts: RunFacts, measured: Measured) -> Findings:
+    rows = measured.rows
+    tables = [Table(HEAD, grid(rows), legend=LEGEND)]
+    if ratios := ratio_grid(rows):
+        tables.append(Table(RATIO_HEAD, ratios, "Beside the others", RATIO_LEGEND))
+    missing = [
+        f"{name} was not measured: vllm-router is not installed; {how}" for name, how in measured.missing.items()
+    ]
+    return Findings(
+        title=f"{facts.date}: what a router costs: kvbaton's beside vllm-router and a toy proxy",
+        about=f"{facts.machine}; {facts.load_line}. {facts.version_line}. {measured.rounds} "
+        f"round{'s' if measured.rounds != 1 else ''}, each target started anew in each, windows of "
+        f"{measured.window_s:g} s, {facts.seconds:.0f} s in all. Completions of 2.1 kB; streams have {EVENTS} events "
+        f"in {WRITES} writes.",
+        command=facts.command, tables=tables, lines=stream_lines(measured.streams), checks=measured.checks,
+        wrong=[*missing, *measured.failures, *of_rows.complaints(rows, measured.streams)], doubts=doubts(measured),
+        limits=LIMITS, commands=measured.commands,
+    )  # fmt: skip
+
+
+def as_object(facts: RunFacts, measured: Measured, found: Findings, verdict: str) -> dict[str, Any]:
+    """What `--json` prints."""
+    rows = measured.rows
+    targets: dict[str, Any] = {name: _target(name, measured) for name in measured.targets}
+    targets |= {name: {"missing": True, "how": how} for name, how in measured.missing.items()}
+    return {
+        "ok": found.ok, "verdict": verdict,
+        "wrong": [*found.wrong, *(str(each) for each in found.checks if not each.ok)],
+        "targets": targets, "ratios": of_rows.ratios(rows), "checks": found.checks, "doubts": found.doubts,
+        "notes": [LEGEND, *LIMITS], "rows": rows, "rounds": measured.rounds, "window_s": measured.window_s,
+        **msgspec.structs.asdict(facts),
+    }  # fmt: skip
+
+
+def _target(name: str, measured: Measured) -> dict[str, Any]:
+    mine = [row for row in measured.rows if row.target == name]
+    return {
+        "missing": False,
+        "failed": not mine,
+        "command": measured.commands.get(name),
+        "cpu_us": of_rows.cpu_us(measured.rows, name),
+        "levels": of_rows.summaries(measured.rows, name),
+        "streams": [each for each in measured.streams if each.target == name],
+        "errors": sum(each.error_count for each in mine),
+    }
 
 
 def grid(rows: Sequence[Row]) -> Grid:
     """A line per level and target."""
     lines = []
-    for level in found.levels(rows):
+    for level in of_rows.levels(rows):
         for target in TARGETS:
-            each = found.summary(rows, target, level)
+            each = of_rows.summary(rows, target, level)
             if each is not None:
                 cells = [
                     number(each.req_per_s, 0), number(each.p50_ms, 3), number(each.p99_ms, 2),
@@ -73,31 +129,9 @@ def ratio_grid(rows: Sequence[Row]) -> Grid:
     """Figures of ours divided by another's, a line per level and pair."""
     return [
         [level, pair if " / " in pair else f"{KVBATON} / {pair}", *(number(each[name][level], 2) for name in each)]
-        for pair, each in found.ratios(rows).items()
+        for pair, each in of_rows.ratios(rows).items()
         for level in each["cpu_us"]
     ]
-
-
-def tables(rows: Sequence[Row]) -> str:
-    """Both, for a terminal."""
-    ratios = ratio_grid(rows)
-    return plain(HEAD, grid(rows)) + (f"\n\n{plain(RATIO_HEAD, ratios)}" if ratios else "")
-
-
-def bounds(facts: RouterFacts, rows: Sequence[Row], streams: Sequence[Streams]) -> dict[str, Bound]:
-    """None where kvbaton's router was not to be measured."""
-    return found.bounds(rows, streams) if KVBATON in facts.targets else {}
-
-
-def bound_lines(known: Mapping[str, Bound]) -> list[str]:
-    lines = []
-    for bound in known.values():
-        value = "not measured" if bound.value is None else f"{bound.value:g}"
-        aim = "" if bound.aim is None else f", aim {bound.aim:g}"
-        limit = f"of {bound.limit:g}" if bound.aim is None else f"at most {bound.limit:g}"
-        limit = f"at least {bound.limit:g}" if bound.is_least else limit
-        lines.append(f"{'met' if bound.met else 'NOT met'}: {bound.what}: {value} ({limit}{aim})")
-    return lines
 
 
 def stream_lines(streams: Sequence[Streams]) -> list[str]:
@@ -115,38 +149,12 @@ def stream_lines(streams: Sequence[Streams]) -> list[str]:
     return lines
 
 
-def doubts(facts: RouterFacts, rows: Sequence[Row]) -> list[str]:
+def doubts(measured: Measured) -> list[str]:
     """How much the figures are worth."""
-    said = []
-    if facts.window_s < COARSE_S:
-        said.append(f"Windows of {facts.window_s:g} s: CPU time comes in ticks of 10 ms, so these figures are coarse.")
-    if facts.rounds < 2:
-        said.append("A single round: there is no spread to judge differences by.")
+    window_s, lines = measured.window_s, []
+    if window_s < COARSE_S:
+        lines.append(f"Windows of {window_s:g} s: CPU time comes in ticks of 10 ms, so these figures are coarse.")
+    if measured.rounds < 2:
+        lines.append("A single round: there is no spread to judge differences by.")
     so = "Latencies and rates suffer from that, CPU less."
-    return [*said, *unquiet([row.others_cores for row in rows], "windows", so)]
-
-
-def page(facts: RouterFacts, rows: Sequence[Row], streams: Sequence[Streams]) -> str:
-    """The whole page."""
-    missing = [f"{name} was not measured: it is not installed ({how})." for name, how in facts.missing.items()]
-    wrong = [f"**{line}**" for line in (*facts.failures, *found.complaints(rows, streams))]
-    return lab_page(
-        f"{facts.date}: what a router costs: kvbaton's beside vllm-router and a toy proxy",
-        f"{facts.machine}; {load_line(facts.load_before[0], facts.load_after[0])}. {facts.version_line}. "
-        f"{facts.rounds} round{'s' if facts.rounds != 1 else ''}, each target started anew in each, windows of "
-        f"{facts.window_s:g} s, {facts.seconds:.0f} s in all. Completions of 2.1 kB; streams have "
-        f"{EVENTS} events in {WRITES} writes.",
-        indented(facts.command),
-        [markdown(HEAD, grid(rows)), "", LEGEND],
-        section(
-            "Beside the others",
-            "The first figure divided by the second at the same level. Less is better for CPU and added p50, more for "
-            "req/s.",
-            "",
-            markdown(RATIO_HEAD, ratio_grid(rows)),
-        ),
-        bullets("Streams that are all open at once", stream_lines(streams)),
-        bullets("What kvbaton's router has to meet", bound_lines(bounds(facts, rows, streams))),
-        bullets(SAYS, [*doubts(facts, rows), *missing, *wrong, *LIMITS]),
-        what_ran(facts.commands),
-    )
+    return [*lines, *unquiet([row.others_cores for row in measured.rows], "windows", so)]

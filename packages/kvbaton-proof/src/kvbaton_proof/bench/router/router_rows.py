@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from kvbaton_proof.bench.kit.lab_pages import Check, check
+
 DIRECT, KVBATON, NIXL, MORIIO, TOY = "direct", "kvbaton", "vllm-router-nixl", "vllm-router-moriio", "toy"
 KVBATON_2 = "kvbaton-2"
 """The same with `--processes 2`."""
@@ -119,17 +121,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     others_cores: float | None
 
 
-class Bound(msgspec.Struct, frozen=True):
-    """What kvbaton's router has to meet."""
-
-    value: float | None
-    limit: float
-    aim: float | None
-    met: bool
-    what: str
-    is_least: bool = False  # the limit is a floor
-
-
 def percentile(values: Sequence[float], share: float, scale: float = 1.0) -> float | None:
     """The smallest value that at least this share of all do not exceed, times `scale`."""
     if not values:
@@ -214,41 +205,32 @@ def ratios(rows: Sequence[Row]) -> dict[str, dict[str, dict[str, float | None]]]
     return found
 
 
-def bounds(rows: Sequence[Row], streams: Sequence[Streams]) -> dict[str, Bound]:
-    """What kvbaton's router has to meet, and whether it did."""
+def bounds(rows: Sequence[Row], streams: Sequence[Streams]) -> list[Check]:
+    """What kvbaton's router has to meet."""
     alone = summary(rows, KVBATON, Level(False, 1))
-    cpu, late = cpu_us(rows, KVBATON), None if alone is None else alone.added_p50_ms
+    added_ms = None if alone is None else alone.added_p50_ms
     mine = [each for each in streams if each.target == KVBATON]
-    asked, complete = sum(each.asked for each in mine), sum(each.complete for each in mine)
-    whole = bool(mine) and all(each.is_whole for each in mine)
-    found = {
-        "cpu_us": Bound(
-            cpu, CPU_US_MAX, CPU_US_AIM, cpu is not None and cpu <= CPU_US_MAX, "CPU µs a request, 1 and 64 at once"
-        ),
-        "added_p50_ms": Bound(
-            late, ADDED_MS_MAX, ADDED_MS_AIM, late is not None and late <= ADDED_MS_MAX, "ms added to p50, one at once"
-        ),
-        "streams_complete": Bound(complete, asked, None, whole, "streams open at once that ended in full"),
-    }  # fmt: skip
-    return found | _bounds_of_two(rows)
+    whole = sum(each.asked for each in mine if each.is_whole) if mine else None
+    return [
+        check("CPU µs a request, 1 and 64 at once", cpu_us(rows, KVBATON), "<=", CPU_US_MAX, aim=CPU_US_AIM),
+        check("ms added to p50, one at once", added_ms, "<=", ADDED_MS_MAX, aim=ADDED_MS_AIM),
+        check("streams open at once that ended in full", whole, ">=", sum(each.asked for each in mine)),
+        *_bounds_of_two(rows),
+    ]
 
 
-def _bounds_of_two(rows: Sequence[Row]) -> dict[str, Bound]:
+def _bounds_of_two(rows: Sequence[Row]) -> list[Check]:
     """Of two processes beside one, and beside vllm-router; none where they were not measured together."""
     level = Level(False, RATE_LEVEL)
     two, one = summary(rows, KVBATON_2, level), summary(rows, KVBATON, level)
     theirs = [each.req_per_s for name in THEIRS if (each := summary(rows, name, level)) is not None and each.req_per_s]
-    found = {}
+    found = []
     if two is not None and theirs:
-        rate = _divided(two.req_per_s, max(theirs))
         what = f"req/s of two processes, in parts of vllm-router's best, {RATE_LEVEL} at once"
-        met = rate is not None and rate >= RATE_LEAST
-        found["req_per_s_of_two"] = Bound(rate, RATE_LEAST, None, met, what, is_least=True)
+        found.append(check(what, _divided(two.req_per_s, max(theirs)), ">=", RATE_LEAST))
     if two is not None and one is not None:
-        more = _divided(two.cpu_us, one.cpu_us)
         what = f"CPU a request of two processes, in parts of one's, {RATE_LEVEL} at once"
-        met = more is not None and more <= MORE_CPU_MOST
-        found["cpu_of_two"] = Bound(more, MORE_CPU_MOST, MORE_CPU_MOST, met, what)
+        found.append(check(what, _divided(two.cpu_us, one.cpu_us), "<=", MORE_CPU_MOST))
     return found
 
 

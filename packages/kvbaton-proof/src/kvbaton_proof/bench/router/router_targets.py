@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton.control.moriio import MoriioAnnouncer, registration
+from kvbaton.control.plain.announcer import MoriioAnnouncer, registration
 from kvbaton.processes.child_process import GUARD, KVBATON_ARGV, Child, ChildError, Program, end, ready, start
 from kvbaton.processes.free_ports import free_ports
 from kvbaton_proof.bench.router.router_backends import HOST

@@ -6,11 +6,9 @@ Law: pure. A claim is judged on ratios taken within the repetitions, and a libra
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
 
-import msgspec
-
-from kvbaton_proof.bench.transfer.machine_ways import AS_INSTALLED, MEMCPY, TCP
+from kvbaton_proof.bench.kit.lab_pages import Check, Relation, check
+from kvbaton_proof.bench.transfer.ways_own import AS_INSTALLED, MEMCPY, TCP
 
 SHM_OF_MEMCPY_MIN = 0.9
 DRIVING_MIN = 0.95
@@ -24,32 +22,11 @@ OVER_TCP = {"nixl": ("nixl_tcp", "nixl_tcp_spin"), "mooncake": ("mooncake",)}
 DRIVEN = {"nixl": (("kvbaton_nixl", "nixl"), ("kvbaton_nixl_tcp", "nixl_tcp"))}
 """What driving a library through kvbaton costs: both in the same configuration."""
 
-Relation = Literal[">=", ">", "<"]
-_HOLDS: Mapping[Relation, Callable[[float, float], bool]] = {
-    ">=": lambda value, bound: value >= bound,
-    ">": lambda value, bound: value > bound,
-    "<": lambda value, bound: value < bound,
-}
 
-
-class Check(msgspec.Struct, frozen=True):
-    """One claim: holds when `value relation bound`."""
-
-    name: str
-    value: float
-    relation: Relation
-    bound: float
-    ok: bool
-    ways: tuple[str, ...] = ()  # that it is about
-
-    @property
-    def is_delicate(self) -> bool:
-        """Whether noise could decide it: near its bound, or about a cost of a few percent."""
-        return abs(self.value - self.bound) <= NEAR * self.bound or self.bound == DRIVING_MIN
-
-
-def check(name: str, value: float, relation: Relation, bound: float, ways: Sequence[str] = ()) -> Check:
-    return Check(name, round(value, 3), relation, bound, _HOLDS[relation](value, bound), tuple(ways))
+def is_delicate(claim: Check) -> bool:
+    """Whether noise could decide it: near its bound, or about a cost of a few percent."""
+    near = claim.value is not None and abs(claim.value - claim.bound) <= NEAR * claim.bound
+    return near or claim.bound == DRIVING_MIN
 
 
 def judge(ratio: Callable[[str, str], float], peers: Sequence[str], segment_bytes: int) -> list[Check]:

@@ -1,9 +1,9 @@
 """Throughput of scattered segments over transports, compared with the machine and with other libraries, in one run.
 
 Each repetition measures every way, forwards and then backwards, and ratios are taken within it; medians over the
-quieter half of the repetitions are reported, and how much of the machine others used even then. P is a process of its
-own, other libraries are two, and every way's bytes are checked before it is measured. Where noise could decide whether
-a figure keeps the bound that it is held to, many more repetitions of its ways alone do.
+quieter half of the repetitions are reported, and how much of the machine others used even then. Every way runs in two
+processes, and its bytes are checked before it is measured. Where noise could decide whether a figure keeps the bound
+that it is held to, many more repetitions of its ways alone do.
 """
 
 from __future__ import annotations
@@ -11,30 +11,32 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 import msgspec
 
-from kvbaton.processes.proc_stat import foreign_cpu_s
+from kvbaton.processes.proc_stat import cpu_s, foreign_cpu_s
 from kvbaton.transports.core.mover import choose_mover
-from kvbaton_proof.bench.transfer import machine_ways, transfer_checks
-from kvbaton_proof.bench.transfer.machine_ways import Machine
-from kvbaton_proof.bench.transfer.peers import Peer
-from kvbaton_proof.bench.transfer.transfer_checks import Check
-
-__all__ = ["Result", "Rounds", "measure", "table"]
+from kvbaton_proof.bench.kit.lab_pages import Check
+from kvbaton_proof.bench.transfer import transfer_checks, ways_own, whole_handoff
+from kvbaton_proof.bench.transfer.peers import IDLE, Peer, Took
+from kvbaton_proof.bench.transfer.transfer_checks import is_delicate
+from kvbaton_proof.bench.transfer.whole_handoff import HandoffResult
 
 SEGMENT_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10)
 PEER_SEGMENT_BYTES = SEGMENT_BYTES[1:]
 REGION_BYTES = 256 << 20
 MOVED_BYTES = 128 << 20
 MORE = 5  # times as many repetitions besides, of what noise could decide
+OWN_TRANSPORTS = ("shm", "tcp")
+IDLE_S = 10.0
+IDLE_BYTES = 1 << 20
 
 BASES = {
-    **dict.fromkeys(machine_ways.SHM, machine_ways.MEMCPY),
-    machine_ways.TCP: machine_ways.RAW,
-    machine_ways.ENCRYPTED: machine_ways.TCP,
+    **dict.fromkeys(ways_own.SHM, ways_own.MEMCPY),
+    ways_own.TCP: ways_own.RAW,
+    ways_own.ENCRYPTED: ways_own.TCP,
     "kvbaton_nixl": "nixl",
     "kvbaton_nixl_tcp": "nixl_tcp",
     "kvbaton_mooncake": "mooncake",
@@ -43,9 +45,10 @@ BASES = {
 
 
 class Round(msgspec.Struct, frozen=True):
-    """One repetition: how long each way took, and how many cores others kept busy."""
+    """One repetition: what each way cost, and how many cores others kept busy."""
 
     seconds: dict[str, float]
+    cpu_s: dict[str, float]
     foreign_cores: float
 
 
@@ -59,6 +62,18 @@ class Result(msgspec.Struct, frozen=True):
     repetitions: int
 
 
+class TransferReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The object that `--json` prints."""
+
+    moved_bytes: int
+    repetitions: int
+    native_mover: bool
+    segments: Sequence[Result]
+    handoffs: Sequence[HandoffResult] = ()
+    checks: Sequence[Check] = ()  # with peers
+    idle_percent: dict[str, float] = {}
+
+
 class Ways(Protocol):
     """Some ways to move the same segments."""
 
@@ -66,21 +81,22 @@ class Ways(Protocol):
     def names(self) -> tuple[str, ...]: ...
     @property
     def pids(self) -> tuple[int, ...]: ...
-    def prepare(self, segment_bytes: int, seed: int) -> None: ...
+    def prepare(self, moved_bytes: int, segment_bytes: int, seed: int) -> None: ...
     def check(self, way: str) -> None: ...
-    def run(self, way: str) -> float: ...
+    def run(self, way: str) -> Took: ...
     def close(self) -> None: ...
 
 
 class Rounds:
     """The repetitions of one segment size, as far as they have been made."""
 
-    def __init__(self, found: Sequence[Ways], segment_bytes: int, seed: int) -> None:
-        self._ways = {name: ways for ways in found for name in ways.names}
-        self._pids = [pid for ways in found for pid in ways.pids]
+    def __init__(self, libraries: Sequence[Ways], moved_bytes: int, segment_bytes: int, seed: int) -> None:
+        self._ways = {name: ways for ways in libraries for name in ways.names}
+        self._pids = [pid for ways in libraries for pid in ways.pids]
+        self._moved_bytes = moved_bytes
         self._rounds: list[Round] = []
-        for ways in found:
-            ways.prepare(segment_bytes, seed)
+        for ways in libraries:
+            ways.prepare(moved_bytes, segment_bytes, seed)
         for name, ways in self._ways.items():
             ways.check(name)
 
@@ -96,36 +112,43 @@ class Rounds:
     def __len__(self) -> int:
         return len(self._rounds)
 
+    @property
+    def foreign_cores(self) -> float:
+        return round(statistics.median(each.foreign_cores for each in self.quiet()), 2)
+
     def quiet(self, *names: str) -> list[Round]:
         """The quieter half of those with these ways."""
-        found = [each for each in self._rounds if each.seconds.keys() >= set(names)]
-        return sorted(found, key=lambda each: each.foreign_cores)[: -(-len(found) // 2)]
+        able = [each for each in self._rounds if each.seconds.keys() >= set(names)]
+        return sorted(able, key=lambda each: each.foreign_cores)[: -(-len(able) // 2)]
 
     def ratio(self, name: str, base: str) -> float:
         """How much faster than `base`, within the repetitions."""
         return statistics.median(each.seconds[base] / each.seconds[name] for each in self.quiet(name, base))
 
-    def speed(self, name: str, moved_bytes: int) -> float:
-        return moved_bytes / 1e9 / statistics.median(each.seconds[name] for each in self.quiet(name))
+    def speed(self, name: str) -> float:
+        """GB/s."""
+        return self._moved_bytes / 1e9 / statistics.median(each.seconds[name] for each in self.quiet(name))
+
+    def result(self, segment_bytes: int) -> Result:
+        """Medians over the quieter half."""
+        return Result(
+            segment_bytes,
+            {name: round(self.speed(name), 2) for name in self.names},
+            {name: round(self.ratio(name, base), 3) for name, base in BASES.items() if name in self.names},
+            self.foreign_cores,
+            len(self),
+        )
 
     def _round(self, ways: Sequence[str]) -> Round:
         """Each way twice, so that a drift of the machine hits all alike; and what others did meanwhile."""
-        seconds = dict.fromkeys(ways, 0.0)
+        seconds, used = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
         begun, before_s = time.perf_counter(), foreign_cpu_s(*self._pids)
         for name in (*ways, *reversed(ways)):
-            seconds[name] += self._ways[name].run(name) / 2
-        return Round(seconds, max(0.0, foreign_cpu_s(*self._pids) - before_s) / (time.perf_counter() - begun))
-
-
-def result_of(rounds: Rounds, segment_bytes: int, moved_bytes: int) -> Result:
-    """Medians over the quieter half."""
-    return Result(
-        segment_bytes,
-        {name: round(rounds.speed(name, moved_bytes), 2) for name in rounds.names},
-        {name: round(rounds.ratio(name, base), 3) for name, base in BASES.items() if name in rounds.names},
-        round(statistics.median(each.foreign_cores for each in rounds.quiet()), 2),
-        len(rounds),
-    )
+            took = self._ways[name].run(name)
+            seconds[name] += took.seconds / 2
+            used[name] += took.cpu_s / 2
+        others = max(0.0, foreign_cpu_s(*self._pids) - before_s) / (time.perf_counter() - begun)
+        return Round(seconds, used, others)
 
 
 def measure(
@@ -135,58 +158,66 @@ def measure(
     segments: tuple[int, ...] = SEGMENT_BYTES,
     peers: Sequence[str] = (),
     say: Callable[[str], None] = lambda _: None,
-) -> dict[str, object]:
-    """Everything, as plain values; `say` hears of progress. With peers, `checks` says what holds."""
+) -> TransferReport:
+    """Copies of every segment size; `say` hears of progress. With peers, `checks` says what holds."""
     results: list[Result] = []
     checks: list[Check] = []
     with contextlib.ExitStack() as stack:
-        found: list[Ways] = []
-        for name, start in _starts(region_bytes, moved_bytes, peers):
+        libraries: list[Ways] = []
+        for name in ("own", *peers):
             say(f"starting {name}")
-            found.append(start())
-            stack.callback(found[-1].close)
+            libraries.append(stack.enter_context(contextlib.closing(_library(name, region_bytes))))
         for seed, segment_bytes in enumerate(segments):
-            said = f"{segment_bytes >> 10} KiB segments"
-            say(f"{said}: checking {', '.join(name for ways in found for name in ways.names)}")
-            rounds = Rounds(found, segment_bytes, seed)
-            say(f"{seed + 1} of {len(segments)}, {said}: {repetitions} repetitions")
+            size = f"{segment_bytes >> 10} KiB segments"
+            say(f"{size}: checking {', '.join(name for ways in libraries for name in ways.names)}")
+            rounds = Rounds(libraries, moved_bytes, segment_bytes, seed)
+            say(f"{seed + 1} of {len(segments)}, {size}: {repetitions} repetitions")
             rounds.add(repetitions)
-            judged = transfer_checks.judge(rounds.ratio, peers, segment_bytes)
-            for check in judged:
-                if check.is_delicate:  # alone: short repetitions find quiet moments
-                    say(f"{said}: {MORE * repetitions} more of {', '.join(check.ways)}")
-                    rounds.add(MORE * repetitions, check.ways)
+            for claim in transfer_checks.judge(rounds.ratio, peers, segment_bytes):
+                if is_delicate(claim):  # alone: short repetitions find quiet moments
+                    say(f"{size}: {MORE * repetitions} more of {', '.join(claim.ways)}")
+                    rounds.add(MORE * repetitions, claim.ways)
             checks += transfer_checks.judge(rounds.ratio, peers, segment_bytes)
-            results.append(result_of(rounds, segment_bytes, moved_bytes))
-    return {
-        "moved_bytes": moved_bytes,
-        "repetitions": repetitions,
-        "native_mover": choose_mover().native,
-        "segments": msgspec.to_builtins(results),
-        **({"checks": msgspec.to_builtins(checks)} if peers else {}),
-    }
+            results.append(rounds.result(segment_bytes))
+    return TransferReport(moved_bytes, repetitions, choose_mover().native, results, checks=checks)
 
 
-def _starts(region_bytes: int, moved_bytes: int, peers: Sequence[str]) -> Iterator[tuple[str, Callable[[], Ways]]]:
-    yield "memcpy, shm, tcp plain and encrypted, and raw sockets", lambda: Machine(region_bytes, moved_bytes)
-    for peer in peers:
-        yield peer, lambda peer=peer: Peer(peer, region_bytes, moved_bytes)  # type: ignore[misc]
+def measure_all(repetitions: int, peers: Sequence[str], say: Callable[[str], None]) -> TransferReport:
+    """Copies; with peers, what idle transports cost; then whole handoffs."""
+    segments = PEER_SEGMENT_BYTES if peers else SEGMENT_BYTES
+    report = measure(repetitions=repetitions, segments=segments, peers=peers, say=say)
+    if peers:
+        transports = (*OWN_TRANSPORTS, *peers)
+        say(f"idle for {IDLE_S:.0f} s: {', '.join(transports)}")
+        percent = idle_percent(transports)
+        checks = [*report.checks, *transfer_checks.judge_idle(percent)]
+        report = msgspec.structs.replace(report, idle_percent=percent, checks=checks)
+    handoffs = []
+    for name in OWN_TRANSPORTS:
+        say(f"handoffs over {name}")
+        handoffs.append(whole_handoff.measure(name))
+    return msgspec.structs.replace(report, handoffs=handoffs)
 
 
-def table(report: Mapping[str, object]) -> str:
-    """The same for reading."""
-    return _table(msgspec.convert(report["segments"], list[Result]))
+def _library(name: str, region_bytes: int) -> Ways:
+    return Peer(name, region_bytes)
 
 
-def _table(results: list[Result]) -> str:
-    """A line per way: there may be many."""
-    head = ["GB/s, and how fast beside", *(f"{result.segment_bytes >> 10} KiB" for result in results)]
-    lines = [head]
-    for name in results[0].gb_s:
-        cells = [f"{name} / {BASES[name]}" if name in BASES else name]
-        for result in results:
-            ratio = f" ({result.ratio[name]:.2f})" if name in result.ratio else ""
-            cells.append(f"{result.gb_s[name]:.2f}{ratio}")
-        lines.append(cells)
-    lines.append(["cores of others", *(f"{result.foreign_cores:.2f}" for result in results)])
-    return "\n".join("".join([f"{line[0]:34}", *(f"{cell:>15}" for cell in line[1:])]) for line in lines)
+def idle_percent(names: Sequence[str], idle_s: float = IDLE_S) -> dict[str, float]:
+    """Percent of a core by transport, connected and left alone, of the busier of its two processes: all of them at the
+    same time and over the same seconds.
+    """
+    with contextlib.ExitStack() as stack:
+        pairs = [stack.enter_context(contextlib.closing(Peer(f"{IDLE}{name}", IDLE_BYTES))) for name in names]
+        for pair, name in zip(pairs, names, strict=True):
+            pair.prepare(IDLE_BYTES, IDLE_BYTES, 0)
+            pair.check(name)
+        before = [[cpu_s(pid) for pid in pair.pids] for pair in pairs]
+        begun = time.monotonic()
+        time.sleep(idle_s)  # the measurement itself
+        elapsed_s = time.monotonic() - begun
+        used = [
+            max(cpu_s(pid) - spent for pid, spent in zip(pair.pids, at, strict=True))
+            for pair, at in zip(pairs, before, strict=True)
+        ]
+    return {name: round(100 * each / elapsed_s, 2) for name, each in zip(names, used, strict=True)}

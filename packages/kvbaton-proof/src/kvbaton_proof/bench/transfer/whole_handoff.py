@@ -1,43 +1,36 @@
 """Handoffs through the whole stack, without a model: doorway, node, CurveZMQ, claim, copy, commit, report.
 
-The prefill side is a process of its own (`python -m kvbaton_proof.bench.transfer.whole_handoff`) that leases
-one-block prompts; this side
-wants them, one at a time for the latency and many at once for the rate. Every delivered block is compared.
+The prefill side is a process of its own (`python -m kvbaton_proof.bench.transfer.whole_handoff`) that leases one-block
+prompts; this side wants them, one at a time for the latency and many at once for the rate. Every delivered block is
+compared.
 """
 
 from __future__ import annotations
 
-import contextlib
-import secrets
 import statistics
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 
 import msgspec
 
-from kvbaton.control import keyring as keys
+from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
-from kvbaton.node.cluster_node import ClusterNode, ClusterSettings, EngineFacts, make_doorway, new_life
-from kvbaton.node.doorway import DropBlocks, LoadReport, MatchState
-from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind, Rank, Share, places, planes
-from kvbaton.protocol.ids import RequestId, WorkerId, rank_peer
-from kvbaton.protocol.settings import Settings
 from kvbaton.transports.catalogue import PlaneSettings, make
 from kvbaton.transports.core.shared_memory import Region, allocate
+from kvbaton_proof.bench.kit.handoff_side import HandoffSide, Want, paged_layout
+from kvbaton_proof.bench.kit.piped_children import Parent, PipedChild
 
 BLOCKS = 256
-BLOCK_TOKENS = 16
 PAGE_BYTES = 16 << 10
 LAYERS = 2
-CONCURRENT = 64
-DEADLINE_S = 30.0
+"""One block is two segments of 16 KiB."""
+AT_ONCE = 64
+FIRST = 20
+"""They greet, dial and map, and are not counted."""
 
 
 class HandoffResult(msgspec.Struct, frozen=True):
-    """One data plane's figures."""
+    """One transport's figures."""
 
     transport: str
     p50_ms: float
@@ -48,173 +41,92 @@ class HandoffResult(msgspec.Struct, frozen=True):
     delivered: int
 
 
-def layout() -> EngineLayout:
-    """Pages of 16 KiB, so that one block is two segments of that size."""
-    cell = Cell("kv", PAGE_BYTES // BLOCK_TOKENS)
-    group = Group("full", GroupKind.FULL, BLOCK_TOKENS, tuple(map(str, range(LAYERS))), 1, (cell,), "bytes")
-    stride = BLOCKS * PAGE_BYTES
-    share = Share(0, 1, BLOCKS, places(range(LAYERS), 0, stride, PAGE_BYTES), planes("PHN", (cell,), 1, BLOCK_TOKENS))
-    return EngineLayout((group,), (Rank(0, 0, 0, (LAYERS * stride,), (share,)),))
+class Tickets(msgspec.Struct, frozen=True):
+    """To P: grant so many."""
+
+    count: int
 
 
-class Side:
-    """One end: a node with memory and a door, and no engine."""
+def _side(name: str, key_directory: str, transport: str, region: Region) -> HandoffSide:
+    return HandoffSide(
+        name, key_directory, paged_layout(LAYERS, BLOCKS, PAGE_BYTES), BLOCKS,
+        lambda me: make(transport, me, PlaneSettings(), [region.view]),
+    )  # fmt: skip
 
-    def __init__(self, name: str, key_directory: str, transport: str) -> None:
-        keyring = keys.load(key_directory, name)
-        facts = EngineFacts(me=new_life(name), role="both", blocks=BLOCKS, layout=layout(), compat={"model": "none"})
-        self.region: Region = allocate(LAYERS * BLOCKS * PAGE_BYTES)
-        self.news = threading.Event()
-        self.door = make_doorway(facts, keyring, ticket_ttl_s=600.0)
-        self.door.wake_engine = self.news.set
-        plane = make(transport, rank_peer(facts.me, 0), PlaneSettings(), [self.region.view])
-        settings = ClusterSettings(protocol=Settings(lease_s=60.0), records=False)
-        self.node = ClusterNode(facts, keyring, [{transport: plane}], self.door, settings)
-        self.node.start()
 
-    def close(self) -> None:
-        self.node.stop()
-        self.region.close()
+def _page(layer: int, block: int) -> slice:
+    at = (layer * BLOCKS + block) * PAGE_BYTES
+    return slice(at, at + PAGE_BYTES)
 
 
 def content(block: int) -> bytes:
-    """What a block holds: different for each, and in each layer."""
+    """What a block holds: different for each."""
     return bytes([block % 251 + 1]) * PAGE_BYTES
 
 
+def _block_of(number: int) -> int:
+    """Block 0 is nobody's."""
+    return 1 + number % (BLOCKS - 1)
+
+
 def serve(key_directory: str, transport: str) -> None:
-    """P: a line with a number asks for that many tickets, an empty one for the end."""
-    side = Side("p", key_directory, transport)
+    """P: its address, then as many tickets as it is asked for, until its input ends."""
+    parent, region = Parent(), allocate(LAYERS * BLOCKS * PAGE_BYTES)
     for block in range(BLOCKS):
         for layer in range(LAYERS):
-            at = (layer * BLOCKS + block) * PAGE_BYTES
-            side.region.view[at : at + PAGE_BYTES] = content(block)
-    _print(side.node.address)
-    for line in sys.stdin:
-        count = int(line or 0)
-        if not count:
-            break
-        side.door.duties()
-        block_of = [1 + n % (BLOCKS - 1) for n in range(count)]
-        tickets = [side.door.grant(_digest(n), BLOCK_TOKENS, ((block_of[n],),))[0] for n in range(count)]
-        _print(tickets)
+            region.view[_page(layer, block)] = content(block)
+    side = _side("p", key_directory, transport, region)
+    parent.answer(side.address)
+    for asked in parent.questions(Tickets):
+        parent.answer([side.grant([_block_of(number)]) for number in range(asked.count)])
     side.close()
+    region.close()
 
 
-class Reader:
-    """D: keeps a number of handoffs on their way and notes how long each took."""
+class _Reader:
+    """D, with its memory."""
 
-    def __init__(self, side: Side) -> None:
-        self.side = side
-        self.seconds: list[float] = []
+    def __init__(self, key_directory: str, transport: str) -> None:
+        self._region = allocate(LAYERS * BLOCKS * PAGE_BYTES)
+        self.side = _side("d", key_directory, transport, self._region)
         self.delivered = 0
-        self._begun: dict[RequestId, tuple[float, int]] = {}
-        self._waiting: dict[RequestId, int] = {}
-        self._free = list(range(1, BLOCKS))
 
-    def run(self, tickets: list[str], concurrent: int) -> float:
-        """All tickets, at most `concurrent` at a time; returns the seconds it took."""
-        started = time.monotonic()
-        todo = list(enumerate(tickets))[::-1]
-        while todo or self._begun:
-            while todo and len(self._begun) < concurrent:
-                self._want(*todo.pop())
-            self.side.news.wait(1.0)
-            self.side.news.clear()
-            self._turn()
-            if time.monotonic() - started > DEADLINE_S:
-                raise TimeoutError(f"{len(self._begun)} handoffs did not end within {DEADLINE_S:.0f} s")
-        return time.monotonic() - started
+    def run(self, tickets: list[str], at_once: int) -> list[float]:
+        """Each into the block whose source is the one before: no block gets what it should hold by chance."""
+        wants = [Want(ticket, [_block_of(number)], [_block_of(number + 1)]) for number, ticket in enumerate(tickets)]
+        return self.side.fetch(wants, at_once, self._ended)
 
-    def _want(self, number: int, ticket: str) -> None:
-        request = RequestId(secrets.token_hex(8))
-        self._begun[request] = (time.monotonic(), 1 + number % (BLOCKS - 1))
-        self._waiting[request] = self._free.pop()
-        self.side.door.want(request, ticket, _digest(number), BLOCK_TOKENS)
+    def _ended(self, want: Want, delivered: bool) -> None:
+        expected = content(want.source[0])
+        pages = (self._region.view[_page(layer, want.target[0])] for layer in range(LAYERS))
+        self.delivered += delivered and all(page == expected for page in pages)
 
-    def _turn(self) -> None:
-        door = self.side.door
-        for duty in door.duties():
-            if isinstance(duty, LoadReport):
-                begun, source = self._begun.pop(duty.request)
-                self.seconds.append(time.monotonic() - begun)
-                self.delivered += duty.end.delivered and self._same(self._waiting[duty.request], source)
-            elif isinstance(duty, DropBlocks):
-                self._free.append(self._waiting.pop(duty.request))
-        for request, block in list(self._waiting.items()):
-            if request in self._begun and door.match(request).state is MatchState.FOUND:
-                door.allocated(request, ((block,),), 0)
-
-    def _same(self, block: int, source: int) -> bool:
-        at = ((LAYERS - 1) * BLOCKS + block) * PAGE_BYTES
-        return self.side.region.view[at : at + PAGE_BYTES] == content(source)
+    def close(self) -> None:
+        self.side.close()
+        self._region.close()
 
 
 def measure(transport: str, latency_handoffs: int = 300, rate_handoffs: int = 3000) -> HandoffResult:
-    """One data plane: latency alone, rate with many at once."""
+    """One transport: latency alone, rate with many at once."""
     with key_room() as scratch:
         directory = str(scratch / "keys")
-        keys.mint(directory, ["p", "d"])
-        with _peer(directory, transport) as peer:
-            side = Side("d", directory, transport)
+        keyring.mint(directory, ["p", "d"])
+        with PipedChild("kvbaton_proof.bench.transfer.whole_handoff", directory, transport) as peer:
+            reader = _Reader(directory, transport)
             try:
-                side.node.know({WorkerId("p"): msgspec.json.decode(_line(peer), type=tuple[str, str])})
-                reader = Reader(side)
-                reader.run(_tickets(peer, 20), 1)  # greet, dial, map
-                reader.seconds.clear()
-                reader.run(_tickets(peer, latency_handoffs), 1)
-                alone = sorted(reader.seconds)
-                seconds = reader.run(_tickets(peer, rate_handoffs), CONCURRENT)
+                reader.side.knows("p", peer.hear(tuple[str, str]))
+                reader.run(peer.ask(Tickets(FIRST), list[str]), 1)
+                alone = sorted(reader.run(peer.ask(Tickets(latency_handoffs), list[str]), 1))
+                tickets = peer.ask(Tickets(rate_handoffs), list[str])
+                begun = time.monotonic()
+                reader.run(tickets, AT_ONCE)
+                seconds = time.monotonic() - begun
             finally:
-                side.close()
-    total = 20 + latency_handoffs + rate_handoffs
+                reader.close()
     return HandoffResult(
-        transport,
-        round(statistics.median(alone) * 1000, 3),
-        round(alone[int(len(alone) * 0.99)] * 1000, 3),
-        round(rate_handoffs / seconds, 1),
-        CONCURRENT,
-        total,
-        reader.delivered,
-    )
-
-
-def _digest(number: int) -> bytes:
-    return number.to_bytes(16, "little")
-
-
-@contextlib.contextmanager
-def _peer(key_directory: str, transport: str) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "kvbaton_proof.bench.transfer.whole_handoff", key_directory, transport]
-    peer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield peer
-    finally:
-        assert peer.stdin is not None
-        peer.stdin.close()
-        try:
-            peer.wait(10)
-        except subprocess.TimeoutExpired:
-            peer.kill()
-
-
-def _tickets(peer: subprocess.Popen[str], count: int) -> list[str]:
-    assert peer.stdin is not None
-    peer.stdin.write(f"{count}\n")
-    peer.stdin.flush()
-    return msgspec.json.decode(_line(peer), type=list[str])
-
-
-def _line(peer: subprocess.Popen[str]) -> str:
-    assert peer.stdout is not None
-    line = peer.stdout.readline()
-    if not line:
-        raise RuntimeError("the prefill side of the benchmark ended early")
-    return line
-
-
-def _print(value: object) -> None:
-    print(msgspec.json.encode(value).decode(), flush=True)
+        transport, round(statistics.median(alone) * 1000, 3), round(alone[int(len(alone) * 0.99)] * 1000, 3),
+        round(rate_handoffs / seconds, 1), AT_ONCE, FIRST + latency_handoffs + rate_handoffs, reader.delivered,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,20 +8,30 @@ from __future__ import annotations
 import threading
 import time
 from array import array
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.transports.core.transport import Copy, CopyEnded, Direction, HostTransport, Spans
+from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.transport import Copy, CopyEnded, Direction, HostTransport, LendingTransport, Spans
 
 COPY_DEADLINE_S = 60.0
 P = PeerId(WorkerId("bench-p"), Incarnation(1))
 
+Make = Callable[[str, PeerId, Sequence[memoryview]], HostTransport]
+"""Makes the transport of a way, for an identity, with its regions registered."""
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 class WrongBytes(RuntimeError):
     """A way said that it had delivered, and had not."""
+
+
+def reader_id(way: str) -> PeerId:
+    """D's identity, one for each way, so that what P lends to one is not lent to another."""
+    return PeerId(WorkerId(way.replace(" ", "-")), Incarnation(1))
 
 
 def pattern(size: int) -> Bytes:
@@ -40,10 +50,6 @@ def scattered(region_bytes: int, moved_bytes: int, segment_bytes: int, seed: int
     spans = array("q")
     spans.frombytes((np.stack(columns, axis=1).astype(np.int64) * segment_bytes).tobytes())
     return spans
-
-
-def contiguous(moved_bytes: int) -> Spans:
-    return array("q", (0, 0, moved_bytes))
 
 
 def verify(name: str, target: memoryview, source: Bytes | memoryview, spans: Spans) -> None:
@@ -80,3 +86,46 @@ class Driven:
 
     def close(self) -> None:
         self._transport.close()
+
+
+class DrivenSource:
+    """P, with a transport for each way, all of which D may read."""
+
+    def __init__(self, memory: memoryview, ways: Sequence[str], make: Make) -> None:
+        self._transports = {way: make(way, P, [memory]) for way in ways}
+        for way, transport in self._transports.items():
+            if transport.capabilities.lends_reads:
+                lend_everything(cast(LendingTransport, transport), reader_id(way))
+
+    def offer(self) -> dict[str, bytes]:
+        return {way: transport.endpoint(reader_id(way)) for way, transport in self._transports.items()}
+
+    def spin(self, way: str) -> None:
+        """Its threads wait for events: nobody has to."""
+
+    def close(self) -> None:
+        for transport in self._transports.values():
+            transport.close()
+
+
+class DrivenReader:
+    """D, with a transport for each way."""
+
+    spins = frozenset[str]()
+
+    def __init__(self, memory: memoryview, offer: dict[str, bytes], ways: Sequence[str], make: Make) -> None:
+        self.ways = tuple(ways)
+        self._driven = {way: Driven(way, make(way, reader_id(way), []), memory, offer[way]) for way in ways}
+
+    def prepare(self, segment_bytes: int, spans: Spans) -> None:
+        self._spans = spans
+
+    def moved(self, way: str) -> Spans:
+        return self._spans
+
+    def run(self, way: str) -> None:
+        self._driven[way].read(self._spans)
+
+    def close(self) -> None:
+        for driven in self._driven.values():
+            driven.close()

@@ -19,7 +19,7 @@ import msgspec
 from kvbaton.processes.child_process import Program, end, start
 from kvbaton_proof.bench.vllm.vllm_rows import BadResultError, Level, Told
 
-DRIVER: Sequence[str] = ("-m", "kvbaton.engines.vllm.load_generator")
+DRIVER: Sequence[str] = ("-m", "kvbaton.engines.vllm.launch.load_generator")
 WARMUPS = 4
 START_S = 240.0  # importing vLLM takes 10 s alone, a minute on a busy machine
 END_S = 10.0

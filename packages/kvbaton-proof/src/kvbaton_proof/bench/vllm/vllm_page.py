@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import kvbaton_proof.bench.vllm.vllm_table as table
-from kvbaton_proof.bench.kit.lab_pages import SAYS, bullets, indented, lab_page, section, what_ran
+from kvbaton_proof.bench.kit.lab_pages import SAYS, bullets, indented, lab_page, markdown, section, what_ran
 from kvbaton_proof.bench.kit.run_facts import RunFacts, named, unquiet
-from kvbaton_proof.bench.kit.text_tables import markdown
 from kvbaton_proof.bench.vllm.vllm_rows import OURS, Ratio, Row, complaints, median, of, ratios
 
 NOISE = 0.1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from kvbaton_proof.bench.kit.text_tables import Grid, number
+from kvbaton_proof.bench.kit.lab_pages import Grid, number
 from kvbaton_proof.bench.vllm.vllm_rows import METRICS, Ratio, Row, levels, median, of, targets
 
 HEAD = (

@@ -26,6 +26,7 @@ from kvbaton.protocol.ids import JobId
 from kvbaton.transports import catalogue
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction, HostTransport, TransportEvent
 from kvbaton.transports.core.wrapped import WrappedTransport
+from kvbaton_proof.lies import lie_copies
 
 BAIT = "bait"
 LATE_S = 0.5
@@ -79,33 +80,6 @@ class FalseWrites(WrappedTransport):
             self.inner.submit(self._due.popleft()[1])
 
 
-def _nothing(_: Copy, __: Sequence[Copy]) -> None:
-    return None
-
-
-def _half(copy: Copy, _: Sequence[Copy]) -> Copy:
-    """The first half of its spans; of a single one, of its bytes."""
-    if len(copy.spans) > 3:
-        return msgspec.structs.replace(copy, spans=copy.spans[: len(copy.spans) // 6 * 3])
-    local, remote, size = copy.spans
-    return msgspec.structs.replace(copy, spans=type(copy.spans)("q", [local, remote, max(1, size // 2)]))
-
-
-def _all_but_a_byte(copy: Copy, _: Sequence[Copy]) -> Copy:
-    spans = copy.spans[:]
-    spans[-1] -= 1
-    return msgspec.structs.replace(copy, spans=spans)
-
-
-def _one_place(copy: Copy, _: Sequence[Copy]) -> Copy:
-    """As many bytes as were asked for, all of them to the first place."""
-    spans = copy.spans[:]
-    for number in range(3, len(spans), 3):
-        if spans[number + 2] <= spans[2]:
-            spans[number + 1] = spans[1]
-    return msgspec.structs.replace(copy, spans=spans)
-
-
 def _elsewhere(copy: Copy, before: Sequence[Copy]) -> Copy | None:
     """Into the blocks of an earlier handoff of the same D, which may be lent still.
 
@@ -121,17 +95,13 @@ def _elsewhere(copy: Copy, before: Sequence[Copy]) -> Copy | None:
     return None
 
 
-def _whole(copy: Copy, _: Sequence[Copy]) -> Copy:
-    return copy
-
-
 _WRITES: Mapping[str, tuple[Callable[[Copy, Sequence[Copy]], Copy | None], float]] = {
-    "writes-nothing": (_nothing, 0.0),
-    "writes-half": (_half, 0.0),
-    "writes-all-but-a-byte": (_all_but_a_byte, 0.0),
-    "writes-one-place": (_one_place, 0.0),
+    "writes-nothing": (lambda copy, before: None, 0.0),
+    "writes-half": (lambda copy, before: lie_copies.half(copy), 0.0),
+    "writes-all-but-a-byte": (lambda copy, before: lie_copies.all_but_a_byte(copy), 0.0),
+    "writes-one-place": (lambda copy, before: lie_copies.in_one_place(copy), 0.0),
     "writes-elsewhere": (_elsewhere, 0.0),
-    "writes-late": (_whole, LATE_S),
+    "writes-late": (lambda copy, before: copy, LATE_S),
 }
 
 

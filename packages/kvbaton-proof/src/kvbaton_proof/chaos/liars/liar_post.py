@@ -33,6 +33,7 @@ from kvbaton.protocol.wire.versions import NEWEST, SPOKEN
 from kvbaton.store import store_messages
 from kvbaton_proof.chaos.liars.liar_reach import ANSWER_S, BUFFER_BYTES, Reach
 from kvbaton_proof.chaos.liars.lies import Count, Guise
+from kvbaton_proof.lies.lie_fields import Fields, Seen
 
 PING_S = 1.0
 HEARD_MAX = 4096
@@ -125,6 +126,11 @@ class Post:
         self.control.close()
 
     # --- saying
+
+    @property
+    def fields(self) -> Fields:
+        """What makes lies of messages."""
+        return Fields(self.rng, Seen())
 
     def say(
         self, to: str, body: bytes, *, session: int = 0, life: int | None = None, name: str = "", paced: bool = True

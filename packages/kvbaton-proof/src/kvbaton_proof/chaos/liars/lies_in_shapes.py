@@ -20,10 +20,12 @@ from kvbaton_proof.chaos.liars.liar_http import Door
 from kvbaton_proof.chaos.liars.liar_post import Post, said
 from kvbaton_proof.chaos.liars.liar_reach import ANSWER_S
 from kvbaton_proof.chaos.liars.lies_to_engines import Telling, judge, of_a_reader, session_at
+from kvbaton_proof.lies.lie_fields import OF_TARGET
 
 GREETINGS_MAX = 2000
 CHATTER_PER_S = 3000
 CHATTER_MAX = 6000
+ODD_OF_FIELD = 3
 CARD_S = 0.4
 """What cannot be read is not answered."""
 
@@ -120,21 +122,16 @@ def odd_places(post: Post) -> list[list[bytes]]:
 
 def odd_numbers(post: Post, _: Door, to: str, until: float) -> None:
     greeted = session_at(post, to, until)
-    handoff = handoff_id(TransferId(secrets.token_hex(16)))
-    most = (1 << 63) - 1
     odd: tuple[Any, ...] = (math.nan, math.inf, -math.inf, -1, 1 << 63, (1 << 64) - 1, 1.5, None, "1", [], True)
     bodies = [
-        said(m.Claim, handoff, most, "A", b"x" * 64, True),
-        said(m.Renew, most, most, (most,) * 64, False),
-        said(m.Renew, 1, 1, (0,) * 65, False),
-        said(m.Offer, 1, 1, most, most, (b"\xff\xff\xff\x7f" * 4096,), b""),
-        said(m.Offer, 1, 1, 1, 0, (b"\1\0\0",), b""),
-        said(m.Offer, 1, 1, 1, 0, (b"\xfe\xff\xff\xff",) * 64, b""),
         said(m.Offer, 1, 1, 1, 0, (bytes(4 << 20),), b""),
-        said(m.Revoke, most, most, most, "x" * 64),
         said(m.Revoke, 1, 1, 1, "x" * 100_000),
         said(m.Abandon, "x" * 100_000, 1, ""),
     ]
+    for kind in (m.Claim, *OF_TARGET):
+        base = post.fields.named(kind, {"handoff": handoff_id(TransferId(secrets.token_hex(16)))})
+        for field in kind.__struct_fields__:
+            bodies += [said(kind, *post.fields.altered(base, field)[1:]) for _ in range(ODD_OF_FIELD)]
     bodies += [said(kind, *(value,) * 4) for kind in (m.Claim, m.Renew, m.Commit, m.Ack, m.Goodbye) for value in odd]
     post.rng.shuffle(bodies)
     for body in bodies:

@@ -9,6 +9,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.protocol.content import Content, digest
@@ -22,6 +23,7 @@ from kvbaton.transports.core.transport import Direction
 from kvbaton_proof.chaos.liars.liar_http import Door, Question
 from kvbaton_proof.chaos.liars.liar_post import Greeted, Post, guessed, said
 from kvbaton_proof.chaos.liars.liar_reach import ANSWER_S
+from kvbaton_proof.lies.lie_fields import OF_SOURCE, OF_TARGET
 
 ROUNDS = 3
 ROUND_S = 0.2
@@ -197,16 +199,13 @@ def others_leases(post: Post, _: Door, to: str, until: float) -> None:
 
 def of_a_reader(post: Post, number: int) -> list[bytes]:
     """What a D says of a lease that it reads."""
-    attempt, reservation = post.rng.randrange(1, 40), post.rng.randrange(1, 40)
-    handoff = handoff_id(TransferId(secrets.token_hex(16)))
-    return [
-        said(m.Renew, number, attempt, (0,), False),
-        said(m.Commit, number, attempt),
-        said(m.Offer, number, attempt, reservation, 0, (b"\1\0\0\0",), secrets.token_bytes(16)),
-        said(m.Ack, number, attempt, reservation),
-        said(m.Revoke, number, attempt, reservation, "aborted"),
-        said(m.Abandon, handoff, attempt, "aborted"),
-    ]
+    known: dict[str, Any] = {
+        "lease": number,
+        "attempt": post.rng.randrange(1, 40),
+        "reservation": post.rng.randrange(1, 40),
+    }
+    known |= {"handoff": handoff_id(TransferId(secrets.token_hex(16))), "blocks": (b"\1\0\0\0",)}
+    return [said(kind, *post.fields.named(kind, known)[1:]) for kind in OF_TARGET]
 
 
 def others_sessions(post: Post, _: Door, to: str, until: float) -> None:
@@ -229,23 +228,13 @@ def unasked_answers(post: Post, _: Door, to: str, until: float) -> None:
     for number in guessed(post.rng):
         if time.monotonic() > until:
             break
-        attempt, handoff = post.rng.randrange(1, 400), handoff_id(TransferId(secrets.token_hex(16)))
-        blocks, ready = (b"\1\0\0\0",), ((1, 0, 0),)
-        for body in (
-            said(m.Welcome, number, card, "tcp", (b"x",), post.rng.randrange(400)),
-            said(m.HelloRefused, number, "incompatible", "no"),
-            said(m.Granted, handoff, attempt, number, 5.0, 16, blocks, ready, True),
-            said(m.ClaimRefused, handoff, attempt, "busy", "no"),
-            said(m.Ready, number, attempt, (0,), blocks, ready, True),
-            said(m.Renewed, number, attempt, 5.0, 1 << 40),
-            said(m.RenewRefused, number, attempt, "lease_expired"),
-            said(m.Committed, number, attempt),
-            said(m.Stale, number, attempt, (1 << 40,), "stale"),
-            said(m.SourceLost, number, attempt, "source_aborted"),
-            said(m.Accepted, number),
-            said(m.Written, number, attempt, number, secrets.token_bytes(16)),
-            said(m.Quiesced, number, "source_aborted"),
-        ):
+        known = {
+            **dict.fromkeys(("nonce", "lease", "reservation"), number), "attempt": post.rng.randrange(1, 400),
+            "handoff": handoff_id(TransferId(secrets.token_hex(16))), "card": card, "blocks": (b"\1\0\0\0",),
+            "progress": ((1, 0, 0),), "final": True, "ttl_s": 5.0, "digest": secrets.token_bytes(16),
+        }  # fmt: skip
+        for kind in (m.Welcome, m.HelloRefused, *OF_SOURCE):
+            body = said(kind, *post.fields.named(kind, known)[1:])
             post.say(to, body, session=post.rng.choice((number, 1)))
     judge(post, f"{to} took an answer that it had not asked for")
 

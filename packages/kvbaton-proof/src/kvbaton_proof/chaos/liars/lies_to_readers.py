@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from kvbaton.engines.embedded.engine_config import CacheConfig
 from kvbaton.protocol.ids import PeerId, WorkerId, rank_peer
 from kvbaton.protocol.wire import messages as m
@@ -125,21 +127,16 @@ def odd_times(post: Post, door: Door, _: str, until: float) -> None:
 
 
 def no_such_blocks(post: Post, door: Door, _: str, until: float) -> None:
+    """What is granted is whole and ready, but for what is said of its blocks."""
+
     def grant(source: Source, asked: Asked, claim: m.Claim) -> None:
         tokens = source.door.tokens.get(claim.handoff) or TOKENS
-        count = -(-tokens // CacheConfig().block_tokens)
-        ready, first = ((count, 0, 0),), post.rng.choice((256, 1 << 20, (1 << 31) - 1 - count))
-        odd: tuple[dict[str, Any], ...] = (
-            {"blocks": (pack_blocks(range(first, first + count)),), "ready": ready, "final": True},
-            {"blocks": (pack_blocks((1,) * count),), "ready": ((1 << 40, 1 << 40, 1 << 40),), "final": True},
-            {"blocks": (pack_blocks(range(1, 4096)),), "ready": ready, "final": True},
-            {"blocks": (b"\xfe\xff\xff\xff" * count,), "ready": ready, "final": True},
-            {"blocks": (b"\1",) * 64, "ready": ((1, 0, 0),) * 64, "final": True},
-            {"tokens": (1 << 63) - 1},
-            {"ready": ((-1, -1, -1),)},
-            {"ready": ()},
+        ready = ((-(-tokens // CacheConfig().block_tokens), 0, 0),)
+        body = post.fields.altered(
+            msgspec.msgpack.decode(source.granted(claim, ready=ready, final=True)),
+            post.rng.choice(("blocks", "blocks", "blocks", "progress", "tokens")),
         )
-        source.grant(asked, claim, **post.rng.choice(odd))
+        post.answer(asked, said(m.Granted, *body[1:]))
 
     _serve(post, door, until, {m.Claim: grant})
 

@@ -14,9 +14,9 @@ import msgspec
 from kvbaton_proof.chaos.chaos_plan import Step
 from kvbaton_proof.chaos.fault_catalogue import KNOWN
 from kvbaton_proof.chaos.outcome import Row
-from kvbaton_proof.chaos.vllm.vllm_client import Tally, both_legs
 from kvbaton_proof.chaos.vllm.vllm_pair import Pair
-from kvbaton_proof.chaos.vllm.vllm_plan import D, P
+from kvbaton_proof.rig.client import Tally, both_legs
+from kvbaton_proof.rig.connectors import D, P
 
 RECOVER_S = 45.0
 REST_S = 45.0
@@ -85,13 +85,13 @@ def complaint(probed: Tally, unhanded: int) -> str:
 async def _probe(pair: Pair, probed: Tally) -> tuple[int, bool]:
     """How many of four fresh requests were right, and whether all were handed over."""
     before = await pair.handed()
-    told = await asyncio.gather(*(
+    answers = await asyncio.gather(*(
         both_legs(
             pair.session, pair.p.url, pair.d.url, pair.prompts[number], deadline_s=PROBE_DEADLINE_S,
             request_id=request_id(pair),
         ) for number in range(PROBES)
     ))  # fmt: skip
-    right = sum(pair.count(probed, each, number) for number, each in enumerate(told))
+    right = sum(pair.count(probed, each, number) for number, each in enumerate(answers))
     if right < PROBES or before is None:
         return right, False
     return right, await _within(FIGURES_LAG_S, lambda: _handed_since(pair, before))

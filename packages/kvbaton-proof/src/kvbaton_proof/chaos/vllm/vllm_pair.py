@@ -1,7 +1,6 @@
-"""A P and a D on real vLLM, with either connector, and what one engine that hands nothing over answers.
+"""A P and a D on real vLLM, with any connector, and what one engine that hands nothing over answers.
 
-Laws: both connectors get the same model, words, surroundings and pools, and differ in their connector alone. Prefix
-caching is off, so that every request moves its KV. Whatever was started is gone after `closing`.
+Law: prefix caching is off, so that every request moves its KV; the servers are those of `rig.servers`.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
 
-from kvbaton.control import keyring
-from kvbaton.engines.vllm import launching
+from kvbaton.engines.vllm.launch import launching
 from kvbaton.processes.child_process import with_news
-from kvbaton.processes.free_ports import free_ports
-from kvbaton_proof.chaos.vllm.vllm_client import Prompt, Tally, Told, ask, prompt_of
-from kvbaton_proof.chaos.vllm.vllm_plan import Connector, D, P
-from kvbaton_proof.chaos.vllm.vllm_process import Engine, Figures
+from kvbaton_proof.rig import meters, oracle, servers
+from kvbaton_proof.rig.client import Answer, Prompt, Tally, prompt_of
+from kvbaton_proof.rig.connectors import D, P
+from kvbaton_proof.rig.oracle import Right
+from kvbaton_proof.rig.server import READY_S, Engine, EngineError
+from kvbaton_proof.rig.servers import ALONE, Site, Spec
 
 BLOCKS = 128
 """KV blocks of P and of D, of 128 tokens: so few that what is let go is soon computed over."""
@@ -30,11 +29,10 @@ USUAL, LONG = 64, 16
 LONG_TOKENS = 1500  # twelve blocks: eleven such prompts are more than there is
 LEARN_AT_ONCE = 8
 LEARN_S = 300.0
-SERVED_NAME = "tiny"
+MODEL = "weights"
 MODEL_SEEDS = (1, 7)  # the weights of all, and others of the same shape
 BATON_TIMES: Mapping[str, float] = {"claim_timeout": 8.0, "transfer_timeout": 10.0}
 """Shorter than kvbaton's own, as an operator sets them whose clients wait 30 s; NIXL has no such settings."""
-HANDED: Mapping[str, str] = {"kvbaton": 'end="delivered"', "nixl": "vllm:nixl_xfer_time_seconds_count"}
 
 Say = Callable[[str], None]
 
@@ -43,7 +41,7 @@ Say = Callable[[str], None]
 class Pair:
     """P and D, the prompts they are asked, and the answers that are right."""
 
-    connector: Connector
+    connector: str
     directory: Path
     engines: Mapping[str, Engine]
     session: aiohttp.ClientSession
@@ -81,14 +79,14 @@ class Pair:
     async def died(self, *names: str) -> None:
         """Called between two lives; for those who look at what the dead leave behind."""
 
-    def count(self, tally: Tally, told: Told, number: int) -> bool:
+    def count(self, tally: Tally, answer: Answer, number: int) -> bool:
         """Judge an answer to this prompt; whether it is right."""
-        right = tally.count(told, self.expected[number])
-        if not (right or told.error or told.late):
-            self.doubt(told, number)
+        right = tally.count(answer, self.expected[number])
+        if not (right or answer.error or answer.late):
+            self.doubt(answer, number)
         return right
 
-    def doubt(self, told: Told, number: int) -> None:
+    def doubt(self, answer: Answer, number: int) -> None:
         """Called of every wrong answer; for those who look into it."""
 
     async def ready(self, *names: str) -> None:
@@ -99,94 +97,53 @@ class Pair:
     async def used(self, name: str) -> int | None:
         """Blocks and pins that an engine holds; None if it does not say."""
         figures = await self.engines[name].figures(self.session)
-        return None if figures is None else held(figures, self.blocks.get(name, BLOCKS))
+        return None if figures is None else meters.held(figures, self.blocks.get(name, BLOCKS))
 
     async def handed(self) -> int | None:
         """How many prompts came to D whole from elsewhere, in this life of it."""
         figures = await self.d.figures(self.session)
-        return None if figures is None else handed(self.connector, figures)
+        return None if figures is None else meters.handed(figures, self.connector)
 
 
-def held(figures: Figures, blocks: int = BLOCKS) -> int:
-    """Blocks in use, by vLLM's count or by what kvbaton says it holds, whichever is more."""
-    used = round(figures.get("vllm:kv_cache_usage_perc", 0.0) * (blocks - 1))
-    return max(used, int(figures.get("kvbaton_pinned_blocks", 0.0)), int(figures.get("kvbaton_leases_held", 0.0)))
-
-
-def handed(connector: str, figures: Figures) -> int:
-    if connector == "nixl":
-        return int(figures.get(HANDED["nixl"], 0.0))
-    found = [v for name, v in figures.items() if name.startswith("kvbaton_ends_total{") and HANDED["kvbaton"] in name]
-    return int(sum(found))
+def specs(connector: str) -> list[Spec]:
+    """One engine alone, and the pair."""
+    alone = Spec(name=ALONE, model=MODEL, chunk_tokens=0, at_once=0, prefix_caching=False)
+    own = {"p_blocks": BLOCKS, "d_blocks": BLOCKS, "settings": {"kvbaton": BATON_TIMES}}
+    return [alone, msgspec.structs.replace(alone, name=connector, connector=connector, **own)]
 
 
 @contextlib.asynccontextmanager
 async def standing(
-    connector: Connector, seed: int, directory: Path, logs: Path, python: str, say: Say
+    connector: str, seed: int, directory: Path, logs: Path, python: str, say: Say
 ) -> AsyncIterator[Pair]:
     """Both engines up and the right answers known; all gone afterwards. `directory` is empty, and this pair's alone."""
     models = [launching.tiny_model(python, "llama", number) for number in MODEL_SEEDS]
     prompts = [prompt_of(150 + 7 * number, f"{seed} usual {number}") for number in range(USUAL)]
     prompts += [prompt_of(LONG_TOKENS + number, f"{seed} long {number}") for number in range(LONG)]
-    ports = free_ports(5)
-    engines = _engines(connector, directory, logs, python, ports)
-    alone = Engine("alone", ports[4], _words(directory, python, ports[4]), launching.environment(), logs / "alone.log")
+    link = directory / "model"
+    link.symlink_to(models[0], target_is_directory=True)
+    site = Site("cpu", python, directory, logs, {MODEL: link})
     connections = aiohttp.TCPConnector(limit=0, force_close=True)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-    async with aiohttp.ClientSession(connector=connections, timeout=timeout) as session:
+    async with (
+        aiohttp.ClientSession(connector=connections, timeout=timeout) as session,
+        servers.standing(site, specs(connector), session, say, READY_S) as groups,
+    ):
+        for group in groups.values():
+            if not group.is_up:
+                raise EngineError(group.problem)
+        engines, alone = groups[connector].engines, groups[ALONE].alone
         pair = Pair(connector, directory, engines, session, prompts, [], models, say)
-        pair.serve_weights(0)
-        try:
-            for engine in (alone, *engines.values()):
-                engine.start()
-            await alone.ready(session)
-            say(f"one engine alone answers {len(prompts)} prompts")
-            pair.expected = await learned(session, alone, prompts)
-            alone.kill()
-            await pair.ready(P, D)
-            yield pair
-        finally:
-            for engine in (alone, *engines.values()):
-                engine.kill()
+        say(f"one engine alone answers {len(prompts)} prompts")
+        pair.expected = await learned(session, alone, prompts)
+        alone.kill()
+        yield pair
 
 
 async def learned(session: aiohttp.ClientSession, alone: Engine, prompts: Sequence[Prompt]) -> list[tuple[str, ...]]:
-    room = asyncio.Semaphore(LEARN_AT_ONCE)
-
-    async def one(prompt: Prompt) -> Told:
-        async with room:
-            return await ask(session, alone.url, prompt, deadline_s=LEARN_S)
-
-    found = await asyncio.gather(*map(one, prompts))
-    bad = [told.error for told in found if told.error]
-    if bad:
-        raise launching.LaunchError(f"the reference engine did not answer: {bad[0]}: {alone.tail()}")
-    return [told.tokens for told in found]
-
-
-def _engines(connector: Connector, directory: Path, logs: Path, python: str, ports: Sequence[int]) -> dict[str, Engine]:
-    """`ports`: HTTP of P and D, then where each speaks to the other."""
-    if connector == "kvbaton":
-        keyring.mint(directory / "keys", ["router", P, D])
-    found = {}
-    for name, other, port, side_port, other_side in (
-        (P, D, ports[0], ports[2], ports[3]), (D, P, ports[1], ports[3], ports[2]),
-    ):  # fmt: skip
-        variables = launching.environment()
-        if connector == "nixl":
-            config: Mapping[str, Any] = launching.NIXL
-            variables |= launching.nixl_environment(directory, side_port)
-        else:
-            own = {"name": name, "keys": str(directory / "keys"), "control_port": side_port, **BATON_TIMES}
-            own["peers"] = {other: f"tcp://{launching.HOST}:{other_side}"}
-            role = "kv_producer" if name == P else "kv_consumer"
-            config = launching.kv_transfer_config(role, "recompute", own)
-        command = [*_words(directory, python, port), "--num-gpu-blocks-override", str(BLOCKS)]
-        command += ["--kv-transfer-config", msgspec.json.encode(config).decode()]
-        found[name] = Engine(name, port, command, variables, logs / f"{name}.log", side_port)
-    return found
-
-
-def _words(directory: Path, python: str, port: int) -> list[str]:
-    words = launching.server_argv(python, str(directory / "model"), SERVED_NAME, port)
-    return [*words, "--no-enable-prefix-caching"]
+    """The right answers, all of them."""
+    found = await oracle.learned(session, alone.url, prompts, LEARN_AT_ONCE, deadline_s=LEARN_S)
+    for answer in found:
+        if not isinstance(answer, Right):
+            raise launching.LaunchError(f"the reference engine did not answer: {answer}: {alone.tail()}")
+    return [answer.tokens for answer in found if isinstance(answer, Right)]

@@ -17,16 +17,18 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton.engines.vllm import launching
+from kvbaton.engines.vllm.launch import launching
 from kvbaton_proof.chaos.chaos_plan import Plan, Step
 from kvbaton_proof.chaos.outcome import Member, Outcome, Row
-from kvbaton_proof.chaos.resources import usage
+from kvbaton_proof.chaos.rest_oracle import usage
 from kvbaton_proof.chaos.vllm import vllm_pair
 from kvbaton_proof.chaos.vllm.vllm_judge import examined, row_of
 from kvbaton_proof.chaos.vllm.vllm_pair import Pair
-from kvbaton_proof.chaos.vllm.vllm_plan import Connector, D, P, standard
-from kvbaton_proof.chaos.vllm.vllm_process import Engine, EngineError
+from kvbaton_proof.chaos.vllm.vllm_plan import standard
 from kvbaton_proof.chaos.vllm.vllm_steps import DO, Scene
+from kvbaton_proof.rig import meters
+from kvbaton_proof.rig.connectors import D, P
+from kvbaton_proof.rig.server import Engine, EngineError
 
 STEP_S_MAX = 600.0
 
@@ -39,7 +41,7 @@ class VllmRunError(Exception):
 
 
 def run(
-    connector: Connector,
+    connector: str,
     seed: int,
     say: Say,
     out: Path | None = None,
@@ -142,5 +144,6 @@ async def _member(pair: Pair, engine: Engine, before: AtRest) -> Member:
     figures = await engine.figures(pair.session) or {}
     return Member(
         name=engine.name, fds=(before[0], after[0]), threads=(before[1], after[1]), rss_mib=(before[2], after[2]),
-        lives=engine.lives, pins=int(figures.get("kvbaton_pinned_blocks", 0)), used_blocks=vllm_pair.held(figures),
+        lives=engine.lives, pins=int(figures.get("kvbaton_pinned_blocks", 0)),
+        used_blocks=meters.held(figures, vllm_pair.BLOCKS),
     )  # fmt: skip

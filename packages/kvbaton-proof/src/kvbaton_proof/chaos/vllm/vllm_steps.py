@@ -18,15 +18,15 @@ from typing import Any
 
 import aiohttp
 
-from kvbaton.engines.vllm.launching import HOST
+from kvbaton.engines.vllm.launch.launching import HOST
 from kvbaton_proof.chaos import strangers
 from kvbaton_proof.chaos.chaos_plan import Step
 from kvbaton_proof.chaos.fault_catalogue import Moment
-from kvbaton_proof.chaos.vllm.vllm_client import TO_PREFILL, Tally, Told, ask, both_legs
 from kvbaton_proof.chaos.vllm.vllm_judge import request_id
 from kvbaton_proof.chaos.vllm.vllm_pair import LONG, USUAL, Pair
-from kvbaton_proof.chaos.vllm.vllm_plan import UNDER_LOAD, USED, D, P
-from kvbaton_proof.chaos.vllm.vllm_poison import poisoned
+from kvbaton_proof.chaos.vllm.vllm_plan import UNDER_LOAD, USED, poisoned
+from kvbaton_proof.rig.client import Answer, Tally, ask, both_legs, prefilled
+from kvbaton_proof.rig.connectors import D, P
 
 DEADLINE_S = 30.0
 CROWDED_DEADLINE_S = 60.0  # where requests queue because there are many, not because anything is wrong
@@ -68,32 +68,31 @@ class Scene:
     async def request(self, number: int, deadline_s: float = DEADLINE_S) -> bool:
         """Both legs of one prompt, counted."""
         pair = self.pair
-        told = await both_legs(
+        answer = await both_legs(
             pair.session, pair.p.url, pair.d.url, pair.prompts[number], deadline_s=deadline_s,
             request_id=request_id(pair),
         )  # fmt: skip
-        return pair.count(self.tally, told, number)
+        return pair.count(self.tally, answer, number)
 
     async def prefill(self, number: int) -> dict[str, Any] | None:
         """P's leg; what it gives for D. A failure is counted."""
         pair = self.pair
-        told = await ask(
-            pair.session, pair.p.url, pair.prompts[number], tokens=1, params=dict(TO_PREFILL), deadline_s=DEADLINE_S,
-            request_id=request_id(pair),
-        )  # fmt: skip
-        if told.error:
-            self.tally.count(told, ())
-        return told.params
+        answer = await prefilled(
+            pair.session, pair.p.url, pair.prompts[number], deadline_s=DEADLINE_S, request_id=request_id(pair)
+        )
+        if answer.error:
+            self.tally.count(answer, ())
+        return answer.params
 
-    async def decode(self, number: int, params: object, deadline_s: float = DEADLINE_S) -> Told:
+    async def decode(self, number: int, params: object, deadline_s: float = DEADLINE_S) -> Answer:
         """D's leg, counted."""
         pair = self.pair
-        told = await ask(
+        answer = await ask(
             pair.session, pair.d.url, pair.prompts[number], params=params, deadline_s=deadline_s,
             request_id=request_id(pair),
         )  # fmt: skip
-        pair.count(self.tally, told, number)
-        return told
+        pair.count(self.tally, answer, number)
+        return answer
 
     async def prefills(self, numbers: Sequence[int]) -> dict[int, dict[str, Any]]:
         found = await asyncio.gather(*map(self.prefill, numbers))
@@ -104,13 +103,13 @@ class Scene:
         that fewer would take turns in a few blocks and leave the rest of the pool as it was.
         """
         pair = self.pair
-        told = await asyncio.gather(*(
+        answers = await asyncio.gather(*(
             ask(pair.session, pair.p.url, pair.prompts[number][::-1], deadline_s=CROWDED_DEADLINE_S)
             for number in range(REUSES)
         ))  # fmt: skip
-        for each in told:
-            if each.error:
-                self.tally.count(each, ())
+        for answer in answers:
+            if answer.error:
+                self.tally.count(answer, ())
 
     @contextlib.asynccontextmanager
     async def load(self, clients: int = CLIENTS, deadline_s: float = DEADLINE_S) -> AsyncIterator[None]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,8 +25,8 @@ from kvbaton.protocol.machines.push_write import Outlet
 from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire import messages as m
+from kvbaton_proof.sim.checks.step_invariants import quarantined, restless
 from kvbaton_proof.sim.checks.successes import check_pushed, check_streamed, watch
-from kvbaton_proof.sim.checks.vigil import quarantined, restless
 from kvbaton_proof.sim.promises import NEEDLESS, Broken
 from kvbaton_proof.sim.world.life import Character, Life
 from kvbaton_proof.sim.world.sim_transport import worker_of
@@ -187,19 +188,15 @@ class Causes:
         self._note_stuck(life)
         watch(life)
         desk.marks = HeardMarks(on_mark)
-        life.on_step = self._after_step(life, life.on_step, asked)
+        life.after_node.append(partial(self._after_step, life, asked))
 
-    def _after_step(self, life: Life, listens: Callable[[], None], asked: list[Begun]) -> Callable[[], None]:
-        def after_step() -> None:
-            listens()
-            for each in asked:  # a pair that had to take a worse plane has given up its link for this handoff (rule 23)
-                self._note_unpaired(life, each)
-            asked.clear()
-            check_streamed(life)
-            if not self._liars and is_full(life):  # a table that is full refuses the next one; a liar has its share
-                self._world.touch(FULL, life.character.name)
-
-        return after_step
+    def _after_step(self, life: Life, asked: list[Begun]) -> None:
+        for each in asked:  # a pair that had to take a worse plane has given up its link for this handoff (rule 23)
+            self._note_unpaired(life, each)
+        asked.clear()
+        check_streamed(life)
+        if not self._liars and is_full(life):  # a table that is full refuses the next one; a liar has its share
+            self._world.touch(FULL, life.character.name)
 
     def _judge(self, life: Life, what: Begun, end: End, waited_s: float) -> None:
         reason = end.reason

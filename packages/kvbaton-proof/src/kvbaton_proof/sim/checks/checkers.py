@@ -8,10 +8,11 @@ from __future__ import annotations
 from kvbaton.protocol.ids import PeerId, WorkerId
 from kvbaton.protocol.machines.pairing_state import LinkState
 from kvbaton.protocol.marks import Step
+from kvbaton_proof.sim.checks import rank_checks
 from kvbaton_proof.sim.checks.tables import check_tables
+from kvbaton_proof.sim.cluster import Cluster
 from kvbaton_proof.sim.promises import HANG, LEAK, NEEDLESS, RULE, Broken
 from kvbaton_proof.sim.world.life import Life
-from kvbaton_proof.sim.world.sim_cluster import Cluster
 
 SLOWEST = 0.95
 """Of the clocks that drift."""
@@ -24,11 +25,13 @@ def check_at_rest(cluster: Cluster) -> None:
             raise Broken(HANG, f"request {leg.index} never ended on {leg.life.peer.worker}")
     for life in cluster.lives.values():
         _check_life(life)
-    heard = cluster.hearing
+        cluster.step_invariants[life].record.check_at_rest()
+    heard = cluster.version_checks
     for life in cluster.every_life:
         if life.character.name in heard.liars:
             continue
-        if any((life.peer.incarnation, other) not in heard.goodbyes for other in life.vigil.farewell):
+        farewell = cluster.step_invariants[life].farewell
+        if any((life.peer.incarnation, other) not in heard.goodbyes for other in farewell):
             raise Broken(RULE, f"{life.peer} left, and did not say so to everybody")
 
 
@@ -82,7 +85,7 @@ def check_planes(cluster: Cluster, healed_s: float) -> None:
 
 def _check_life(life: Life) -> None:
     if life.ranks is not None:
-        life.ranks.check_at_rest()
+        rank_checks.check_at_rest(life.ranks)
     name, ledger, pool = life.character.name, life.node.ledger, life.engine.pool
     if pool.total or len(pool.free) != life.character.shape.blocks - 1:
         raise Broken(LEAK, f"{name}: {pool.total} references to blocks at rest")
@@ -106,7 +109,6 @@ def _check_life(life: Life) -> None:
     moving = [each for each in recorder.under_way() if each.at(Step.RESTED) is None] if recorder is not None else []
     if moving or (recorder is not None and recorder.counters):
         raise Broken(HANG, f"{name}: on record as under way at rest: {moving[:3]}")
-    life.vigil.record.check_at_rest()
     check_tables(life)
     _check_connections(life)
     held = {holder for held in life.node._held.values() for holder in held.by}

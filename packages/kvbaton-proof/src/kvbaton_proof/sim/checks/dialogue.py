@@ -119,7 +119,7 @@ class Dialogue:
                 self._check_word(*self._word)
 
         setattr(life.node.ledger, "on_frame", on_frame)  # noqa: B010
-        life.on_step = self.after_step
+        life.after_node.append(self._after_step)
 
     # --- speaking
 
@@ -218,7 +218,7 @@ class Dialogue:
 
     # --- after a step
 
-    def after_step(self) -> None:
+    def _after_step(self) -> None:
         if self._owed:
             self._check_answers()
         self._said.clear()

@@ -6,13 +6,9 @@ what the door holds, no more and no less; nobody waits for room past its deadlin
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from kvbaton.node.pin_budget import WAITING_MAX
 from kvbaton_proof.sim.promises import HANG, LEAK, Broken
-
-if TYPE_CHECKING:
-    from kvbaton_proof.sim.world.life import Life
+from kvbaton_proof.sim.world.life import Life
 
 OVERDUE_S = 5.0
 """An engine may be stopped, or busy, for so long."""

@@ -10,16 +10,13 @@ nothing.
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from kvbaton.ranks.rank_messages import table_bytes
 from kvbaton.ranks.rank_store_messages import ShelfLookup
 from kvbaton.ranks.rank_transport import RemoteTransport
 from kvbaton.transports.core.late_identity import UnnamedTransport
 from kvbaton_proof.sim.promises import HANG, LEAK, NEEDLESS, STRANGER, Broken
-
-if TYPE_CHECKING:
-    from kvbaton_proof.sim.world.rank_links import LinkedRanks, Rank
+from kvbaton_proof.sim.world.rank_links import LinkedRanks, Rank
 
 NEVER = float("inf")
 

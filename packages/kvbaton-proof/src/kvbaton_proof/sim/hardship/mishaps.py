@@ -15,7 +15,7 @@ from kvbaton_proof.sim.world.life import Life
 from kvbaton_proof.sim.world.sim_engine import SimEngine
 
 if TYPE_CHECKING:
-    from kvbaton_proof.sim.world.sim_cluster import Cluster
+    from kvbaton_proof.sim.cluster import Cluster
 
 REPLACE_LOOK_S = 0.05
 NIBBLES_FROM, NIBBLE_S = 700_000, 0.05
@@ -34,15 +34,14 @@ class Mishaps:
         """After every step of its node."""
         if not self.hardships.judged:
             return
-        listens, consumer = life.on_step, life.node.ledger.consumer
+        consumer = life.node.ledger.consumer
 
         def after_step() -> None:
-            listens()
             judged = any(each.state is IntakeState.JUDGING for each in consumer.by_reservation.values())
             if judged and not self.cluster.healed and self._chance.random() < self.hardships.judged:
                 self.world.after(0.0, functools.partial(self._replace_of, life))
 
-        life.on_step = after_step
+        life.after_node.append(after_step)
 
     def nibble(self, life: Life, lease: LeaseId) -> None:
         """Blocks of an expired lease are free while somebody reads them: a short prompt takes the end of one group, or

@@ -18,8 +18,8 @@ import msgspec
 from kvbaton_proof.sim.world.rank_links import LinkedRanks, RankTraits
 
 if TYPE_CHECKING:
+    from kvbaton_proof.sim.cluster import Cluster
     from kvbaton_proof.sim.world.life import Character, Life
-    from kvbaton_proof.sim.world.sim_cluster import Cluster
 
 LINKED, LINKED_ENGINE, NEAR, STORE = 0.33, 0.7, 0.4, 0.6
 FAULTY_S = 12.0

@@ -14,7 +14,7 @@ from kvbaton_proof.sim.world.life import Character, Life
 from kvbaton_proof.sim.world.touches import pair
 
 if TYPE_CHECKING:
-    from kvbaton_proof.sim.world.sim_cluster import Cluster
+    from kvbaton_proof.sim.cluster import Cluster
 
 DRAIN_S = 4.0
 FLAP_LOOK_S, FLAP_LOOKS_MAX = 0.1, 25

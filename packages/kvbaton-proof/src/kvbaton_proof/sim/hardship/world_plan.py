@@ -15,7 +15,6 @@ from kvbaton_proof.sim.hardship import engine_shapes, hardships
 from kvbaton_proof.sim.hardship.engine_shapes import Variety
 from kvbaton_proof.sim.hardship.hardships import Hardships, beside
 from kvbaton_proof.sim.hardship.rank_faults import RankFaults, RankLot
-from kvbaton_proof.sim.liars.liar_plan import among_liars, derived
 from kvbaton_proof.sim.world.life import Character
 from kvbaton_proof.sim.world.sim_memory import Shape
 from kvbaton_proof.sim.world.sim_network import NetworkFaults
@@ -112,12 +111,7 @@ def upgrades(rng: random.Random, strange: bool) -> Callable[[str], Versions]:
     return speaks
 
 
-def draw(rng: random.Random) -> Plan:
-    chance = derived(rng)
-    return among_liars(chance, _honest(rng))
-
-
-def _honest(rng: random.Random) -> Plan:
+def draw_honest(rng: random.Random) -> Plan:
     profile = rng.choice(PROFILES)
     bad = profile == "all"
     hard = hardships.draw(rng, profile)

@@ -25,7 +25,8 @@ from kvbaton.protocol.privileges import Act, may
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import read
 from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
-from kvbaton_proof.sim.liars.liar_fields import KINDS, shape_of
+from kvbaton_proof.lies import lie_copies
+from kvbaton_proof.lies.lie_fields import KINDS, OF_SOURCE, OF_TARGET
 from kvbaton_proof.sim.liars.sim_liar import Liar, role_in
 from kvbaton_proof.sim.world.sim_transport import SimTransport
 from kvbaton_proof.sim.world.touches import TICKET_KEY
@@ -35,11 +36,6 @@ FIRST_JOB = 1 << 40
 PLANE = "tcp"
 FLOOD = (1, 1, 4, 30)
 LOOK_S, LOOKS_MAX, OWN_LIES = 0.01, 40, 3
-_OF_TARGET = (m.Renew, m.Commit, m.Abandon, m.Offer, m.Ack, m.Revoke)
-_OF_SOURCE = (
-    m.Granted, m.ClaimRefused, m.Renewed, m.RenewRefused, m.Ready, m.Committed, m.Stale, m.SourceLost, m.Accepted,
-    m.Written, m.Quiesced,
-)  # fmt: skip
 _INVENTED = tuple(kind for kind in KINDS if kind not in (m.Hello, m.Welcome))
 
 
@@ -111,9 +107,7 @@ class Mischief:
 
     def _name(self, worker: WorkerId, kind: type, known: dict[str, Any], own: bool) -> None:
         liar = self.liar
-        body = liar.fields.invented(kind)
-        for at, field in enumerate(shape_of(kind).fields, 1):
-            body[at] = known.get(field.name, self.rng.getrandbits(20) if field.name == "reservation" else body[at])
+        body = liar.fields.named(kind, known)
         tree, way, place = liar.addressed(worker, body), self.rng.random(), liar.place(kind)
         if own and place is not None:
             tree = liar.lie(tree, place)
@@ -138,8 +132,8 @@ class Mischief:
              "peer": reader.peer, "digest": lease.digest}
             for lease in ledger.producer.leases.values() for reader, seat in lease.seats.items()
         ]  # fmt: skip
-        found = [(known, _OF_SOURCE) for known in taken if may(role_in(me), Act.GRANT)]
-        return found + [(known, _OF_TARGET) for known in given if may(role_in(me), Act.CLAIM)]
+        found = [(known, OF_SOURCE) for known in taken if may(role_in(me), Act.GRANT)]
+        return found + [(known, OF_TARGET) for known in given if may(role_in(me), Act.CLAIM)]
 
     def _greet(self) -> None:
         """Once, or many times, in one life or in ever another; with its own card, or with one that is not right."""
@@ -243,19 +237,13 @@ class HollowPlane:
         if copy.direction is not Direction.WRITE or not len(copy.spans) or rng.random() >= self._share:
             return self._plane.submit(copy)
         self._liar.world.faults["lies_unwritten"] += 1
-        spans, how = copy.spans, rng.random()
+        how = rng.random()
         if how < 0.4:
             self._liar.world.after(rng.uniform(0, 0.01), lambda: self._plane._note(CopyEnded(copy.job)))
             return True
-        if how < 0.7 and len(spans) > 3:  # all but one
-            skipped = 3 * rng.randrange(len(spans) // 3)
-            spans = spans[:skipped] + spans[skipped + 3 :]
-        elif how < 0.9:  # all in one place
-            spans = array("q", [spans[1] if at % 3 == 1 else number for at, number in enumerate(spans)])
-            spans[2::3] = array("q", [min(spans[2::3])] * (len(spans) // 3))
-        else:  # none of it whole
-            spans = array("q", [number - (at % 3 == 2) for at, number in enumerate(spans)])
-        return self._plane.submit(msgspec.structs.replace(copy, spans=spans))
+        if how < 0.7 and len(copy.spans) > 3:
+            return self._plane.submit(lie_copies.all_but_one(copy, rng.randrange(len(copy.spans) // 3)))
+        return self._plane.submit(lie_copies.in_one_place(copy) if how < 0.9 else lie_copies.none_whole(copy))
 
 
 def _tree(message: m.Message) -> list[Any]:

@@ -9,7 +9,6 @@ nothing is enforced, a member that lies may do what it likes with registered mem
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -18,13 +17,11 @@ from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.versions import SPOKEN
 from kvbaton_proof.sim.hardship.hardships import Hardships
 from kvbaton_proof.sim.hardship.rank_faults import RankFaults
+from kvbaton_proof.sim.hardship.world_plan import Plan, draw_honest
+from kvbaton_proof.sim.world.life import Character
 from kvbaton_proof.sim.world.sim_memory import Shape
 from kvbaton_proof.sim.world.sim_network import NetworkFaults
 from kvbaton_proof.sim.world.sim_transport import TransportFaults
-
-if TYPE_CHECKING:
-    from kvbaton_proof.sim.hardship.world_plan import Plan
-    from kvbaton_proof.sim.world.life import Character
 
 LIARS = "liars"
 SHARE = 1 / 8
@@ -38,11 +35,12 @@ SETTINGS = Settings(
 """Time enough for the honest, and quotas that a liar meets."""
 
 
-def derived(rng: random.Random) -> random.Random:
-    """Another source of chance from the same seed; `rng` goes on as if nothing had been asked."""
-    copy = random.Random()
-    copy.setstate(rng.getstate())
-    return random.Random(f"liars {copy.getrandbits(64)}")
+def draw(rng: random.Random) -> Plan:
+    """Any seed's plan: what its chance says of honest worlds, then whether somebody lies in it."""
+    liars = random.Random()  # another source of chance from the same seed: `rng` goes on as if it had not been asked
+    liars.setstate(rng.getstate())
+    chance = random.Random(f"liars {liars.getrandbits(64)}")
+    return among_liars(chance, draw_honest(rng))
 
 
 def among_liars(chance: random.Random, plan: Plan) -> Plan:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import hmac
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any
@@ -33,10 +33,10 @@ from kvbaton.protocol.wire.codec import FoldedWelcome, read
 from kvbaton.protocol.wire.messages import HelloRefused, Renew
 from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX
 from kvbaton.transports.core.transport import Loan
+from kvbaton_proof.lies.lie_fields import Place
+from kvbaton_proof.sim.checks.byte_invariants import ByteInvariants
 from kvbaton_proof.sim.checks.cards import absurdity
-from kvbaton_proof.sim.checks.witness import Witness
 from kvbaton_proof.sim.liars.liar_acts import Mischief
-from kvbaton_proof.sim.liars.liar_fields import Place
 from kvbaton_proof.sim.liars.liar_listener import Listener
 from kvbaton_proof.sim.liars.sim_liar import Liar, role_in
 from kvbaton_proof.sim.promises import HANG, LEAK, RULE, STRANGER, WRONG, Broken
@@ -111,16 +111,6 @@ class CountedControl:
             raise Broken(LEAK, f"{self._life.peer.worker}: answers more greetings of a liar than it may")
 
 
-class Watched(Life):
-    """A life in a world with a liar."""
-
-    watch: Callable[[Life], None] = staticmethod(lambda life: None)
-
-    def _check_node(self) -> None:
-        super()._check_node()
-        self.watch(self)
-
-
 class Company:
     """The liar of one world, and what the others are owed all the same. Without a liar it does nothing."""
 
@@ -139,27 +129,27 @@ class Company:
         self._targets: dict[HandoffId, WorkerId] = {}  # of tickets that the liar was shown, whom they are for
         self._seen: dict[tuple[WorkerId, int, str, object], float] = {}
         self._opened: set[tuple[PeerId, WorkerId]] = set()  # honest members, and to whom they have lent anything
-        self._witness: Witness | None = None
+        self._witness: ByteInvariants | None = None
         self._looked_at: dict[int, EngineLayout] = {}
 
     # --- the world's side
 
     def life(self, character: Character) -> Life:
+        life = Life(self.world, character, self.network, self.fabric)
         if not self.names:
-            return Life(self.world, character, self.network, self.fabric)
-        life = Watched(self.world, character, self.network, self.fabric)
+            return life
         life.node.ledger.desk.identity.role_of = role_in
         if character.name in self.names:
             self._liars.append(Liar(self.world, life, self.lives, self.told))
             Mischief(self._liars[-1])
         else:
             life.node.control = CountedControl(life, self.names)
-            life.watch = self._check
+            life.after_node.append(partial(self._check, life))
             Listener(life)
         self._spare(life)
         return life
 
-    def attend(self, witness: Witness) -> None:
+    def attend(self, witness: ByteInvariants) -> None:
         """Stand between the data planes and the witness, who knows nothing of liars."""
         if not self.names:
             return

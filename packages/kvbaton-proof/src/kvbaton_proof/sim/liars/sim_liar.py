@@ -23,7 +23,7 @@ from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.privileges import Role, may_say
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.ticket import seal, unseal
-from kvbaton_proof.sim.liars.liar_fields import KINDS, Fields, Place, Seen, all_places, kind_of
+from kvbaton_proof.lies.lie_fields import KINDS, Fields, Place, Seen, all_places, kind_of
 from kvbaton_proof.sim.world.life import Life
 from kvbaton_proof.sim.world.sim_network import SimControl
 from kvbaton_proof.sim.world.touches import TICKET_KEY

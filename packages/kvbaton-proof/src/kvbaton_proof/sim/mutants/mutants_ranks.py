@@ -13,7 +13,6 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.ids import PeerId
 from kvbaton.ranks import rank_link, rank_planes
-from kvbaton.ranks.rank_endpoints import Endpoints
 from kvbaton.ranks.rank_host import RankHost
 from kvbaton.ranks.rank_link import RankLink
 from kvbaton.ranks.rank_messages import Cancel, Submit
@@ -22,7 +21,7 @@ from kvbaton.ranks.rank_store_host import HostedShelf
 from kvbaton.ranks.rank_store_link import RemoteShelf
 from kvbaton.ranks.rank_store_messages import ShelfLookup
 from kvbaton.ranks.rank_stream import Stream, StreamEnvelope
-from kvbaton.ranks.rank_transport import RemoteTransport
+from kvbaton.ranks.rank_transport import Endpoints, RemoteTransport
 from kvbaton.ranks.rank_values import RankValues
 from kvbaton_proof.sim.mutants.mutation import Mutant, both, swap
 

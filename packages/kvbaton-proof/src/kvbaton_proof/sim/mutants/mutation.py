@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 PACKAGE = "kvbaton."
+REMEMBERING = (PACKAGE, "kvbaton_proof.")
 TOOL = __name__.rpartition(".")[0] + "."
 
 
@@ -49,7 +50,7 @@ def _patched(owner: Any, name: Any, replacement: Any) -> Iterator[None]:
 
 def forget_results() -> None:
     for name, module in list(sys.modules.items()):
-        if name.startswith(PACKAGE) and not name.startswith(TOOL):
+        if name.startswith(REMEMBERING) and not name.startswith(TOOL):
             for value in list(vars(module).values()):
                 clear: Callable[[], None] | None = getattr(value, "cache_clear", None)
                 if clear is not None:

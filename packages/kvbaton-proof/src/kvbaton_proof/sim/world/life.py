@@ -1,6 +1,6 @@
 """One life of one worker: the production node over simulated ports, with a clock of its own that may drift.
 
-`vigil.py` has the checks that run at every step of it, `checkers.py` those that need rest.
+Nothing is checked here but what only a life itself can see: checks are hung onto its steps (`checks/`).
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ from itertools import pairwise
 
 import msgspec
 
+from kvbaton.node.cluster_node import discarded
 from kvbaton.node.doorway import Doorway, DoorwayConfig
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import Node, Rank
 from kvbaton.node.pin_budget import budget_of
 from kvbaton.node.ports import StorePort
-from kvbaton.node.ticket_discard import discarded
 from kvbaton.observe.flight.recorder import Recorder
+from kvbaton.protocol.clock import Timers
 from kvbaton.protocol.effects import Effect, Unpin
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import (
+    HandoffId,
     Incarnation,
     LeaseId,
     PeerId,
@@ -30,12 +32,11 @@ from kvbaton.protocol.ids import (
     WorkerId,
     rank_peer,
 )
-from kvbaton.protocol.machines.context import Identity
+from kvbaton.protocol.machines.context import Identity, TimerKey
 from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import ALL_FEATURES
 from kvbaton.protocol.wire.versions import SPOKEN, Versions
-from kvbaton_proof.sim.checks.vigil import Vigil
 from kvbaton_proof.sim.promises import DEATH, HANG, LEAK, Broken
 from kvbaton_proof.sim.world.rank_links import EXCUSED, LinkedRanks, RankTraits
 from kvbaton_proof.sim.world.sim_engine import SimEngine
@@ -45,12 +46,12 @@ from kvbaton_proof.sim.world.sim_rank_store import RankStore
 from kvbaton_proof.sim.world.sim_store import Reading, SimStore
 from kvbaton_proof.sim.world.sim_transport import KINDS, Fabric, SimTransport
 from kvbaton_proof.sim.world.touches import TICKET_KEY
-from kvbaton_proof.sim.world.watched_timers import BoundedTimers
 from kvbaton_proof.sim.world.world import InjectedFault, World
 
 STEALS = 0.4
 LATE_S_MAX = 0.1
 PIN_WAIT_S = 1.0
+AT_ONE_TIME_MAX = 5_000
 
 _STOPS_NODE = ("process", "loop")
 _STOPS_ENGINE = ("process", "engine")
@@ -89,6 +90,33 @@ class Character(msgspec.Struct, frozen=True):
     ranks: RankTraits | None = None  # its ranks are processes of their own, behind rank links
 
 
+class BoundedTimers(Timers[TimerKey]):
+    """The production timers, with a limit to what happens at one time: a step that never ends is a hang."""
+
+    __slots__ = ("_looks", "_now", "on_due", "on_set")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._now, self._looks = 0.0, 0
+        self.on_set: Callable[[TimerKey, float], None] = lambda key, at: None  # whoever measures
+        self.on_due: Callable[[TimerKey, float], None] = lambda key, at: None
+
+    def set(self, key: TimerKey, at: float) -> None:
+        self.on_set(key, at)
+        super().set(key, at)
+
+    def pop_due(self, now: float) -> TimerKey | None:
+        self._looks = self._looks + 1 if now == self._now else 0
+        self._now = now
+        if self._looks > AT_ONE_TIME_MAX:
+            raise Broken(HANG, f"a step has handled {self._looks} timers of one time, and there are more")
+        before = self.next_at()
+        key = super().pop_due(now)
+        if key is not None:
+            self.on_due(key, before if before is not None else now)
+        return key
+
+
 class WatchedDoorway(Doorway):
     """The production door, and a memory of which leases have been released: each is, once."""
 
@@ -122,7 +150,11 @@ class Life:
         self._node_due = False
         self._excused = False  # it was stopped: what is due is late
         self._engine_due = False
-        self.on_step: Callable[[], None] = lambda: None  # whoever listens to what is said
+        self.after_node: list[Callable[[], None]] = []  # checks, in this order
+        self.after_engine: list[Callable[[], None]] = []
+        self.on_leaving: Callable[[], None] = lambda: None
+        self.on_left: Callable[[], None] = lambda: None
+        self.taken_back: set[HandoffId] = set()  # tickets that the router has said nobody will use
         self.asleep = False  # the engine has nothing to do, and waits for a request
         self._timer_at = float("inf")
         self._offset_s = world.rng.uniform(-1000, 1000)
@@ -157,7 +189,6 @@ class Life:
         if self.ranks is not None:
             engine.announcer.announce, engine.announcer.by_rank = self.ranks.progressed, self.ranks.traits.tells
             self.ranks.shelve(engine, self.wake_engine)
-        self.vigil = Vigil(self)
 
     def clock(self) -> float:
         return self._offset_s + self.world.now * (1 + self.character.drift)
@@ -196,7 +227,7 @@ class Life:
         """The registry passes on that nobody will use a ticket; whose it is is for the production code to say."""
         for event in discarded(self.doorway, (ticket,)):
             self.world.tell(f"{self.peer.worker} hears that {event.handoff[:6]} was taken back")
-            self.vigil.taken_back.add(event.handoff)
+            self.taken_back.add(event.handoff)
             self.node.tell(event)
         self.wake()
 
@@ -212,12 +243,12 @@ class Life:
 
     def leave(self) -> None:
         """Go in peace: everything is given back and everybody told; the process ends."""
-        self.vigil.on_leaving()
+        self.on_leaving()
         self.node.close(self.clock())
         if self.ranks is not None:
             self.ranks.leave()
         self.engine.step_down()
-        self.vigil.after_engine()
+        self.on_left()
         self.crash()
 
     def pause(self, what: str) -> None:
@@ -251,7 +282,8 @@ class Life:
             self.node.step(now)
         except Exception:  # noqa: BLE001 - whatever it is, it would have been the end of an engine
             raise Broken(DEATH, f"{self.character.name}: the node raised\n{traceback.format_exc()}") from None
-        self._check_node()
+        for check in self.after_node:
+            check()
         self._set_timer()
 
     def _step_engine(self) -> None:
@@ -263,19 +295,13 @@ class Life:
             self.engine.step()
         except Exception:  # noqa: BLE001 - whatever it is, it would have been the end of an engine
             raise Broken(DEATH, f"{self.character.name}: the engine died\n{traceback.format_exc()}") from None
-        self.vigil.after_engine()
+        for check in self.after_engine:
+            check()
         self.asleep = not self.engine.busy
         if self.doorway.pinned_blocks and self.asleep:
             raise Broken(LEAK, f"{self.character.name}: holds blocks for others, and says that it need not be stepped")
         if before != self.engine.pool.total or self.engine.has_next:
             self.wake_engine()
-
-    def _check_node(self) -> None:
-        """After every step; whoever watches a life more closely does more here."""
-        self.vigil.after_node()
-        self.on_step()
-        if self.ranks is not None:
-            self.ranks.check()
 
     def _check_punctual(self) -> None:
         """A loop that nobody stopped looks at what is due when it is due (rule 21)."""

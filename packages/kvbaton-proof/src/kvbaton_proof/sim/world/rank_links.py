@@ -31,10 +31,9 @@ from kvbaton.ranks.rank_stream import Stream
 from kvbaton.ranks.rank_transport import COMMANDS_MAX, RemoteTransport
 from kvbaton.transports.core.late_identity import UnnamedTransport
 from kvbaton.transports.core.transport import Capabilities, Copy, Transport, TransportEvent
-from kvbaton_proof.sim.checks.rank_checks import check_at_rest, check_gone, check_step
-from kvbaton_proof.sim.checks.rank_watch import ReportFaults, ReportingPlane, WatchedPort
 from kvbaton_proof.sim.promises import STRANGER, Broken
 from kvbaton_proof.sim.world.rank_channel import ChannelFaults, SimCarrier, SimProcess
+from kvbaton_proof.sim.world.rank_ports import ReportFaults, ReportingPlane, WatchedPort
 from kvbaton_proof.sim.world.sim_engine import SimEngine
 from kvbaton_proof.sim.world.sim_rank_store import COMPAT, RankStore, ShelfFetching, make_shelf, values_of
 from kvbaton_proof.sim.world.sim_transport import KINDS, SimTransport
@@ -203,7 +202,6 @@ class LinkedRanks:
         for rank in self.ranks:
             if rank.process.runs and rank.host is not None:
                 rank.host.stop()
-        check_gone(self)
 
     def replace(self, number: int) -> None:
         """Another process is given the place and the keys of a rank that is gone; none of its memory is there."""
@@ -224,12 +222,6 @@ class LinkedRanks:
             self.store.fails = 0.0
         for rank in self.ranks:
             self._resume(rank)
-
-    def check(self) -> None:
-        check_step(self)
-
-    def check_at_rest(self) -> None:
-        check_at_rest(self)
 
     # --- making
 

@@ -20,13 +20,13 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.ids import HandoffId, RequestId
 from kvbaton_proof.sim.promises import DEATH, STRANGER, Broken
-from kvbaton_proof.sim.world.fetching import Fetching
 from kvbaton_proof.sim.world.sim_admission import is_put_off
 from kvbaton_proof.sim.world.sim_announcing import Announcer
 from kvbaton_proof.sim.world.sim_device import Device, Step, Work
 from kvbaton_proof.sim.world.sim_memory import Shape
 from kvbaton_proof.sim.world.sim_pool import Pool, Prefixes, nothing_to_forget
 from kvbaton_proof.sim.world.sim_request import Phase, SimRequest, digest_of, one_value
+from kvbaton_proof.sim.world.sim_store import Fetching
 from kvbaton_proof.sim.world.world import World
 
 if TYPE_CHECKING:

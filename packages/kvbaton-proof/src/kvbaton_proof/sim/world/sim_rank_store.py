@@ -29,20 +29,19 @@ from kvbaton.ranks.rank_store_link import RemoteShelf
 from kvbaton.ranks.rank_values import rank_values
 from kvbaton.ranks.store_interface import RankStoreInterface
 from kvbaton.ranks.store_trust import ShelfTrust
-from kvbaton.store.backend_threads import perform
 from kvbaton.store.content_keys import keys
 from kvbaton.store.interface import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.order_scheduler import Keeper
 from kvbaton.store.order_scripts import BackendCall, CallAnswer, Task
-from kvbaton.store.threaded_store import check
+from kvbaton.store.threaded_store import check, perform
 from kvbaton.store.value_trust import ALONE, StoreTrust
 from kvbaton_proof.sim.promises import DEATH, HANG, LEAK, NEEDLESS, WRONG, Broken
-from kvbaton_proof.sim.world.fetching import Fetch, Fetching
 from kvbaton_proof.sim.world.rank_channel import SimCarrier, SimProcess
 from kvbaton_proof.sim.world.sim_device import Device
 from kvbaton_proof.sim.world.sim_pool import Pool
 from kvbaton_proof.sim.world.sim_request import SimRequest
+from kvbaton_proof.sim.world.sim_store import Fetch, Fetching
 from kvbaton_proof.sim.world.touches import ALWAYS
 from kvbaton_proof.sim.world.world import InjectedFault, World
 

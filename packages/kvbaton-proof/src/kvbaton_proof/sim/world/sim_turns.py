@@ -19,8 +19,8 @@ from kvbaton_proof.sim.world.sim_router import Errand
 from kvbaton_proof.sim.world.touches import TICKET_KEY, handoff_of, opened
 
 if TYPE_CHECKING:
+    from kvbaton_proof.sim.cluster import Cluster
     from kvbaton_proof.sim.world.life import Life
-    from kvbaton_proof.sim.world.sim_cluster import Cluster
     from kvbaton_proof.sim.world.sim_engine import SimEngine
 
 TOKENS_MAX = 20

@@ -1,0 +1,250 @@
+"""A load on one OpenAI-compatible address: requests that are sent when they are due, streamed, timed and judged.
+
+    due      by the plan (a rate or a trace), else at once
+    slots    at most so many under way; who is due and finds none waits, and the record says how long
+    time     counts from when a request is sent, as `vllm bench serve` counts it
+
+Laws: every request that was sent has one record, which ends within its time as right or as an error by name. A load
+ends by its deadline, whatever the server does; whoever cancels it finds in `records` what was measured until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+import aiohttp
+import msgspec
+
+from kvbaton.api.bodies import BodyKind
+from kvbaton.processes.operator_errors import CommandError
+from kvbaton_proof.bench.load.request_plan import Ask, Piece, prompt
+from kvbaton_proof.bench.load.token_stream import Answer, TokenStream, refusal
+
+CONNECT_S, PROBE_S = 10.0, 10.0
+REFUSAL_BYTES_MAX = 64 << 10
+UNDER_WAY_MAX = 2048
+ERRORS_IN_A_ROW_MAX = 200
+"""Then the server counts as gone, and nothing more is sent."""
+WARMUP_TOKENS, WARMUP_ANSWER_TOKENS = 32, 2
+LATE, CUT_OFF = "no answer in time", "deadline of the part"
+_encode = msgspec.json.Encoder().encode
+
+Clock = Callable[[], float]
+
+
+class Aim(msgspec.Struct, frozen=True, kw_only=True):
+    """Where requests go, and what all of them say."""
+
+    url: str
+    headers: Mapping[str, str] = {}
+    model: str | None = None
+    salt: str = ""  # of caches: what another salt left there is not found
+    in_prompt: bool = False  # the salt is in the prompt's beginning, for servers that know no `cache_salt`
+    seed: int = 0
+    timeout_s: float = 120.0
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How a load goes."""
+
+    concurrency: int = UNDER_WAY_MAX
+    seconds: float | None = None  # ask no more after these
+    deadline_s: float = 600.0
+    timed: bool = False  # requests have a time at which they are due
+
+
+class Record(msgspec.Struct):
+    """What became of one request; seconds since the load began. Without an answer and an error it is under way."""
+
+    ask: Ask
+    sent_s: float
+    ended_s: float | None = None
+    answer: Answer | None = None
+    error: str = ""
+
+
+def body_of(ask: Ask, aim: Aim) -> bytes:
+    """Greedy, streamed, and of exactly as many tokens as the plan says."""
+    words = prompt(ask, aim.seed, aim.salt if aim.in_prompt else "")
+    salt = {} if aim.in_prompt or not aim.salt else {"cache_salt": aim.salt}
+    model = {} if aim.model is None else {"model": aim.model}
+    return request_body(words, ask.output_tokens, **model, **salt)
+
+
+def request_body(words: str | list[int], tokens: int, **more: object) -> bytes:
+    body = {
+        "prompt": words, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "stream": True,
+        "stream_options": {"include_usage": True}, **more,
+    }  # fmt: skip
+    return bytes(_encode(body))
+
+
+def session(aim: Aim) -> aiohttp.ClientSession:
+    """Connections for one load; whoever has it closes it."""
+    timeout = aiohttp.ClientTimeout(total=aim.timeout_s, sock_connect=CONNECT_S)
+    headers = {"Content-Type": "application/json", **aim.headers}
+    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout, headers=headers)
+
+
+async def streamed(
+    client: aiohttp.ClientSession,
+    url: str,
+    body: bytes,
+    clock: Clock = time.perf_counter,
+    seen: Callable[[int], None] = lambda _: None,
+) -> TokenStream | str:
+    """What came of one request, or why nothing did. `seen` hears how many tokens there are, whenever some came."""
+    stream = TokenStream(clock())
+    try:
+        async with client.post(
+            url + BodyKind.COMPLETION.value, data=body, headers={"Content-Type": "application/json"}
+        ) as response:
+            if response.status != 200:
+                return refusal(response.status, await response.content.read(REFUSAL_BYTES_MAX))
+            async for data in response.content.iter_any():
+                stream.feed(data, clock())
+                seen(stream.events)
+    except TimeoutError:
+        return LATE
+    except (aiohttp.ClientError, OSError) as error:
+        return f"connection: {type(error).__name__}"
+    return stream
+
+
+class Load:
+    """One load. `on_end` hears of every request that ended."""
+
+    def __init__(
+        self, aim: Aim, pace: Pace, *, on_end: Callable[[], None] = lambda: None, clock: Clock = time.perf_counter
+    ) -> None:
+        self.records: list[Record] = []
+        self.ended = self.failed = 0
+        self._aim = aim
+        self._pace = pace
+        self._on_end = on_end
+        self._clock = clock
+        self._slots = asyncio.Semaphore(pace.concurrency)
+        self._under_way: set[asyncio.Task[None]] = set()
+        self._begun = 0.0
+        self._failed_in_a_row = 0
+
+    @property
+    def seconds(self) -> float:
+        """From the first that was sent to the last that ended."""
+        return max((each.ended_s for each in self.records if each.ended_s is not None), default=0.0)
+
+    async def run(self, asks: Iterable[Ask]) -> None:
+        """Send the plan, and wait for what it brings."""
+        async with session(self._aim) as client:
+            self._begun = self._clock()
+            try:
+                async with asyncio.timeout(self._pace.deadline_s):
+                    await self._send_all(client, asks)
+                    if self._under_way:
+                        await asyncio.wait(self._under_way)
+            except TimeoutError:
+                await self._cut_off()
+                for record in self.records:
+                    if record.answer is None and not record.error:
+                        record.error, record.ended_s = CUT_OFF, self._now()
+            finally:
+                await self._cut_off()
+
+    async def _send_all(self, client: aiohttp.ClientSession, asks: Iterable[Ask]) -> None:
+        until = float("inf") if self._pace.seconds is None else self._pace.seconds
+        for ask in asks:
+            body = body_of(ask, self._aim)
+            if ask.due_s >= until or not await self._until(ask.due_s):
+                return
+            await self._slots.acquire()
+            if self._now() >= until or self._is_hopeless:
+                return
+            record = Record(ask, self._now())
+            self.records.append(record)
+            task = asyncio.create_task(self._one(client, record, body))
+            self._under_way.add(task)
+            task.add_done_callback(self._under_way.discard)
+
+    async def _until(self, due_s: float) -> bool:
+        """False if nothing will come of it any more."""
+        left = due_s - self._now()
+        if left > 0:
+            await asyncio.sleep(left)
+        return not self._is_hopeless
+
+    async def _one(self, client: aiohttp.ClientSession, record: Record, body: bytes) -> None:
+        try:
+            stream = await streamed(client, self._aim.url, body, self._clock)
+        finally:
+            self._slots.release()
+        answer = stream if isinstance(stream, str) else stream.answer(record.ask.output_tokens)
+        record.ended_s = self._now()
+        self.ended += 1
+        if isinstance(answer, str):
+            record.error = answer
+            self.failed += 1
+            self._failed_in_a_row += 1
+        else:
+            record.answer = answer
+            self._failed_in_a_row = 0
+        self._on_end()
+
+    @property
+    def _is_hopeless(self) -> bool:
+        return self._failed_in_a_row >= ERRORS_IN_A_ROW_MAX
+
+    def _now(self) -> float:
+        return self._clock() - self._begun
+
+    async def _cut_off(self) -> None:
+        tasks = list(self._under_way)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def warm_up(aim: Aim, count: int) -> None:
+    """Requests that nobody counts: code paths, connections and handshakes of engines come into being."""
+    asks = [Ask(number, 0.0, (Piece(f"w{number}", WARMUP_TOKENS),), WARMUP_ANSWER_TOKENS) for number in range(count)]
+    async with session(aim) as client:
+        await asyncio.gather(*(streamed(client, aim.url, body_of(ask, aim)) for ask in asks))
+
+
+class Served(msgspec.Struct, frozen=True):
+    """What a server says of its first model; None where it says nothing."""
+
+    model: str | None = None
+    tokens_max: int | None = None
+
+
+class _Card(msgspec.Struct, frozen=True):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct, frozen=True):
+    data: tuple[_Card, ...] = ()
+
+
+async def ask_for_models(name: str, url: str) -> Served:
+    """`CommandError` with the next step if nobody is there, or nobody who could serve; one without a list is up."""
+    timeout = aiohttp.ClientTimeout(total=PROBE_S)
+    try:
+        async with aiohttp.ClientSession(timeout=timeout) as client, client.get(f"{url}/v1/models") as response:
+            data = await response.read()
+    except TimeoutError:
+        raise CommandError(f"target {name}: {url} gave no answer within {PROBE_S:.0f} s; is it up?") from None
+    except (aiohttp.ClientError, OSError) as error:
+        errno = getattr(error, "errno", None)
+        why = os.strerror(errno) if errno and errno > 0 else type(error).__name__
+        raise CommandError(f"target {name}: {url} cannot be reached ({why}); start one, e.g.: kvbaton up") from None
+    if response.status >= 500:
+        raise CommandError(f"target {name}: {url} answers {response.status}; see: curl {url}/health")
+    try:
+        first = msgspec.json.decode(data, type=_Models).data[0]
+    except (msgspec.DecodeError, IndexError):
+        return Served()
+    return Served(first.id, first.max_model_len)

@@ -1,0 +1,148 @@
+"""One target's turn in a run of `kvbaton bench serve`, and all its turns together: counts, times, what it used.
+
+Laws: pure. Every request that was sent is right, an error by name, or was under way when the run was stopped. What
+cannot be known is None, never 0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+import msgspec
+
+from kvbaton_proof.bench.load.load_figures import TIMES, Figures, Slo, figures, times_of
+from kvbaton_proof.bench.load.open_loop import Record
+
+ERROR_KINDS_MAX = 32
+Number = TypeVar("Number", int, float)
+
+
+class Used(msgspec.Struct, frozen=True, kw_only=True):
+    """What was seen of the engines beside the answers; None where it cannot be known."""
+
+    handed_over: int | None = None  # requests whose KV a D took from a P
+    engine_cpu_s: float | None = None
+    router_cpu_s: float | None = None
+    others_cores: float | None = None  # what everybody else on this machine used meanwhile
+    held: tuple[str, ...] = ()  # engines that still held blocks afterwards
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """One target's turn in one round (0: all rounds together)."""
+
+    round: int
+    target: str
+    planned: int | None  # None: as many as the time allowed
+    sent: int
+    right: int
+    errors: Mapping[str, int]
+    unfinished: int  # under way when the run was stopped
+    seconds: float
+    requests_per_s: float | None
+    output_tokens_per_s: float | None
+    input_tokens_per_s: float | None
+    good: int | None  # within the objectives; None without any
+    goodput_per_s: float | None
+    ttft: Figures | None
+    tpot: Figures | None
+    itl: Figures | None
+    e2e: Figures | None
+    together: float | None  # share of further tokens that came in one read with the one before
+    held_back_p99_ms: float | None
+    same_answers: int | None  # as the first target's in the same round
+    compared_answers: int | None
+    used: Used = Used()
+
+    @property
+    def failed(self) -> int:
+        return self.sent - self.right - self.unfinished
+
+
+class Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """What was measured of a part, before any figure is made of it."""
+
+    round: int
+    target: str
+    records: Sequence[Record]
+    seconds: float
+    planned: int | None
+    is_timed: bool  # requests had a time at which they were due
+    used: Used = Used()
+
+
+def part_of(turn: Turn, slo: Slo | None, first: Turn | None = None) -> Part:
+    """The figures of one part; `first` is the one whose answers are compared."""
+    compared: tuple[int, int] | None = None
+    if first is not None:
+        mine, theirs = _digests(turn), _digests(first)
+        shared = mine.keys() & theirs.keys()
+        compared = sum(mine[index] == theirs[index] for index in shared), len(shared)
+    return _part(turn, slo, compared)
+
+
+def together(turns: Sequence[Turn], parts: Sequence[Part], slo: Slo | None) -> Part:
+    """All rounds of one target."""
+    known = [(each.same_answers, each.compared_answers) for each in parts if each.same_answers is not None]
+    compared = (sum(same for same, _ in known), sum(count or 0 for _, count in known)) if known else None
+    used = Used(
+        handed_over=_sum([each.used.handed_over for each in parts]),
+        engine_cpu_s=_sum([each.used.engine_cpu_s for each in parts]),
+        router_cpu_s=_sum([each.used.router_cpu_s for each in parts]),
+        others_cores=_mean([each.used.others_cores for each in parts]),
+        held=tuple(line for each in parts for line in each.used.held),
+    )
+    whole = Turn(
+        round=0, target=turns[0].target, records=[record for each in turns for record in each.records],
+        seconds=sum(each.seconds for each in turns), planned=_sum([each.planned for each in turns]),
+        is_timed=turns[0].is_timed, used=used,
+    )  # fmt: skip
+    return _part(whole, slo, compared)
+
+
+def _part(turn: Turn, slo: Slo | None, compared: tuple[int, int] | None) -> Part:
+    right = [(each.ask, each.answer) for each in turn.records if each.answer is not None]
+    answers = [answer for _, answer in right]
+    errors = Counter(each.error for each in turn.records if each.error)
+    gaps = times_of(answers, "itl")
+    good = None if slo is None else sum(map(slo.met_by, answers))
+    held_back = figures([max(0.0, each.sent_s - each.ask.due_s) for each in turn.records if turn.is_timed])
+    return Part(
+        round=turn.round, target=turn.target, planned=turn.planned, sent=len(turn.records), right=len(right),
+        errors=_few(errors), unfinished=len(turn.records) - len(right) - errors.total(), seconds=round(turn.seconds, 3),
+        requests_per_s=_rate(len(right), turn.seconds),
+        input_tokens_per_s=_rate(sum(ask.input_tokens for ask, _ in right), turn.seconds),
+        output_tokens_per_s=_rate(sum(answer.tokens for answer in answers), turn.seconds), good=good,
+        goodput_per_s=None if good is None or not turn.seconds else round(good / turn.seconds, 3),
+        together=None if not gaps else round(gaps.count(0.0) / len(gaps), 3),
+        held_back_p99_ms=None if held_back is None else held_back.p99_ms,
+        same_answers=None if compared is None else compared[0],
+        compared_answers=None if compared is None else compared[1], used=turn.used,
+        **{name: figures(times_of(answers, name)) for name in TIMES},
+    )  # fmt: skip
+
+
+def _digests(turn: Turn) -> dict[int, bytes]:
+    return {each.ask.index: each.answer.digest for each in turn.records if each.answer is not None}
+
+
+def _few(errors: Counter[str]) -> dict[str, int]:
+    """The most frequent kinds, in the order of their names."""
+    named = dict(errors.most_common(ERROR_KINDS_MAX))
+    others = errors.total() - sum(named.values())
+    return dict(sorted(named.items())) | ({"other errors": others} if others else {})
+
+
+def _rate(count: int, seconds: float) -> float | None:
+    return round(count / seconds, 3) if count and seconds else None
+
+
+def _sum(values: Sequence[Number | None]) -> Number | None:
+    known = [value for value in values if value is not None]
+    return sum(known[1:], known[0]) if known else None
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None

@@ -1,1 +1,0 @@
-"""Stand-ins for libraries that cannot run here, named so."""

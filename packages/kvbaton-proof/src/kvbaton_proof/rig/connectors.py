@@ -1,0 +1,141 @@
+"""Connectors as data: what makes a P and a D of each, how it counts what it hands over, which field of its parameters
+says what.
+
+Law: engines of two connectors differ in what is said here, and in nothing else. Anybody's connector is one line:
+`fixed`, with the value of --kv-transfer-config and the variables that it needs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from kvbaton.engines.vllm.launch import launching
+
+Device = Literal["cuda", "cpu"]
+P, D = "p0", "d0"
+NIXL_BEST: Mapping[str, str] = {"UCX_CUDA_IPC_ENABLE_GET_ZCOPY": "on", "UCX_TLS": "cuda_ipc,cuda_copy,sm,self,tcp"}
+"""The best settings that were found for vLLM's own connector between processes on one GPU, with 8 threads."""
+NIXL_PACKAGES = ("nixl_cu13", "nixl_cu12")
+ALIAS = """\
+import importlib, sys
+for part in ("_bindings", "_api", "logging", "_utils"):
+    try:
+        sys.modules["nixl." + part] = importlib.import_module("{package}." + part)
+    except ModuleNotFoundError:
+        pass
+"""
+
+
+class Seat(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine of a pair, as its connector has to know it."""
+
+    name: str  # P or D
+    home: Path  # of the pair: keys, shims
+    device: Device
+    port: int  # HTTP
+    side_port: int  # where other engines speak to it
+    other_side_port: int
+    registry: str = ""  # of a router of ours; without one the two are told of each other
+    settings: Mapping[str, Any] = {}
+    turn_s: float = 0.0
+
+
+Parts = tuple[Mapping[str, Any], Mapping[str, str]]
+"""The value of --kv-transfer-config, and variables."""
+
+
+class Connector(msgspec.Struct, frozen=True, kw_only=True):
+    """One contender. `handed`: its counter of prompts that D took over; where P's parameters name source and blocks."""
+
+    name: str
+    parts: Callable[[Seat], Parts]
+    handed: str
+    registers: bool = False  # at our router's registry; others are named to a router by URL
+    source_field: str = ""
+    blocks_field: str = ""
+
+
+def fixed(name: str, config: Mapping[str, Any], variables: Mapping[str, str] = {}, **more: Any) -> Connector:
+    """A connector whose P and D have the same configuration, but for `{name}`, `{side_port}` and `{home}` in it."""
+
+    def parts(seat: Seat) -> Parts:
+        text = json.dumps([dict(config), dict(variables)])
+        for field in ("name", "side_port", "other_side_port", "home"):
+            text = text.replace(f"{{{field}}}", str(getattr(seat, field)))
+        made, around = json.loads(text)
+        made.setdefault("kv_connector_extra_config", {}).update(seat.settings)
+        return made, around
+
+    return Connector(name=name, parts=parts, **more)
+
+
+def _kvbaton(seat: Seat) -> Parts:
+    extra = {"name": seat.name, "keys": str(seat.home / "keys"), "control_port": seat.side_port, **seat.settings}
+    if seat.registry:
+        extra |= {"registry": seat.registry, "http_address": f"{launching.HOST}:{seat.port}"}
+    else:
+        other = D if seat.name == P else P
+        extra["peers"] = {other: f"tcp://{launching.HOST}:{seat.other_side_port}"}
+    role = "kv_producer" if seat.name == P else "kv_consumer"
+    if seat.turn_s:
+        extra["turn_s"] = seat.turn_s
+        if seat.name == P:  # it loads too, and vLLM must know
+            role, extra["role"] = "kv_both", "prefill"
+    return launching.kv_transfer_config(role, "recompute", extra), {}
+
+
+_NIXL_ON_GPU = fixed(
+    "nixl",
+    {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+     "kv_connector_extra_config": {"num_threads": 8}},
+    {"VLLM_NIXL_SIDE_CHANNEL_HOST": launching.HOST, "VLLM_NIXL_SIDE_CHANNEL_PORT": "{side_port}", **NIXL_BEST},
+    handed="",
+)  # fmt: skip
+
+
+def _nixl(seat: Seat) -> Parts:
+    """On a CPU with the shim that lets its progress thread sleep, and with its own times: it has no settings there."""
+    if seat.device == "cpu":
+        around = launching.nixl_environment(seat.home, seat.side_port)
+        return launching.NIXL, around | _nixl_path(seat.home / "site")
+    config, variables = _NIXL_ON_GPU.parts(seat)
+    return config, {**variables, **_nixl_path(seat.home / "nixl")}
+
+
+CONNECTORS: Mapping[str, Connector] = {
+    each.name: each
+    for each in (
+        Connector(
+            name="kvbaton", parts=_kvbaton, handed='kvbaton_ends_total{end="delivered"', registers=True,
+            source_field="ticket", blocks_field="ticket",
+        ),
+        Connector(
+            name="nixl", parts=_nixl, handed="vllm:nixl_xfer_time_seconds_count",
+            source_field="remote_engine_id", blocks_field="remote_block_ids",
+        ),
+    )
+}  # fmt: skip
+
+
+def _nixl_path(directory: Path) -> dict[str, str]:
+    """vLLM imports `nixl`; where only the package that it stands for is installed, an alias is put on the path."""
+    if importlib.util.find_spec("nixl") is not None:
+        return {}
+    package = next((name for name in NIXL_PACKAGES if importlib.util.find_spec(name) is not None), None)
+    if package is None:
+        return {}  # vLLM's Python is another one, and has it by its name
+    (directory / "nixl").mkdir(parents=True, exist_ok=True)
+    (directory / "nixl" / "__init__.py").write_text(ALIAS.format(package=package))
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [str(directory), os.environ.get("PYTHONPATH", "")]))}
+
+
+def has_nixl() -> bool:
+    """Whether vLLM's own connector can be run here."""
+    return any(importlib.util.find_spec(name) is not None for name in ("nixl", *NIXL_PACKAGES))

@@ -1,0 +1,1 @@
+"""HTTP/1.1 of routers, workers and status pages: the server, the client of routers, and the values they share."""

@@ -1,0 +1,1 @@
+"""An engine's half of a handoff, for any engine: machines between its scheduler and its doorway."""

@@ -1,0 +1,248 @@
+"""D's half of the scheduler side: prompts whose KV comes from elsewhere.
+
+Laws: a request is matched at most once, whatever becomes of it (rule 2.9.8 of vLLM's contract: matching again after a
+failure is a livelock). Every load that got blocks is reported exactly once, also after an abort and when something here
+fails. Destination blocks are held by a `touch` of our own until nothing can land in them (rule 18). Blocks are taken
+before P has answered only for a prompt that P has computed, whose answer is one message away, and for a bounded share
+of the cache (decision 0002).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbaton.api.foreign import tickets_in
+from kvbaton.api.params import Mode
+from kvbaton.engines.side.asks import Target
+from kvbaton.engines.side.grouping import Grouping, Tables, real
+from kvbaton.engines.side.guard import note
+from kvbaton.engines.side.instructions import NOT_YET, NOTHING, LoadVerdict
+from kvbaton.engines.side.load_admission import LoadAdmission
+from kvbaton.engines.side.protocols import PinPool, SideRequests
+from kvbaton.node.doorway import Doorway, LoadReport, MatchState
+from kvbaton.node.prompt_account import PromptAccount
+from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.protocol.content import digest
+from kvbaton.protocol.effects import End
+from kvbaton.protocol.errors import Reason
+from kvbaton.protocol.events import Groups
+from kvbaton.protocol.ids import RequestId
+
+log = logging.getLogger(__name__)
+
+EARLY_SHARE = 4
+"""Of the cache, one part in so many may be taken by loads that began before P's answer."""
+
+
+class FailedLoads:
+    """What became of handoffs that failed: on the account, and in the log, of each reason the first few and then ever
+    fewer."""
+
+    def __init__(self, account: PromptAccount | None = None, refused: Counter[str] | None = None) -> None:
+        """`refused`: counts those that never reached the ledger, by reason."""
+        self._account = PromptAccount() if account is None else account
+        self.refused: Counter[str] = Counter() if refused is None else refused
+        self._said: Counter[str] = Counter()
+
+    def say(self, request_id: str, end: End, *, recomputes: bool) -> None:
+        if end.delivered:
+            return
+        self._account.failed(request_id, str(end.reason))
+        if end.reason is Reason.ABORTED:
+            return
+        self._said[str(end.reason)] += 1
+        if worth_saying(self._said[str(end.reason)]):
+            what = "its prompt is computed here" if recomputes else "it fails"
+            log.warning("[no-kv] kvbaton: no KV for request %s (%s: %s); %s", request_id, end.reason, end.detail, what)
+
+
+@dataclass(slots=True)
+class _Load:
+    """A load that vLLM waits for."""
+
+    first_token: int
+    blocks: Groups
+    is_void: bool = False  # whatever comes of it, it is of no use any more
+
+
+@dataclass(slots=True)
+class DecodeSide:
+    """All prompts that are taken over here."""
+
+    door: Doorway
+    pool: PinPool
+    grouping: Grouping
+    requests: SideRequests
+    recomputes: bool  # else a failed handoff fails its request
+    keeps_prefix: bool  # vLLM can keep the good blocks of a failed load: only with one group, and that of KV
+    room: LoadAdmission | None = None
+    blocks_total: int = 0
+    _early: dict[str, int] = field(default_factory=dict)  # blocks of loads that began before P's answer
+    _positions: dict[str, int] = field(default_factory=dict)
+    _doomed: dict[str, End] = field(default_factory=dict)
+    _loads: dict[str, _Load] = field(default_factory=dict)
+    _verdicts: list[LoadVerdict] = field(default_factory=list)
+    failed: FailedLoads = field(default_factory=FailedLoads)
+
+    def accepted(self, request: Any, target: Target) -> None:
+        """A request came whose prompt KV is promised: claim it now, long before there is room for it."""
+        if self.is_accepted(request.request_id):
+            return  # when it was read
+        position = self.requests.handed_tokens(request)
+        if position == 0:
+            self.disowned(request, Reason.ABORTED)
+            return
+        self._positions[request.request_id] = position
+        content = digest(self.requests.content(request, position))
+        push = target.mode is Mode.PUSH
+        name = RequestId(request.request_id)
+        self.door.want(name, target.ticket, content, position, push=push, trace=target.trace)
+
+    def is_accepted(self, request_id: str) -> bool:
+        return request_id in self._positions
+
+    def refused(self, request: Any, end: End) -> None:
+        """A request came with parameters that mean nothing: the policy decides, as after any other failure."""
+        self.failed.refused[str(end.reason)] += 1
+        self._say(request.request_id, end)
+        self.disowned(request, end.reason or Reason.ABORTED)
+        if not self.recomputes:
+            self._positions[request.request_id] = request.num_prompt_tokens
+            self._doomed[request.request_id] = end
+
+    def disowned(self, request: Any, reason: Reason) -> None:
+        """Nothing is read by the tickets that came with this request: P need not keep what they promise."""
+        for ticket in tickets_in(request.kv_transfer_params):
+            self.door.disown(ticket, reason)
+
+    def match(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens after the local ones can be loaded. May be asked often, and the answer discarded."""
+        request_id = request.request_id
+        position = self._positions.get(request_id)
+        if position is None:
+            return NOTHING
+        missing = position - local_tokens
+        found = self.door.match(RequestId(request_id))
+        if found.state is MatchState.NOT_YET and missing > 0 and not (found.computed and self._spares(position)):
+            return NOT_YET
+        if found.state in (MatchState.NOT_YET, MatchState.FOUND) and missing > 0:
+            return (missing, True) if self.room is None or self.room.admits(request) else NOT_YET
+        if found.state is MatchState.FAILED:
+            assert found.end is not None
+            self._say(request_id, found.end)
+            if not found.asked:
+                self.failed.refused[str(found.end.reason)] += 1
+            if not self.recomputes:
+                self._doomed[request_id] = found.end
+        self.door.not_needed(RequestId(request_id))
+        return (missing, True) if request_id in self._doomed and missing > 0 else NOTHING
+
+    def blocked(self, request: Any) -> bool:
+        """Whether `match` has to wait, for P or for room. Without side effects."""
+        if self.door.waits(RequestId(request.request_id)):
+            return True
+        known = request.request_id in self._positions and request.request_id not in self._doomed
+        return known and self.room is not None and not self.room.admits(request)
+
+    def _spares(self, position: int) -> bool:
+        needed = sum(self.grouping.needed(position))
+        return needed + sum(self._early.values()) <= self.blocks_total // EARLY_SHARE
+
+    def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:
+        """vLLM has blocks for the request; with external tokens it now waits for a report."""
+        request_id = request.request_id
+        position = self._positions.pop(request_id, None)
+        if self.room is not None:
+            self.room.allocated(request, tables, loads=external_tokens > 0)
+        if external_tokens == 0:
+            self._doomed.pop(request_id, None)
+            self.door.not_needed(RequestId(request_id))
+            return
+        self._loads[request_id] = _Load(0, ())
+        if self._doomed.pop(request_id, None) is not None or position is None:
+            self._conclude(request_id, End(Reason.ABORTED))
+            return
+        first_token = position - external_tokens
+        grouping = self.grouping
+        wanted = grouping.cut(tables, grouping.first(first_token), grouping.needed(position), position)
+        self.begin_load(request_id, first_token, wanted)
+
+    def begin_load(self, request_id: str, first_token: int, wanted: Groups) -> None:
+        """From here on one report is owed to vLLM."""
+        self._loads[request_id] = _Load(first_token, wanted)
+        if self.door.waits(RequestId(request_id)):
+            self._early[request_id] = sum(map(len, wanted))
+        self.pool.touch(real(wanted))  # before anybody knows of them, so that a failure here costs the load alone
+        try:
+            self.door.allocated(RequestId(request_id), wanted, first_token)
+        except Exception:
+            if not self.door.holds(RequestId(request_id)):
+                self.pool.unpin(real(wanted))
+            raise
+
+    def broke(self, request: Any) -> None:
+        """Something here failed while a load began, for which vLLM waits: it has ended as failed. Never raises."""
+        request_id = RequestId(request.request_id)
+        try:
+            self.door.gave_up(request_id)
+        except Exception as error:  # noqa: BLE001 - promise 4
+            note("gave_up", error)
+        if not self.door.holds(request_id):  # else the ledger's report is still to come
+            self.fails(request_id)
+
+    def finished(self, request: Any) -> None:
+        """The request is over in the engine; a load under way still gets its report."""
+        self._positions.pop(request.request_id, None)
+        self._doomed.pop(request.request_id, None)
+        if self.room is not None:
+            self.room.left(request.request_id)
+        self.door.gave_up(RequestId(request.request_id))
+
+    def reported(self, duty: LoadReport) -> None:
+        """The ledger's word on a load; it comes once for each rank, and is passed on once."""
+        if duty.rank == 0:
+            self._conclude(duty.request, duty.end)
+
+    def fails(self, request_id: str) -> None:
+        """Whatever the ledger said of this load, it counts as failed: vLLM would wait for its report for ever."""
+        self._loads.pop(request_id, None)
+        self._early.pop(request_id, None)
+        self._verdicts.append(LoadVerdict(request_id, failed=True))
+
+    def voided(self) -> None:
+        """Weights were replaced: no load that vLLM has not been told of is good, also where its last byte is here."""
+        for load in self._loads.values():
+            load.is_void = True
+
+    def take_verdicts(self) -> tuple[LoadVerdict, ...]:
+        verdicts, self._verdicts = self._verdicts, []
+        return tuple(verdicts)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._loads or self._verdicts)
+
+    def _conclude(self, request_id: str, end: End) -> None:
+        load = self._loads.pop(request_id, None)
+        self._early.pop(request_id, None)
+        if load is None:
+            return
+        if load.is_void:
+            end = End(Reason.ABORTED, "weights were replaced while it was loaded")
+        self._say(request_id, end)
+        bad = self._bad_blocks(load, end)
+        self._verdicts.append(LoadVerdict(request_id, failed=not end.delivered and not bad, bad_blocks=tuple(bad)))
+
+    def _say(self, request_id: str, end: End) -> None:
+        self.failed.say(request_id, end, recomputes=self.recomputes)
+
+    def _bad_blocks(self, load: _Load, end: End) -> Iterable[int]:
+        """What must be computed again, where vLLM can keep the rest, and some of it is good."""
+        if end.delivered or not (self.recomputes and self.keeps_prefix) or end.good_tokens <= load.first_token:
+            return ()
+        size = self.grouping.block_tokens[0]
+        return real((load.blocks[0][(end.good_tokens - load.first_token) // size :],))

@@ -1,0 +1,37 @@
+"""What the sides tell an engine to do, and what its workers may say of a step.
+
+Law: everything here is small, picklable and made fresh for each step; nothing in it is shared with its maker.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Answer = tuple[int | None, bool]
+"""To "how many tokens after the local ones can be loaded?": a number, and whether a load of them is to be begun."""
+
+NOT_YET: Answer = (None, False)
+"""Ask again."""
+NOTHING: Answer = (0, False)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadVerdict:
+    """How one load ended. The engine gets it once."""
+
+    request_id: str
+    failed: bool = False
+    bad_blocks: tuple[int, ...] = ()  # not failed as a whole: these are to be computed again, the ones before are good
+
+    @property
+    def is_good(self) -> bool:
+        return not self.failed and not self.bad_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """A prompt that is read behind this step, or written from it: what the step adds to each group's blocks."""
+
+    lease: int
+    had: tuple[int, ...]
+    has: tuple[int, ...]

@@ -1,0 +1,260 @@
+"""The scheduler side's half for the shared store: prompts whose beginning is there, and prompts that go there.
+
+Laws: a prompt is looked up at most once and loaded from the store at most once, whatever becomes of it (matching again
+after a failure is a livelock). Nothing waits for the store without a deadline. What the store is known to have is not
+put again. A store that fails costs a miss. After a reset of the cache no key from before is used: weights may have been
+replaced.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from kvbaton.engines.side.grouping import Grouping, Tables
+from kvbaton.engines.side.guard import guarded, makes, note, returns
+from kvbaton.engines.side.instructions import NOT_YET, NOTHING, LoadVerdict
+from kvbaton.engines.side.no_store import NoStore
+from kvbaton.engines.side.protocols import PinPool, SideRequests
+from kvbaton.engines.side.second_loads import SecondLoads
+from kvbaton.engines.side.stored_loads import GRACE_S, StoredLoads
+from kvbaton.engines.side.stored_puts import Phase, StoredPrompt, StoredPuts
+from kvbaton.node.doorway import Doorway
+from kvbaton.ranks.engine_store import AskId, EngineStore, StoreTold
+from kvbaton.store.content_keys import chain
+
+LOOKUPS_MAX = 64
+"""Under way; further ones wait for their turn, within their deadline. What the shelf takes beyond it is for loads."""
+
+
+class StoreSide(NoStore):
+    """One engine's prompts, as the shared store knows them. One group of blocks (`rank_values` refuses others)."""
+
+    __slots__ = (
+        "_asks", "_generation", "_promised", "_prompts", "clock", "counts", "grouping", "loads", "pool", "puts",
+        "requests", "second", "shelf",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        shelf: EngineStore,
+        door: Doorway,
+        pool: PinPool,
+        grouping: Grouping,
+        requests: SideRequests,
+        blocks_total: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.shelf = shelf
+        self.pool = pool
+        self.grouping = grouping
+        self.requests = requests
+        self.clock = clock
+        self.counts: Counter[str] = Counter()
+        self.loads = StoredLoads(shelf, pool, self.counts)
+        self.puts = StoredPuts(door, pool, grouping, blocks_total, self.counts)
+        self.second = SecondLoads(pool, grouping.block_tokens[0])
+        self._prompts: dict[str, StoredPrompt] = {}
+        self._asks: dict[AskId, str] = {}  # look-ups
+        self._promised: set[str] = set()  # requests whose first source is a handoff
+        self._generation = ""  # of the engine's weights, beyond its compatibility key
+
+    # --- loads
+
+    def promised(self, request_id: str) -> None:
+        self._promised.add(request_id)
+
+    def match(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        """How many tokens after the local ones the store has. May be asked often, and the answer discarded."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is None:
+            prompt = self._look_up(request, local_tokens)
+        if prompt.phase is Phase.ASKING:
+            self._ask(prompt)
+            if self.clock() < prompt.until:
+                return NOT_YET
+            self._forget(request.request_id)
+            self.counts["lookups.late"] += 1
+            prompt.phase = Phase.OVER
+        if prompt.phase is Phase.FOUND and not self.second.admits(request):
+            prompt.phase = Phase.OVER
+        if prompt.phase is not Phase.FOUND:
+            return NOTHING
+        missing = self._upto(prompt) - local_tokens
+        return (missing, True) if missing > 0 else NOTHING
+
+    def offers(self, request_id: str) -> bool:
+        """Whether blocks that vLLM has found for this request are for a load from the store."""
+        prompt = self._prompts.get(request_id)
+        return prompt is not None and prompt.phase is Phase.FOUND
+
+    def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:
+        """vLLM has blocks for the request; with external tokens it now waits for a report."""
+        prompt = self._prompts.get(request.request_id)
+        if prompt is not None and prompt.phase is not Phase.FOUND:
+            prompt = None
+        if prompt is not None:
+            prompt.phase = Phase.OVER  # whatever fails from here on, it is not matched again
+        self.second.allocated(request, external_tokens)
+        if prompt is None or external_tokens == 0:
+            return
+        size = self.grouping.block_tokens[0]
+        first, last = (self._upto(prompt) - external_tokens) // size, self._upto(prompt) // size
+        [blocks] = self.grouping.cut(tables, (first,), (last,))
+        if self.loads.begin(request.request_id, first, prompt.hashes[first:last], blocks, self.clock()):
+            prompt.phase = Phase.LOADING
+            self.counts["second_source"] += request.request_id in self._promised
+        else:
+            self.loads.refuse(request.request_id)
+
+    def reports(self, request_id: str) -> bool:
+        """Whether vLLM is still to be told of a load of this request."""
+        return self.loads.waits(request_id)
+
+    @guarded(returns(None))
+    def take(self) -> None:
+        """What the store has said, and what is overdue; at every step."""
+        for told in self.shelf.take():
+            try:
+                self._told(told)
+            except Exception as error:  # noqa: BLE001 - promise 4: the others' answers are still to be taken
+                note("store", error)
+                self.loads.let_go(told.ask)
+        self.loads.on_time(self.clock())
+
+    @guarded(makes(tuple))
+    def take_verdicts(self) -> tuple[LoadVerdict, ...]:
+        return self.loads.take_verdicts()
+
+    # --- puts
+
+    @guarded(returns(False))
+    def ends_prompts(self, step: int, scheduled: Any, tables_of: Callable[[str], Tables]) -> bool:
+        """A step is about to be computed. True: it ends prompts that the store lacks, so its own end must be told."""
+        for request_id in scheduled.preempted_req_ids or ():
+            self.puts.drop(request_id)
+        return self.puts.scheduled(step, scheduled.num_scheduled_tokens, self._prompts, tables_of)
+
+    @guarded(returns(None))
+    def computed(self, step: int) -> None:
+        """Every rank is done with this step, and so with those before it."""
+        self.puts.computed(step, self._prompts)
+
+    @guarded(returns(None))
+    def finished(self, request: Any, tables: Tables, *, well: bool) -> None:
+        """The request is over in the engine; a load under way still gets its report."""
+        request_id = request.request_id
+        prompt = self._prompts.pop(request_id, None)
+        self._promised.discard(request_id)
+        self.second.left(request_id)
+        self.puts.drop(request_id)
+        self._forget(request_id)
+        self.loads.give_up(request_id)
+        if prompt is not None and well:
+            self.puts.finished(prompt, tables)
+
+    # --- both
+
+    def reset(self) -> bool:
+        """The cache is replaced: True when nothing is on its way into it any more."""
+        self._generation = secrets.token_hex(8)
+        self.let_go()
+        return not self.loads.busy
+
+    def let_go(self) -> None:
+        """Nothing that is under way is loaded, or put: it may be computed on what must not be shared."""
+        self.puts.drop_all()
+        self.loads.void()
+        for request_id, prompt in self._prompts.items():
+            self._forget(request_id)
+            prompt.phase, prompt.is_put = Phase.OVER, True
+
+    def let_loads_go(self) -> None:
+        """Their blocks are needed: what they bring is not."""
+        self.loads.void()
+
+    @property
+    def holders(self) -> Iterable[Sequence[int]]:
+        return self.loads.holders
+
+    @property
+    def held_blocks(self) -> int:
+        return self.loads.held_blocks
+
+    @property
+    def busy(self) -> bool:
+        return self.loads.busy
+
+    def figures(self) -> dict[str, int]:
+        late = self.counts["lookups.late"] + self.counts["loads.late"]
+        return {
+            "store_lookups_total": self.counts["lookups"],
+            "store_gets_total": self.counts["loads"],
+            "store_hits_blocks_total": self.counts["loaded_blocks"],
+            "store_puts_total": self.shelf.counters["puts.stored"],
+            "store_errors_total": self.shelf.counters["errors"] + late,
+            "second_source_total": self.counts["second_source"],
+        }
+
+    # --- helpers
+
+    def _look_up(self, request: Any, local_tokens: int) -> StoredPrompt:
+        """Ask the store, unless vLLM itself has all that could be loaded."""
+        size = self.grouping.block_tokens[0]
+        hashes = () if getattr(request, "resumable", False) else self._hashes(request, size)
+        usable = min(len(hashes), (request.num_tokens - 1) // size)
+        prompt = StoredPrompt(request, hashes, usable, known=local_tokens // size)
+        self._prompts[request.request_id] = prompt
+        if prompt.usable * size <= local_tokens:
+            return prompt  # what is here was put, or came from there, when it was computed
+        prompt.phase, prompt.known = Phase.ASKING, 0
+        prompt.until = self.clock() + self.shelf.settings.lookup_timeout_s + GRACE_S
+        return prompt
+
+    def _ask(self, prompt: StoredPrompt) -> None:
+        """Begin its look-up, unless that was done or there is no room for it yet."""
+        if prompt.is_asked or len(self._asks) >= LOOKUPS_MAX:
+            return
+        ask = self.shelf.lookup(prompt.hashes)
+        if ask is not None:
+            prompt.is_asked = True
+            self._asks[ask] = prompt.request.request_id
+            self.counts["lookups"] += 1
+
+    def _hashes(self, request: Any, size: int) -> tuple[bytes, ...]:
+        content = self.requests.content(request, request.num_prompt_tokens)
+        if self._generation:
+            content = msgspec.structs.replace(content, salt=f"{self._generation} {content.salt}")
+        return tuple(islice(chain(content, size), self.shelf.settings.hashes_max))
+
+    def _told(self, told: StoreTold) -> None:
+        if told.ask in self.loads:
+            self._landed(self.loads.told(told))
+            return
+        prompt = self._prompts.get(self._asks.pop(told.ask, ""))
+        if prompt is None or prompt.phase is not Phase.ASKING:
+            return
+        prompt.known = min(told.count, len(prompt.hashes))
+        prompt.phase = Phase.FOUND if prompt.known else Phase.OVER
+
+    def _landed(self, short: tuple[str, int] | None) -> None:
+        """The store has less than it said: what is missing is put again when it has been computed."""
+        if short is not None and short[0] in self._prompts:
+            self._prompts[short[0]].known = short[1]
+
+    def _forget(self, request_id: str) -> None:
+        for ask in [ask for ask, of in self._asks.items() if of == request_id]:
+            del self._asks[ask]
+            self.shelf.forget(ask)
+
+    def _upto(self, prompt: StoredPrompt) -> int:
+        """Tokens that the store has of it, as far as they are of use. A drafter's KV at the end of a block hangs on the
+        block after it, which must be the same: as vLLM itself does, the last one is left out."""
+        known = prompt.known - (1 if self.grouping.lookahead else 0)
+        return min(max(known, 0), prompt.usable) * self.grouping.block_tokens[0]

@@ -1,0 +1,125 @@
+"""Prompts that go to the shared store, once they have been computed.
+
+Laws: a prompt's whole blocks are put when every rank has computed the last of them, and only while they are the
+request's own; a preempted one is put when it has been computed again. Each put has one pin, dropped when the store has
+read the blocks or failed. At most `PINNED_SHARE` of the cache is pinned for puts.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvbaton.engines.side.grouping import Grouping, Tables
+from kvbaton.engines.side.protocols import PinPool
+from kvbaton.node.doorway import Doorway
+from kvbaton.protocol.events import NO_BLOCK
+
+PINNED_SHARE = 0.5
+"""Of the engine's blocks; a prompt beyond it is not put, which costs a miss later."""
+
+
+class Phase(enum.Enum):
+    ASKING = "asking"  # a look-up is under way, or waits for its turn
+    FOUND = "found"  # some of it can be loaded, when vLLM has blocks
+    LOADING = "loading"
+    OVER = "over"  # the rest is computed here
+
+
+@dataclass(slots=True)
+class StoredPrompt:
+    """A prompt as the store knows it."""
+
+    request: Any
+    hashes: tuple[bytes, ...]  # of its whole blocks
+    usable: int  # of these, how many may be loaded: one token is always left to compute
+    phase: Phase = Phase.OVER
+    known: int = 0  # the store has so many, from the first on
+    until: float = 0.0
+    is_asked: bool = False
+    is_put: bool = False
+
+
+@dataclass(slots=True)
+class _Due:
+    """Computed with this step: to be put."""
+
+    step: int
+    request_id: str
+    blocks: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class StoredPuts:
+    """All puts of one engine."""
+
+    door: Doorway
+    pool: PinPool
+    grouping: Grouping
+    blocks_total: int
+    counts: Counter[str]
+    _due: deque[_Due] = field(default_factory=deque)
+
+    def scheduled(
+        self,
+        step: int,
+        chunks: Mapping[str, int],
+        prompts: Mapping[str, StoredPrompt],
+        tables_of: Callable[[str], Tables],
+    ) -> bool:
+        """Chunks of so many tokens are about to be computed. True: with some of them a prompt ends."""
+        count = len(self._due)
+        for request_id, tokens in chunks.items():
+            prompt = prompts.get(request_id)
+            if prompt is None or prompt.is_put or any(due.request_id == request_id for due in self._due):
+                continue
+            if self._is_whole(prompt, prompt.request.num_computed_tokens + tokens):
+                self._due.append(_Due(step, request_id, self._blocks(prompt, tables_of(request_id))))
+        return len(self._due) > count
+
+    def computed(self, step: int, prompts: Mapping[str, StoredPrompt]) -> None:
+        """Every rank is done with this step, and so with those before it."""
+        while self._due and self._due[0].step <= step:
+            due = self._due.popleft()
+            prompt = prompts.get(due.request_id)
+            if prompt is not None:
+                self._put(prompt, due.blocks)
+
+    def finished(self, prompt: StoredPrompt, tables: Tables) -> None:
+        """Its request has ended well: the last chance."""
+        if not prompt.is_put and self._is_whole(prompt, prompt.request.num_computed_tokens):
+            self._put(prompt, self._blocks(prompt, tables))
+
+    def drop(self, request_id: str) -> None:
+        """Its blocks are gone, or about to go."""
+        self._due = deque(due for due in self._due if due.request_id != request_id)
+
+    def drop_all(self) -> None:
+        self._due.clear()
+
+    def _is_whole(self, prompt: StoredPrompt, computed_tokens: int) -> bool:
+        whole = len(prompt.hashes)
+        return prompt.known < whole and computed_tokens >= whole * self.grouping.block_tokens[0]
+
+    def _blocks(self, prompt: StoredPrompt, tables: Tables) -> tuple[int, ...]:
+        [blocks] = self.grouping.cut(tables, (0,), (len(prompt.hashes),))
+        return blocks
+
+    def _put(self, prompt: StoredPrompt, blocks: tuple[int, ...]) -> None:
+        """Keep what the store lacks of a prompt that is in these blocks now."""
+        prompt.is_put = True
+        ids, hashes = blocks[prompt.known :], prompt.hashes[prompt.known :]
+        if not ids or NO_BLOCK in ids:
+            return
+        if self.door.put_blocks + len(ids) > self.blocks_total * PINNED_SHARE:
+            self.counts["puts.skipped"] += 1
+            return
+        self.pool.touch(ids)  # before anybody knows of them
+        try:
+            self.door.put((ids,), hashes)
+        except Exception:
+            self.pool.unpin(ids)
+            raise

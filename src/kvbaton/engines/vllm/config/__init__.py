@@ -1,0 +1,1 @@
+"""What is configured of an engine with the connector, and what of it is supported."""

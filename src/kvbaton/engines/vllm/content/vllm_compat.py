@@ -1,0 +1,140 @@
+"""What must be equal for one vLLM's KV to mean the same in another: the compatibility key of an engine.
+
+Laws: paths and versions do not matter, bytes do; names stand for nothing. Weights are known by what is in their files
+(names, shapes and samples of the content); a checkpoint that was retrained under the same name is another model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from kvbaton.engines.vllm.content.drafting import draft_key
+
+SAMPLES_PER_FILE = 64
+SAMPLE_BYTES = 4096
+HEADER_BYTES_MAX = 64 << 20
+_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
+_SCALED = (["Llama4ForCausalLM"], ["Llama4ForConditionalGeneration"])
+_VOLATILE = frozenset({"_name_or_path", "transformers_version", "name_or_path", "torch_dtype", "dtype"})
+
+
+def compat_key(vllm_config: Any, page: str, model_id: str, versions: Mapping[str, str]) -> dict[str, str]:
+    """The key of an engine with this configuration; `page` says how the inside of its pages is ordered."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    return {
+        "model": ",".join(getattr(model.hf_config, "architectures", None) or ["?"]),
+        "config": config_digest(model.hf_config),
+        "weights": model_id or weights_digest(model.model, getattr(model, "revision", None)),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "kv_dtype": str(cache.cache_dtype),
+        "quantization": str(model.quantization or "none"),
+        "positions": _positions(model),
+        "page": page,
+        **draft_key(vllm_config, weights_digest),
+        "info.model": str(model.model)[-200:],
+        "info.machine": platform.machine(),
+        **{f"info.{name}": version for name, version in versions.items()},
+    }
+
+
+def _positions(model: Any) -> str:
+    """What vLLM derives from max_model_len and not from the config: LongRoPE's factors, Llama 4's temperature."""
+    depends = "longrope" in str(model.hf_config.to_dict()) or (model.hf_config.architectures or [])[:1] in _SCALED
+    return f"for {model.max_model_len} tokens" if depends else "of the config"
+
+
+def cpu_page(vllm_config: Any, block_sizes: set[int]) -> str:
+    """How CPU attention orders a page: by instruction set and block size, both of which P and D must share."""
+    from vllm.v1.attention.backends import cpu_attn
+
+    model = vllm_config.model_config
+    blocks = ",".join(map(str, sorted(block_sizes)))
+    choose = getattr(cpu_attn, "_get_attn_isa", None)
+    isa = choose(model.dtype, max(block_sizes), model.get_head_size()) if choose is not None else platform.machine()
+    return f"CPU_ATTN {isa}, block of {blocks}"
+
+
+def device_page(vllm_config: Any, page: str) -> str:
+    """How a device's attention orders a page: by its backends, whose rows may mean different things."""
+    from vllm.distributed.kv_transfer.kv_connector import utils
+
+    backends = sorted({backend.get_name() for backend in utils.get_current_attn_backends(vllm_config)})
+    return f"{page}, {' '.join(backends)}"
+
+
+def state_page(device: str) -> str:
+    """How a state is ordered inside: by the layout of convolutions, and on CPUs by the instructions of the kernels."""
+    from vllm.model_executor.layers.mamba import mamba_utils
+
+    layout = mamba_utils.get_conv_state_layout()
+    return f"states {layout}" if device != "cpu" else f"states {layout} {_cpu_instructions()}"
+
+
+def _cpu_instructions() -> str:
+    import torch
+
+    named = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    found = (name for name in named if getattr(torch.cpu, name, lambda: False)())
+    return next(found, platform.machine()).removeprefix("_is_").removesuffix("_supported")
+
+
+def config_digest(hf_config: Any) -> str:
+    """A digest of the model's configuration, without what differs between machines."""
+    fields = _stable(hf_config.to_dict())
+    return hashlib.blake2b(json.dumps(fields, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def weights_digest(model: str, revision: str | None) -> str:
+    """A digest of the weights' files, wherever they lie on this host; ValueError where there are none to look at."""
+    place = Path(model)
+    if not place.exists():
+        place = _snapshot(model, revision)
+    files = [place] if place.is_file() else sorted({path for each in _WEIGHTS for path in place.glob(each)})
+    if not files:
+        raise ValueError(
+            f"kv_connector_extra_config.model_id: missing, and there are no weights to tell {model!r} by in {place}; "
+            "give P and D the same text, and another one whenever the weights change"
+        )
+    state = hashlib.blake2b(digest_size=16)
+    for path in files:
+        state.update((b"" if place.is_file() else path.name.encode()) + b"\0")
+        _sample(path, state)
+    return state.hexdigest()
+
+
+def _snapshot(model: str, revision: str | None) -> Path:
+    """Where a model of a hub lies in this host's cache; vLLM has loaded it from there."""
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, revision=revision, local_files_only=True))
+    except Exception:  # noqa: BLE001 - whatever it is, there are no files to look at
+        return Path(model)
+
+
+def _sample(path: Path, state: Any) -> None:
+    """The head of a file (safetensors: all names and shapes), its size, and samples spread over the rest."""
+    size = path.stat().st_size
+    state.update(size.to_bytes(8, "little"))
+    with path.open("rb") as file:
+        head = file.read(8)
+        length = int.from_bytes(head, "little") if path.suffix == ".safetensors" else SAMPLE_BYTES
+        state.update(head + file.read(min(length, HEADER_BYTES_MAX)))
+        first = file.tell()
+        for number in range(SAMPLES_PER_FILE):
+            file.seek(first + (max(size - first - SAMPLE_BYTES, 0) * number) // (SAMPLES_PER_FILE - 1), os.SEEK_SET)
+            state.update(file.read(SAMPLE_BYTES))
+
+
+def _stable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _stable(each) for key, each in value.items() if key not in _VOLATILE}
+    if isinstance(value, list | tuple):
+        return [_stable(each) for each in value]
+    return value

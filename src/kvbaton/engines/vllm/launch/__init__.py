@@ -1,0 +1,1 @@
+"""How vLLM is started, and what goes with it."""

@@ -1,0 +1,1 @@
+"""vLLM's KV cache in memory: its kinds, its layout, its layers' events."""

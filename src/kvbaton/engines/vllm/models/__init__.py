@@ -1,0 +1,1 @@
+"""Small models of random weights, made here for tests and demonstrations."""

@@ -1,1 +1,0 @@
-"""mori: READ by AMD's mori.io; never run on hardware."""

@@ -1,0 +1,1 @@
+"""`kvbaton_proof.rig`: its logic, without a vLLM."""
