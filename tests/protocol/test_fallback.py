@@ -12,7 +12,7 @@ from kvbaton.protocol.effects import Connect, Disconnect, GivenUp, StartCopy
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, Departed, PlaneFailed
 from kvbaton.protocol.ids import JobId, WorkerId
-from kvbaton.protocol.machines.backoff import Shunned
+from kvbaton.protocol.machines.pairing_state import Shunned
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import Claim, Commit, Goodbye, Hello, Joined, Linked, Welcome
 from kvbaton_proof.sim.world.sim_memory import Shape
