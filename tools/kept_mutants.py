@@ -1,11 +1,11 @@
 """Hunts all mutants and writes the proof's sim/mutants/mutants_generated.txt and mutants_seeds.txt (those
 written by hand).
 
-    python tools/kept_mutants.py                    # those whose remembered seed catches them no longer, from seed 0
-    python tools/kept_mutants.py --fresh            # all from seed 0
+    python tools/kept_mutants.py                    # those whose remembered world or test catches them no longer
+    python tools/kept_mutants.py --fresh            # all from seed 0, then by unit tests
     python tools/kept_mutants.py --add survey.json  # and what is caught of a `kvbaton sim --survey N --json`
 
-What no world sees any more is told and left as it is: find out whether the world, the checker or the mutant is wrong.
+What nobody sees any more is printed and left as it is: find out whether the world, the test or the mutant is wrong.
 What has gone from the code is told and taken out. The rule of a line is the first whose `Where` in
 tools/protocol_rules.txt names its function, or the class or module's own, unless the line has one already.
 """
@@ -21,20 +21,20 @@ import msgspec
 from kvbaton_proof.sim.campaign import default_jobs
 from kvbaton_proof.sim.mutants import kept, mutating
 from kvbaton_proof.sim.mutants.handwritten import MUTANTS
-from kvbaton_proof.sim.mutants.hunting import HINT_FROM, Catch, run_mutants
+from kvbaton_proof.sim.mutants.hunting import NOBODY, Catch, run_mutants
 from kvbaton_proof.sim.mutants.mutating import Place
 
 RULES = Path(__file__).with_name("protocol_rules.txt")
 FILE = Path(kept.__file__).with_name(kept.FILE)
-SEEDS_MAX = 600
+SEEDS_MAX = 100
 OF_MODULE = {
     "node.doorway": "8", "node.epochs": "7", "node.node": "20", "protocol.bounded": "5", "protocol.clock": "26",
     "protocol.compat": "27", "protocol.content": "2", "protocol.errors": "17", "protocol.geometry.layout": "27",
     "protocol.geometry.pages": "28", "protocol.geometry.plan": "27", "protocol.geometry.progress": "10",
     "protocol.geometry.spans": "31", "protocol.geometry.strided_spans": "31", "protocol.ids": "1",
-    "protocol.machines.backoff": "23", "protocol.machines.claims": "9", "protocol.machines.consumer": "17",
+    "protocol.machines.claims": "9", "protocol.machines.consumer": "17",
     "protocol.machines.consumer_book": "17", "protocol.machines.consumer_pull": "17",
-    "protocol.machines.consumer_push": "17", "protocol.machines.context": "18", "protocol.machines.disowned": "22",
+    "protocol.machines.consumer_push": "17", "protocol.machines.context": "18",
     "protocol.machines.inbound": "17", "protocol.machines.lease": "6", "protocol.machines.ledger": "20",
     "protocol.machines.movement": "27", "protocol.machines.pairing_source": "3",
     "protocol.machines.pairing_state": "24", "protocol.machines.pairing_target": "3",
@@ -82,30 +82,31 @@ def refreshed(lines: list[kept.Kept], new: set[str], args: argparse.Namespace) -
     FILE.write_text(kept.written(lines))  # where the processes that hunt look names up
     names = [*(each.name for each in MUTANTS), *(line.name for line in lines)]
     caught = {catch.name: catch for catch in run_mutants(names, args.seeds, args.jobs, tell, args.fresh).catches}
-    fresh = [_fresh(line, caught[line.name]) for line in lines if caught[line.name].caught or line.name not in new]
+    fresh = [
+        _fresh(line, caught[line.name]) for line in lines if caught[line.name].by != NOBODY or line.name not in new
+    ]
     FILE.write_text(kept.written(fresh))
-    by_hand = {each.name: caught[each.name].seed for each in MUTANTS}
-    seeds = {name: seed for name, seed in by_hand.items() if seed is not None and seed >= HINT_FROM}
-    FILE.with_name(kept.SEEDS).write_text(kept.written_seeds(seeds))
-    for name, seed in by_hand.items():
-        if seed is None:
-            tell(f"NOT CAUGHT: {name}")
+    by_hand = {each.name: caught[each.name] for each in MUTANTS}
+    there = {name: catch.catcher for name, catch in by_hand.items() if catch.by != NOBODY}
+    catchers = {name: by for name, by in there.items() if by != kept.FIRST}
+    FILE.with_name(kept.SEEDS).write_text(kept.written_catchers(catchers))
+    for name in sorted(set(by_hand) - set(there)):
+        tell(f"NOT CAUGHT: {name}")
 
 
 def _fresh(line: kept.Kept, catch: Catch) -> kept.Kept:
-    if catch.caught:
-        return kept.Kept(line.name, line.rule, line.what, catch.seed)
-    if line.seed is not None:
-        tell(f"NOT CAUGHT ANY MORE: {line.name} ({line.what})")
+    if catch.by != NOBODY:
+        return msgspec.structs.replace(line, by=catch.catcher)
+    tell(f"NOT CAUGHT ANY MORE: {line.name} ({line.what})")
     return line
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--add", type=Path, help="what `kvbaton sim --survey N --json` printed")
-    parser.add_argument("--seeds", type=int, default=SEEDS_MAX, help="give up on a mutant after so many")
+    parser.add_argument("--seeds", type=int, default=SEEDS_MAX, help="leave a mutant to unit tests after so many")
     parser.add_argument("--jobs", type=int, default=default_jobs())
-    parser.add_argument("--fresh", action="store_true", help="from seed 0, whatever caught it last time")
+    parser.add_argument("--fresh", action="store_true", help="from seed 0, whoever caught it last time")
     args = parser.parse_args()
     lines = {line.name: line for line in resolved(kept.read())}
     before = set(lines)
@@ -117,7 +118,7 @@ def main() -> int:
             except mutating.Vanished as error:
                 tell(f"PASSED OVER: {error}")
                 continue
-            lines.setdefault(place.name, kept.Kept(place.name, rule_of(place, named), place.what, 0))
+            lines.setdefault(place.name, kept.Kept(place.name, rule_of(place, named), place.what, kept.FIRST))
     refreshed(list(lines.values()), set(lines) - before, args)
     return 0
 

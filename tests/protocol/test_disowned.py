@@ -12,7 +12,7 @@ from kvbaton.protocol import events as ev
 from kvbaton.protocol.effects import Unpin
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import LeaseId, WorkerId
-from kvbaton.protocol.machines import disowned
+from kvbaton.protocol.machines import consumer
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import Abandon, Claim, Commit, Goodbye, Stale, Welcome
 from kvbaton.protocol.wire.ticket import unseal
@@ -161,7 +161,7 @@ class TestBounds:
     """What cannot be told is left to the lease's end."""
 
     def test_so_many_wait_for_a_greeting_and_no_more(self, pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(disowned, "WAITING_MAX", 2)
+        monkeypatch.setattr(consumer, "DISOWNED_WAITING_MAX", 2)
         pair.hold(Welcome)
         for number in (1, 2, 3):
             disown(pair, pair.p.grant(number))

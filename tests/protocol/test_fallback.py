@@ -10,9 +10,9 @@ from party import Load
 
 from kvbaton.protocol.effects import Connect, Disconnect, GivenUp, StartCopy
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.events import Departed, PlaneFailed
-from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.machines.backoff import Shunned
+from kvbaton.protocol.events import CopyEnded, Departed, PlaneFailed
+from kvbaton.protocol.ids import JobId, WorkerId
+from kvbaton.protocol.machines.pairing_state import Shunned
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import Claim, Commit, Goodbye, Hello, Joined, Linked, Welcome
 from kvbaton_proof.sim.world.sim_memory import Shape
@@ -270,6 +270,23 @@ def test_a_link_that_goes_while_its_plane_is_opened_leaves_nothing(two_planes: P
     two_planes.run(5.0)
     assert load.failed is not None and load.failed.reason is Reason.PEER_GONE
     assert not two_planes.d.ledger.desk.owners and not two_planes.said(Joined)
+
+
+def test_a_probe_of_an_old_link_says_nothing_of_the_new_one(two_planes: Pair) -> None:
+    two_planes.d.habits.copy_s = 1.0
+    two_planes.d.want("r1", two_planes.p.grant())
+    two_planes.settle()
+    links = two_planes.d.ledger.consumer.links
+    old = links.by_worker[WorkerId("p")]
+    assert old.probes is not None and old.probes.moving
+    two_planes.d.tell(Departed(WorkerId("p"), two_planes.p.me.incarnation))
+    two_planes.d.want("r2", two_planes.p.grant(2), 2)
+    two_planes.settle()
+    for reason in (None, Reason.UNREACHABLE):
+        links.on_probe_ended(old, CopyEnded(JobId(1), reason), two_planes.d.now)
+    assert not two_planes.said(Joined) and not two_planes.done(GivenUp)
+    two_planes.run(5.0)
+    assert len(two_planes.said(Joined)) == 1 and of(two_planes, Connect) == ["shm", "shm"]
 
 
 def test_news_of_an_old_link_leave_the_new_one_alone(two_planes: Pair) -> None:

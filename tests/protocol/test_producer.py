@@ -15,6 +15,7 @@ from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, WorkerId
 from kvbaton.protocol.marks import Step
 from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.wire.codec import unpack_blocks
 from kvbaton.protocol.wire.messages import (
     Abandon,
     Claim,
@@ -671,6 +672,21 @@ class TestStreaming:
         assert delivered(load)
         assert [message.progress for message in pair.said(Ready)] == [whole([1]), whole([2]), whole([3]), whole([3])]
         assert [message.final for message in pair.said(Ready)] == [False, False, False, True]
+
+    def test_a_reader_that_claims_late_is_told_of_later_blocks_only(self, pair: Pair) -> None:
+        source = pair.p.begin()
+        pair.p.chunk(source, 2)
+        load = pair.d.want("r", pair.router_ticket())
+        pair.settle()
+        pair.p.chunk(source, 1)
+        pair.p.complete(source)
+        pair.settle()
+        assert delivered(load)
+        news = [(message.start, [unpack_blocks(ids) for ids in message.blocks]) for message in pair.said(Ready)]
+        groups = len(source.blocks)
+        assert news == [
+            ((2,) * groups, [(ids[2],) for ids in source.blocks]), ((3,) * groups, [()] * groups),
+        ]  # fmt: skip
 
     def test_a_lease_that_is_complete_but_not_computed_is_not_final(self, pair: Pair) -> None:
         load = pair.d.want("r", pair.router_ticket())

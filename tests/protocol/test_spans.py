@@ -337,6 +337,8 @@ def test_a_state_goes_block_by_block_whatever_the_tokens() -> None:
     same = engine(state)
     (move,) = pull(same, same, Rect(0, 0, 1, 0, 1), BlockLists([5], [2], 7, target_first_token=4))
     assert triples(move) == [(64, 160, 32)]
+    (move,) = pull(same, same, Rect(0, 0, 1, 1, 2), BlockLists([5, 6], [2, 3], 7, target_first_token=4))
+    assert triples(move) == [(96, 192, 32)], "also the second of them, far before its number of tokens"
 
 
 def test_blocks_that_left_the_window_are_skipped() -> None:

@@ -340,3 +340,11 @@ def test_a_writer_that_came_and_went_between_two_reports_is_not_believed() -> No
     member.renew(_keys("d0", "p0"))
     member.renew(_keys("d0", removed=("p0",)))
     assert not member.takes(writer_id(f"p0 {'p' * 40}"))
+
+
+def test_who_wrote_a_value_is_an_origin_of_what_is_computed_on_it() -> None:
+    """By the key that it was written with, so that its removal is heard; oneself is none."""
+    member = _Member(_keys("d0", "p0"))
+    assert member.takes(writer_id(f"p0 {'p' * 40}"), writer_id(f"d0 {'d' * 40}"))
+    origins = member.ledger.desk.origins
+    assert list(origins.names) == [f"p0 {'p' * 40}"]

@@ -20,8 +20,7 @@ SEEDS = range(40)
 
 @pytest.fixture
 def worlds_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the questions beside each world and the books of its ledgers, which see most of what others are for."""
-    monkeypatch.setattr(run, "asked", lambda bank, seed: None)
+    """Without the books of a world's ledgers, which see most of what other checkers are for."""
     monkeypatch.setattr(VersionChecks, "_keep_books", lambda self, life: None)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvbaton.protocol.geometry.layout import EngineLayout, GroupKind
 from kvbaton_proof.sim.checks.cards import absurdity
-from kvbaton_proof.sim.mutants.hunting import find
+from kvbaton_proof.sim.mutants.kept import find
 from kvbaton_proof.sim.run import run_seed
 from kvbaton_proof.sim.world.sim_memory import Shape
 

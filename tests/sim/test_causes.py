@@ -13,7 +13,8 @@ from kvbaton_proof.sim.checks.tables import check_tables
 from kvbaton_proof.sim.cluster import Cluster
 from kvbaton_proof.sim.liars.liar_plan import draw
 from kvbaton_proof.sim.looking import look
-from kvbaton_proof.sim.mutants.hunting import find, hunt
+from kvbaton_proof.sim.mutants.hunting import hunt
+from kvbaton_proof.sim.mutants.kept import find
 from kvbaton_proof.sim.promises import NEEDLESS, RULE, Broken
 from kvbaton_proof.sim.world.life import Life
 from kvbaton_proof.sim.world.touches import pair

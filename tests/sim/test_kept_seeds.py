@@ -7,7 +7,7 @@ import pytest
 from kvbaton_proof.sim import kept_seeds
 from kvbaton_proof.sim.kept_seeds import KeptSeed
 from kvbaton_proof.sim.looking import Seen
-from kvbaton_proof.sim.mutants.hunting import find
+from kvbaton_proof.sim.mutants.kept import find
 
 LINES = [
     KeptSeed(1, "a hang"),

@@ -6,7 +6,7 @@ import ast
 import contextlib
 import inspect
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,12 +16,15 @@ from kvbaton.protocol.geometry import progress
 from kvbaton.protocol.machines import lease
 from kvbaton.protocol.table import Verdict
 from kvbaton_proof.sim import cover, reach
-from kvbaton_proof.sim.campaign import run_seeds
+from kvbaton_proof.sim.campaign import pool, run_seeds
 from kvbaton_proof.sim.looking import Seen, look
 from kvbaton_proof.sim.mutants import hunting, kept, mutating, mutation, mutation_operators, survey, under_test
 from kvbaton_proof.sim.mutants.handwritten import MUTANTS
 from kvbaton_proof.sim.mutants.mutation import Mutant
 from kvbaton_proof.sim.mutants.mutation_operators import Edit
+
+BY_TESTS_MAX = 0.2
+"""Of the kept mutants, those that worlds do not see."""
 
 
 def arguments_of(function: Any) -> list[inspect.Parameter]:
@@ -277,14 +280,15 @@ def test_every_kept_mutant_is_still_a_place_in_the_code():
             gone.append(str(error))
     assert gone == [], "hunt again (tools/kept_mutants.py) or take the line out"
     assert len({line.name for line in lines}) == len(lines)
-    assert len(hunting.every()) >= 150
-    assert sum(line.seed is None for line in lines) <= 0.05 * len(hunting.every())
+    assert len(kept.every()) >= 150
+    by_tests = sum(not kept.catcher_of(name).isdigit() for name in kept.every())
+    assert by_tests <= BY_TESTS_MAX * len(kept.every()), "the simulator sees less than it did"
 
 
-def test_remembered_seeds_are_of_mutants_that_are_there():
-    seeds = kept.handwritten_seeds()
-    assert set(seeds) <= {mutant.name for mutant in MUTANTS}
-    assert kept.handwritten_seeds(kept.written_seeds(seeds)) == seeds
+def test_who_is_remembered_caught_a_mutant_that_is_there():
+    catchers = kept.handwritten_catchers()
+    assert set(catchers) <= {mutant.name for mutant in MUTANTS}
+    assert kept.handwritten_catchers(kept.written_catchers(catchers)) == catchers
 
 
 def test_a_seed_to_which_the_clean_tree_objects_proves_nothing(monkeypatch: pytest.MonkeyPatch):
@@ -302,8 +306,8 @@ def test_a_seed_to_which_the_clean_tree_objects_proves_nothing(monkeypatch: pyte
 
     hunting._unharmed.cache_clear()
     monkeypatch.setattr(hunting, "look", look_at)
-    monkeypatch.setattr(hunting, "find", lambda name: Mutant(name, "13", "", switch))
-    catch = hunting.hunt(name, 5)
+    monkeypatch.setattr(kept, "find", lambda name: Mutant(name, "13", "", switch))
+    catch = hunting.hunt(name, 5, fresh=True)
     hunting._unharmed.cache_clear()
     assert (catch.caught, catch.seed, catch.seeds_needed, catch.passed_over) == (True, 2, 3, [1])
 
@@ -320,20 +324,16 @@ def test_a_clean_world_is_looked_at_once_however_many_mutants_it_catches(monkeyp
     hunting._unharmed.cache_clear()
     monkeypatch.setattr(hunting, "look", look_at)
     names = [place.name for place in mutating.places("protocol.machines.lease") if place.function == "judge"][:3]
-    assert all(hunting.hunt(name, 1).caught for name in names) and hunting.clean([0]) == []
+    assert all(hunting.hunt(name, 1, fresh=True).caught for name in names) and hunting.clean([0]) == []
     hunting._unharmed.cache_clear()
     assert looked.count((0, True)) == 1 and looked.count((0, False)) == len(names) == 3
 
 
 def test_a_kept_line_says_what_it_must():
-    line = kept.Kept("protocol.machines.lease:judge:guard:1", "6", "a -> b | c", 7)
-    alone = kept.Kept(
-        "protocol.machines.lease:judge:guard:2", "6", "a -> b", None, "tests/x.py::test_y", "no world has two"
-    )
-    assert kept.read(kept.written([line, alone])) == [line, alone]
-    with pytest.raises(ValueError, match="which and why"):
-        kept.read("protocol.machines.lease:judge:guard:1 || tests || 6 || a -> b\n")
-    with pytest.raises(ValueError, match="has 2 of 4"):
+    by_world = kept.Kept("protocol.machines.lease:judge:guard:1", "6", "a -> b | c", "7")
+    by_test = kept.Kept("protocol.machines.lease:judge:guard:2", "6", "a -> b", "tests/x.py::test_y[[True]]")
+    assert kept.read(kept.written([by_world, by_test])) == [by_world, by_test]
+    with pytest.raises(ValueError, match="has 2 fields, not 4"):
         kept.read("protocol.machines.lease:judge:guard:1 || 6\n")
 
 
@@ -359,18 +359,54 @@ def test_a_drawing_is_spread_and_repeats_itself():
     assert len({place.name for place in drawn}) == 24
 
 
+def judged(name: str, *tests: str) -> under_test.Verdict:
+    """In a process of its own, as a hunt does it: pytest is not run within pytest."""
+    with pool(1) as processes:
+        return processes.submit(under_test.judged, name, tests).result()
+
+
 def test_what_survives_worlds_can_be_seen_by_tests():
     """And what is switched on there is on: a test that holds on the clean tree fails."""
-    tests = ["tests/protocol/test_lease.py"]
-    assert not under_test.judged("protocol.machines.push_writer:Writer._step:always:2", tests).caught
-    verdict = under_test.judged("protocol.machines.lease:judge:guard:1", tests)
+    assert not judged("protocol.machines.push_writer:Writer._step:always:2", "tests/protocol/test_lease.py").caught
+    verdict = judged("protocol.machines.lease:judge:guard:1", "tests/protocol/test_lease.py")
     assert verdict.caught and verdict.test.startswith("tests/protocol/test_lease.py::")
 
 
-def test_what_is_left_to_tests_is_caught_by_the_one_that_is_named():
-    """None is, as long as the simulator sees every kept mutant; who leaves one to a test names it."""
-    left = [line for line in kept.read() if line.seed is None]
-    assert [line.name for line in left if not under_test.judged(line.name, [line.test]).caught] == []
+def test_a_mutant_is_judged_by_the_tests_of_its_module_first():
+    assert under_test.tests_of(["protocol.machines.lease"]) == (
+        "tests/protocol/test_lease.py", "tests/protocol", "tests/scenarios",
+    )  # fmt: skip
+    assert under_test.tests_of(["node.epochs", "ranks.rank_host"])[:2] == (
+        "tests/node/test_epochs.py", "tests/ranks/test_rank_host.py",
+    )  # fmt: skip
+    assert under_test.tests_of(["proof.sim.world.sim_engine"]) == ()
+
+
+def test_who_caught_a_mutant_is_asked_first(monkeypatch: pytest.MonkeyPatch):
+    """A test that is remembered is all that is run; one that sees it no longer is followed by worlds and all others."""
+    name, asked = "accepted_unheard", []
+    sees = {"tests/x.py::test_y"}
+
+    def judge(name: str, tests: Sequence[str]) -> under_test.Verdict:
+        asked.append(list(tests))
+        return under_test.Verdict(bool(sees.intersection(tests)), "".join(sees.intersection(tests)))
+
+    monkeypatch.setattr(kept, "catcher_of", lambda name: "tests/x.py::test_y")
+    monkeypatch.setattr(under_test, "judged", judge)
+    monkeypatch.setattr(hunting, "look", lambda seed: asked.append([seed]))
+    catch = hunting.hunt(name, 2)
+    assert (catch.by, catch.catcher, catch.caught, asked) == (
+        "tests",
+        "tests/x.py::test_y",
+        False,
+        [["tests/x.py::test_y"]],
+    )
+    sees.clear()
+    asked.clear()
+    assert hunting.hunt(name, 2).by == "nobody"
+    assert asked[:3] == [["tests/x.py::test_y"], [0], [1]] and len(asked) == 4
+    monkeypatch.setattr(under_test, "is_checkout", lambda: False)
+    assert hunting.hunt(name, 2).by == "not asked"
 
 
 def test_the_clean_tree_is_as_before():

@@ -14,12 +14,12 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId, rank_peer
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction, FenceEnded, TransportEvent
-from kvbaton_proof.sim import run
 from kvbaton_proof.sim.checks.rank_checks import check_at_rest, check_step
 from kvbaton_proof.sim.hardship.rank_faults import RankLot
 from kvbaton_proof.sim.looking import look
 from kvbaton_proof.sim.mutants.handwritten import MUTANTS
-from kvbaton_proof.sim.mutants.hunting import find, hunt
+from kvbaton_proof.sim.mutants.hunting import hunt
+from kvbaton_proof.sim.mutants.kept import find
 from kvbaton_proof.sim.mutants.mutants_ranks import RANK_MUTANTS
 from kvbaton_proof.sim.promises import HANG, NEEDLESS, STRANGER, WRONG, Broken
 from kvbaton_proof.sim.world.rank_links import LinkedRanks, RankTraits
@@ -245,7 +245,6 @@ def test_wrong_ideas_about_rank_links_are_seen(name: str) -> None:
 def test_a_world_that_is_given_up_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even an order of the store that goes on when it is collected."""
     left: list[object] = []
-    monkeypatch.setattr(run, "run_benches", lambda seed: None)
     monkeypatch.setattr(sys, "unraisablehook", left.append)
     with find("rank_frame_twice").switch():
         seen = look(11)

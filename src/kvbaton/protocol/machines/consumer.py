@@ -7,6 +7,9 @@ is in `consumer_pull.py` and `consumer_push.py`; they share `consumer_book.py`, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.effects import DropHold, End, MatchFailed, MatchFound, Report
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import Allocated, CopyEnded, Disowned, GaveUp, NotNeeded, TurnedAway, Wanted
@@ -15,7 +18,6 @@ from kvbaton.protocol.machines.consumer_book import RENEWING, ConsumerBook
 from kvbaton.protocol.machines.consumer_pull import Pulls
 from kvbaton.protocol.machines.consumer_push import Pushes
 from kvbaton.protocol.machines.context import LedgerContext, Parts
-from kvbaton.protocol.machines.disowned import DisownedTickets
 from kvbaton.protocol.machines.inbound import WAITED_FOR, Intake, IntakeEvent, IntakeState, Source
 from kvbaton.protocol.machines.pairing_state import Link, LinkState
 from kvbaton.protocol.machines.pairing_target import Links
@@ -38,8 +40,70 @@ _S, _E = IntakeState, IntakeEvent
 GREETINGS_MAX = 8
 """Of one handoff: more than there are data planes, and a source may have begun a new life meanwhile."""
 
+DISOWNED_WAITING_MAX = 1024
+"""Disowned tickets whose source is yet to be greeted; what comes beyond is left to its lease's end."""
+
 CLAIMS_IN_VERSION = 4
 """So many claims, and the last of them in the oldest version that we speak; a Claim is the same in all of them."""
+
+
+class DisownedTickets:
+    """Tickets that D will not use: P is told, so that it does not hold blocks in vain.
+
+    Law: a ticket is returned as any reader takes and leaves it, by a Claim with it and, if granted, an Abandon: P
+    trusts a ticket, not a name. It is sent once, to peers in reach: a lost message costs P the rest of the lease's term.
+    """
+
+    def __init__(
+        self, desk: LedgerContext, links: Links, next_attempt: Callable[[], int], is_wanted: Callable[[HandoffId], bool]
+    ) -> None:
+        self._desk = desk
+        self._links = links
+        self._next_attempt = next_attempt
+        self._is_wanted = is_wanted
+        self._why: Remembered[HandoffId, Reason] = Remembered(desk.settings.tombstones_max)
+        self._waiting: list[tuple[Link, Disowned]] = []
+
+    def on_disowned(self, event: Disowned, now: float) -> None:
+        """Tell its source now, or once it is paired. Not if another request of ours may be reading with it."""
+        if event.handoff in self._why or self._is_wanted(event.handoff):
+            return
+        if len(self._waiting) >= DISOWNED_WAITING_MAX:
+            self._desk.count("disowned_dropped")
+            return
+        try:
+            link = self._links.need(event.source, now)
+        except ProtocolError:  # no room for one more source
+            self._desk.count("disowned_dropped")
+            return
+        self._why.put(event.handoff, event.reason)
+        if link.state is LinkState.UP:
+            self._claim(link, event)
+        else:
+            self._waiting.append((link, event))
+
+    def on_link_up(self, link: Link) -> None:
+        for event in self._take(link):
+            self._claim(link, event)
+
+    def on_link_down(self, link: Link) -> None:
+        """Its source is gone, and with it the blocks; or it refuses us, and its leases expire."""
+        self._take(link)
+
+    def on_granted(self, link: Link, message: Granted) -> None:
+        """Granted to no attempt that we know: it was disowned, or has ended."""
+        why = self._why.get(message.handoff) or Reason.ABORTED
+        self._links.send(link, Abandon(message.handoff, message.attempt, why))
+
+    def _take(self, link: Link) -> list[Disowned]:
+        taken = [event for each, event in self._waiting if each is link]
+        self._waiting = [(each, event) for each, event in self._waiting if each is not link]
+        return taken
+
+    def _claim(self, link: Link, event: Disowned) -> None:
+        self._desk.count("disowned")
+        claim = Claim(event.handoff, self._next_attempt(), event.ticket, event.digest, event.deferred)
+        self._links.send(link, claim)
 
 
 class Consumer:

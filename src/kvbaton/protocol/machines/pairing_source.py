@@ -11,9 +11,8 @@ from collections.abc import Callable
 from kvbaton.protocol.effects import Connect, Disconnect, Holder, Invitation, Send
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.protocol.machines.backoff import Shunned
 from kvbaton.protocol.machines.context import LedgerContext
-from kvbaton.protocol.machines.pairing_state import Session, pair_as_source
+from kvbaton.protocol.machines.pairing_state import Session, Shunned, pair_as_source
 from kvbaton.protocol.wire.messages import DETAIL_CHARS_MAX, Goodbye, Hello, HelloRefused, Joined, Linked, Welcome
 from kvbaton.protocol.wire.versions import settle
 

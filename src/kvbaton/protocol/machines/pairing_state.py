@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.compat import difference, validate_key
 from kvbaton.protocol.errors import ProtocolError, Reason
@@ -23,6 +24,8 @@ from kvbaton.protocol.machines.context import Identity, LedgerContext, Parts
 from kvbaton.protocol.table import Table, pairs
 from kvbaton.protocol.wire.messages import RANK_PAIRS_MAX, Card, Message, feature_names
 from kvbaton.protocol.wire.versions import OLDEST
+
+SHUNNED_MAX = 4096
 
 PLANS_KEPT = 32
 """Of pairs of layouts: engines of one deployment have few, and greet each other again after every restart."""
@@ -115,6 +118,24 @@ class Session:
 
     def send(self, desk: LedgerContext, message: Message) -> None:
         desk.send(self.peer.worker, self.peer.incarnation, self.number, message, self.version)
+
+
+class Shunned:
+    """Transports that could not be opened to a worker: omitted from the next hellos, and tried again after a while.
+
+    Law: nothing is omitted for longer than `seconds` after its last failure.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until: Remembered[tuple[WorkerId, str], float] = Remembered(SHUNNED_MAX)
+
+    def add(self, worker: WorkerId, transport: str, now: float) -> None:
+        self._until.put((worker, transport), now + self._seconds)
+
+    def without(self, worker: WorkerId, transports: Sequence[str], now: float) -> tuple[str, ...]:
+        """The names that are worth a try, in their order."""
+        return tuple(name for name in transports if (self._until.get((worker, name)) or now) <= now)
 
 
 def check_card(identity: Identity, card: Card) -> None:

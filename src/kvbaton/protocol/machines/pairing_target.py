@@ -15,7 +15,6 @@ from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import CopyEnded, Departed
 from kvbaton.protocol.geometry.spans import Move
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, rank_peer
-from kvbaton.protocol.machines.backoff import Shunned
 from kvbaton.protocol.machines.context import LedgerContext, Parts
 from kvbaton.protocol.machines.pairing_state import (
     LINK,
@@ -23,6 +22,7 @@ from kvbaton.protocol.machines.pairing_state import (
     Link,
     LinkEvent,
     LinkState,
+    Shunned,
     has_fallback,
     pair_as_target,
     reaches,

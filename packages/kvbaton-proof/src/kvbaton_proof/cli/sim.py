@@ -13,12 +13,12 @@ from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.cli import sim_reports
 from kvbaton_proof.sim import kept_seeds
 from kvbaton_proof.sim.campaign import Summary, default_jobs, run_seeds
-from kvbaton_proof.sim.mutants import hunting, mutating
+from kvbaton_proof.sim.mutants import hunting, kept, mutating
 from kvbaton_proof.sim.run import run_seed
 
 HELP = "run simulated clusters under faults and check every promise"
 SEED_MAX = (1 << 63) - 1
-SEEDS, MUTANT_SEEDS, SURVEY_SEEDS = range(200), 600, 150
+SEEDS, MUTANT_SEEDS, SURVEY_SEEDS = range(200), 100, 150
 MODULES = {"core": mutating.core, "ranks": mutating.ranks}
 _RANGE = re.compile(r"(\d+)(?:\.\.(\d+))?")
 
@@ -41,7 +41,7 @@ def positive(text: str) -> int:
 def mutant(text: str) -> str:
     """A mutant by name: one of the list, or any that can be generated."""
     try:
-        return hunting.find(text).name
+        return kept.find(text).name
     except mutating.Vanished as error:
         raise argparse.ArgumentTypeError(f"{error}; `kvbaton sim --mutants --json` lists the names") from None
 
@@ -50,17 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--seeds", type=seeds, default=None, metavar="A..B", help="seeds of the worlds (default: 0..199)")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--mutants", action="store_true", help="run every mutant until it is caught")
+    what.add_argument("--mutants", action="store_true", help="run every mutant until a world or a unit test catches it")
     what.add_argument("--replay", type=whole(0, SEED_MAX), metavar="SEED", help="run one world and print its trace")
     what.add_argument("--kept", action="store_true", help="replay every seed that alarmed once, and their mutants")
     what.add_argument("--survey", type=positive, metavar="N", help="draw N generated mutants and count those caught")
     what.add_argument("--coverage", action="store_true", help="lines of the product that the worlds of --seeds reach")
     add("--mutant", type=mutant, metavar="NAME", help="with --replay: apply this mutant")
-    add("--mutant-seeds", type=positive, default=None, metavar="N", help="give up on a mutant after N seeds")
+    add("--mutant-seeds", type=positive, default=None, metavar="N", help="leave a mutant to unit tests after N seeds")
     add(
         "--fresh",
         action="store_true",
-        help="with --mutants: start at seed 0 instead of the seed that caught it last",
+        help="with --mutants: start at seed 0, whoever caught it last",
     )
     add("--draw", type=whole(0, SEED_MAX), default=0, metavar="S", help="with --survey: seed of the draw")
     add("--of", choices=(*MODULES, "all"), default="all", help="with --survey, --coverage: modules to use")
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _mutants(args: argparse.Namespace) -> int:
-    names, most = hunting.every(), args.mutant_seeds or MUTANT_SEEDS
+    names, most = kept.every(), args.mutant_seeds or MUTANT_SEEDS
     with progress.shown("mutants", quiet=args.json) as tell:
         found = hunting.run_mutants(names, most, args.jobs, tell, args.fresh)
     print(sim_reports.as_json(found, found.holds) if args.json else sim_reports.mutants(found))
@@ -129,7 +129,7 @@ def _replay(seed: int, name: str | None, as_json: bool) -> int:
     if name is None:
         result = run_seed(seed)
     else:
-        with hunting.find(name).switch():
+        with kept.find(name).switch():
             result = run_seed(seed)
     if as_json:
         print(msgspec.json.encode(result).decode())

@@ -8,7 +8,7 @@ import msgspec
 
 from kvbaton_proof.sim.cover import Coverage
 from kvbaton_proof.sim.kept_seeds import KeptReport
-from kvbaton_proof.sim.mutants.hunting import Catch, MutantsSummary
+from kvbaton_proof.sim.mutants.hunting import MutantsSummary, how
 from kvbaton_proof.sim.mutants.survey import Fate, Survey
 
 
@@ -16,15 +16,18 @@ def as_json(value: Any, holds: bool) -> str:
     return msgspec.json.encode({"holds": holds, **msgspec.to_builtins(value)}).decode()
 
 
-def mutants(found: MutantsSummary) -> str:
-    lines = [f"{catch.name:32} rule {catch.rule:8} {_caught(catch)}" for catch in found.catches]
-    needed = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in found.seeds_needed.items())
+def mutants(summary: MutantsSummary) -> str:
+    lines = [f"{catch.name:32} rule {catch.rule:8} {how(catch)}" for catch in summary.catches]
+    needed = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in summary.seeds_needed.items())
+    either = summary.by_worlds + summary.by_tests
     lines += [
-        f"{found.mutants} mutants, {found.handwritten} written by hand, {found.generated} generated: {found.caught} "
-        f"({found.share:.1%}) caught by the simulator, {found.only_tests} only by tests, {found.survive} survive",
+        f"{summary.mutants} mutants, {summary.handwritten} written by hand, {summary.generated} generated",
+        f"caught by worlds alone: {summary.by_worlds} ({summary.share_by_worlds:.1%}); by worlds or unit tests: "
+        f"{f'{either} ({summary.share:.1%})' if summary.checkout else 'not asked, unit tests need a checkout'}; "
+        f"by nobody: {summary.survive}",
         f"seeds needed: {needed}",
-        f"the clean tree raised {found.clean_alarms} alarms over the {found.clean_seeds} seeds that caught them; "
-        f"{found.wall_s:.0f} s",
+        f"the clean tree raised {summary.clean_alarms} alarms over the {summary.clean_seeds} seeds that caught them; "
+        f"{summary.wall_s:.0f} s",
     ]
     return "\n".join(lines)
 
@@ -35,12 +38,6 @@ def kept(found: KeptReport) -> str:
     held, caught = found.seeds - len(found.broken), found.mutants - len(found.unseen)
     lines.append(f"{held} of {found.seeds} kept seeds hold; {caught} of {found.mutants} of their mutants are caught")
     return "\n".join(lines)
-
-
-def _caught(catch: Catch) -> str:
-    if catch.caught:
-        return f"{catch.promise}, seed {catch.seed}"
-    return f"only by tests: {catch.test} ({catch.reason})" if catch.by == "tests" else "NOT CAUGHT"
 
 
 def surveyed(found: Survey) -> str:

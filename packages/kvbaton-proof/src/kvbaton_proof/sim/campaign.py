@@ -20,9 +20,6 @@ from kvbaton_proof.sim.run import Result, run_seed
 
 BATCH_SEEDS = 20
 BROKEN_TOLD_MAX = 10
-ASKS_EVERY = 7
-"""Seeds of a campaign that also put the questions and rank models: one in so many, which is no multiple of `TURNS`.
-They test functions, not worlds, and cost an eighth of the time; mutants meet them in every seed."""
 GARBAGE_MAX = 50_000
 """Objects between two collections: a world is one large cycle, and is collected when it is over."""
 
@@ -91,7 +88,7 @@ def run_seeds(seeds: range, jobs: int, tell: Told) -> Summary:
 def run_batch(seeds: range) -> list[Result]:
     """One process's share; stories stay out of the pipe, `--replay` tells them."""
     gc.set_threshold(GARBAGE_MAX)
-    results = [run_seed(seed, asks=seed % ASKS_EVERY == 0) for seed in seeds]
+    results = [run_seed(seed) for seed in seeds]
     for result in results:
         result.story = []
     return results

@@ -1,26 +1,24 @@
 """Seeds that alarmed once, replayed; and the mutants that put their mistakes back, each caught by one of its seeds.
 
 `kept_seeds.txt` has one line a seed. A seed is the same world only as long as worlds are drawn alike: where a mistake
-can be put back by a mutant, that mutant says whether its seeds still show it. Worlds alone are asked, no questions.
+can be put back by a mutant, that mutant says whether its seeds still show it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from importlib import resources
 
 import msgspec
 
 from kvbaton_proof.sim.looking import Seen, look
-from kvbaton_proof.sim.mutants.hunting import find
+from kvbaton_proof.sim.mutants.kept import find
 
 FILE, BAR = "kept_seeds.txt", " || "
 NO_MUTANT = ("-", "check")
 
 
 Look = Callable[[int], Seen | None]
-_worlds_alone: Look = partial(look, asks=False)
 
 
 class KeptSeed(msgspec.Struct, frozen=True):
@@ -57,7 +55,7 @@ def read(text: str | None = None) -> list[KeptSeed]:
     return found
 
 
-def replay(lines: list[KeptSeed], tell: Callable[[str], None], look_at: Look = _worlds_alone) -> KeptReport:
+def replay(lines: list[KeptSeed], tell: Callable[[str], None], look_at: Look = look) -> KeptReport:
     """Every seed on the tree as it is, then every mutant on its own seeds."""
     report = KeptReport(seeds=len(lines))
     for number, line in enumerate(lines):

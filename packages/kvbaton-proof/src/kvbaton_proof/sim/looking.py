@@ -32,11 +32,11 @@ class _Endless(BaseException):
     """The world used up its time. Not an `Exception`: no `except` of the product may swallow it."""
 
 
-def look(seed: int, asks: bool = True) -> Seen | None:
-    """Run one world, with the questions beside it or alone; what it objects to, if anything."""
+def look(seed: int) -> Seen | None:
+    """Run one world; what it objects to, if anything."""
     try:
         with _limited(SEED_CPU_S):
-            result = run_seed(seed, asks)
+            result = run_seed(seed)
     except _Endless:
         return Seen(HANG, "the world did not come to its end")
     except Exception as error:  # noqa: BLE001 - whatever it is, the clean tree does not raise it

@@ -41,7 +41,7 @@ def path_of(module: str) -> str:
     return str(Path(inspect.getfile(importlib.import_module(PACKAGE + module))))
 
 
-def reached_by(modules: Sequence[str], seeds: Iterable[int], asks: bool = True) -> Lines:
+def reached_by(modules: Sequence[str], seeds: Iterable[int]) -> Lines:
     """Run these seeds and note for each line which of them came by."""
     paths = {module: path_of(module) for module in modules}
     seen = tool().Coverage(data_file=None, branch=False, config_file=False, include=list(paths.values()))
@@ -50,7 +50,7 @@ def reached_by(modules: Sequence[str], seeds: Iterable[int], asks: bool = True) 
         for seed in seeds:
             seen.switch_context(str(seed))
             with contextlib.suppress(Exception):  # who calls us looks at alarms; this is about lines
-                run_seed(seed, asks)
+                run_seed(seed)
     finally:
         seen.stop()
     data = seen.get_data()

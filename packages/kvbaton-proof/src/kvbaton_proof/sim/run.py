@@ -10,10 +10,7 @@ from kvbaton_proof.sim.cluster import Cluster
 from kvbaton_proof.sim.course import run_course
 from kvbaton_proof.sim.liars.liar_plan import draw
 from kvbaton_proof.sim.promises import Broken
-from kvbaton_proof.sim.questions.exam import asked
-from kvbaton_proof.sim.questions.exam_bank import BANK
 from kvbaton_proof.sim.quiet import quietly
-from kvbaton_proof.sim.rank_models.rank_benches import run_benches
 from kvbaton_proof.sim.side_worlds import side_world
 from kvbaton_proof.sim.turn_worlds import turn_world
 from kvbaton_proof.sim.world.world import World
@@ -38,17 +35,14 @@ class Result(msgspec.Struct):
 
 
 @quietly()
-def run_seed(seed: int, asks: bool = True) -> Result:
-    """One world, from its first event to rest; with `asks`, also the questions and rank models of that seed."""
+def run_seed(seed: int) -> Result:
+    """One world, from its first event to rest, and the smaller ones beside it."""
     world = World(seed)
     plan = draw(world.rng)
     result = Result(seed, plan.profile, holds=True)
     cluster: Cluster | None = None
     beside: list[Cluster | None] = []
     try:
-        if asks:
-            run_benches(seed)
-            asked(BANK, seed)
         cluster = Cluster(world, plan)
         run_course(cluster)
         beside += [turn_world(seed), side_world(seed)]

@@ -1,4 +1,4 @@
-"""The history of this field as one-place changes of the core: what the checkers are worth is what they catch.
+"""The history of this field as one-place changes of the core: what the proof is worth is what it catches.
 
 Each mutant replaces one function, property or table entry of the production code while it is switched on. `rule` is the
 rule of docs/protocol.md that it breaks, `story` where it comes from. `kvbaton sim --mutants` runs them all.
@@ -6,7 +6,6 @@ rule of docs/protocol.md that it breaks, `story` where it comes from. `kvbaton s
 
 from __future__ import annotations
 
-from kvbaton_proof.sim.mutants.mutants_checkers import CHECKER_MUTANTS
 from kvbaton_proof.sim.mutants.mutants_device import DEVICE_MUTANTS
 from kvbaton_proof.sim.mutants.mutants_dialogue import DIALOGUE_MUTANTS
 from kvbaton_proof.sim.mutants.mutants_discard import DISCARD_MUTANTS
@@ -19,6 +18,7 @@ from kvbaton_proof.sim.mutants.mutants_push import PUSH_MUTANTS
 from kvbaton_proof.sim.mutants.mutants_ranks import RANK_MUTANTS
 from kvbaton_proof.sim.mutants.mutants_shapes import SHAPE_MUTANTS
 from kvbaton_proof.sim.mutants.mutants_source import SOURCE_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_successes import SUCCESS_MUTANTS
 from kvbaton_proof.sim.mutants.mutants_target import TARGET_MUTANTS
 from kvbaton_proof.sim.mutants.mutants_turns import TURN_MUTANTS
 from kvbaton_proof.sim.mutants.mutants_versions import VERSION_MUTANTS
@@ -36,7 +36,7 @@ MUTANTS: tuple[Mutant, ...] = (
     *PLANE_MUTANTS,
     *RANK_MUTANTS,
     *VERSION_MUTANTS,
-    *CHECKER_MUTANTS,
+    *SUCCESS_MUTANTS,
     *WORLD_MUTANTS,
     *LIAR_MUTANTS,
     *DIALOGUE_MUTANTS,
@@ -44,4 +44,4 @@ MUTANTS: tuple[Mutant, ...] = (
     *ORIGIN_MUTANTS,
     *SHAPE_MUTANTS,
 )
-"""Every mutant must be caught by the simulator; the clean tree by none of the same seeds."""
+"""Every mutant must be caught, by a world or by a unit test; the clean tree by none of the same seeds."""

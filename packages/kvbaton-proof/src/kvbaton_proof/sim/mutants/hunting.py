@@ -1,14 +1,16 @@
-"""Mutants, each until a world objects: what the checkers are worth is what they catch.
+"""Mutants, each until a world or a unit test of its module objects: what the proof is worth is what it catches.
 
-A mutant is hunted over seeds 0, 1, 2, …: `seeds_needed` is how many that took, so a lucky one shows. Where the last
-fresh hunt needed many, its seed is tried first and `seeds_needed` is what that hunt found; `fresh` hunts all again.
-A seed to which the clean tree objects as well proves nothing about a mutant: it is passed over, and told.
+A fresh hunt tries seeds 0, 1, 2, …, then the tests. It is remembered who caught a mutant (`kept`), and asked first the
+next time; where that fails, the others are. The figure that measures the simulator is kept apart: caught by worlds
+alone. Laws: a mutant that a test caught counts as one that no world sees, until a fresh hunt shows otherwise. A seed to
+which the clean tree objects as well proves nothing about a mutant: it is passed over, and named. So does a test that
+fails on the clean tree.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from functools import cache
 
@@ -16,17 +18,13 @@ import msgspec
 
 from kvbaton_proof.sim.campaign import Told, pool
 from kvbaton_proof.sim.looking import Seen, look
-from kvbaton_proof.sim.mutants import kept
+from kvbaton_proof.sim.mutants import kept, mutating, under_test
 from kvbaton_proof.sim.mutants.handwritten import MUTANTS
-from kvbaton_proof.sim.mutants.mutating import place_of
 from kvbaton_proof.sim.mutants.mutation import Mutant
 
-HINT_FROM = 1
-"""A remembered seed below this would be the first one anyway."""
-UNSEEN_SEEDS = 5
-"""How many worlds try what is known to be seen by tests alone."""
-SHARE_MIN = 0.95
+SHARE_MIN = 0.97
 CLEAN_BATCH = 10
+WORLDS, TESTS, NOBODY, NOT_ASKED = "worlds", "tests", "nobody", "not asked"
 
 
 class Catch(msgspec.Struct, frozen=True):
@@ -35,16 +33,24 @@ class Catch(msgspec.Struct, frozen=True):
     name: str
     rule: str
     story: str
-    caught: bool  # by the simulator
+    by: str = NOBODY  # or worlds, tests; not asked: tests are known to catch it, and there are none here
     promise: str = ""
     seeds_needed: int = 0
     what: str = ""
     where: str = ""
     seed: int | None = None
-    by: str = "nobody"  # sim, tests
-    test: str = ""  # that sees what no world does
-    reason: str = ""  # why no world does
+    test: str = ""
     passed_over: list[int] = []  # seeds to which the clean tree objects as well
+
+    @property
+    def caught(self) -> bool:
+        """By the simulator."""
+        return self.by == WORLDS
+
+    @property
+    def catcher(self) -> str:
+        """As it is remembered."""
+        return self.test if self.seed is None else str(self.seed)
 
 
 class MutantsSummary(msgspec.Struct):
@@ -53,10 +59,12 @@ class MutantsSummary(msgspec.Struct):
     mutants: int
     handwritten: int
     generated: int
-    caught: int
-    share: float
-    only_tests: int
+    by_worlds: int
+    share_by_worlds: float  # that worlds alone catch: what the simulator is worth
+    by_tests: int  # of those that no world catches
+    share: float  # that worlds or unit tests catch
     survive: int
+    checkout: bool  # without one there are no unit tests to ask
     seeds_max: int
     fresh: bool
     seeds_needed: dict[str, int]
@@ -68,20 +76,8 @@ class MutantsSummary(msgspec.Struct):
 
     @property
     def holds(self) -> bool:
-        return self.share >= SHARE_MIN and not self.survive and not self.clean_alarms
-
-
-def every() -> list[str]:
-    """The names of all mutants that a run tries: those written by hand, then those kept of the generated ones."""
-    return [*(each.name for each in MUTANTS), *(each.name for each in kept.read())]
-
-
-def find(name: str) -> Mutant:
-    """A mutant by name: by hand, kept, or any that can be generated."""
-    for each in MUTANTS:
-        if each.name == name:
-            return each
-    return next((kept.mutant(each) for each in kept.read() if each.name == name), None) or kept.generated(name)
+        enough = self.share >= SHARE_MIN if self.checkout else True
+        return enough and not self.survive and not self.clean_alarms
 
 
 def run_mutants(names: Sequence[str], seeds_max: int, jobs: int, tell: Told, fresh: bool = False) -> MutantsSummary:
@@ -95,7 +91,7 @@ def run_mutants(names: Sequence[str], seeds_max: int, jobs: int, tell: Told, fre
             for future in done:
                 catch = future.result()
                 catches[catch.name] = catch
-                tell(f"{len(catches)} of {len(names)} {catch.name}: {_how(catch, seeds_max)}")
+                tell(f"{len(catches)} of {len(names)} {catch.name}: {how(catch)}")
         used = [seed for catch in catches.values() for seed in (catch.seed, *catch.passed_over)]
         seeds = sorted({seed for seed in used if seed is not None})
         parts = [processes.submit(clean, seeds[at : at + CLEAN_BATCH]) for at in range(0, len(seeds), CLEAN_BATCH)]
@@ -107,16 +103,19 @@ def _summary(
     catches: list[Catch], seeds_max: int, fresh: bool, seeds: int, broken: list[dict[str, str | int]], started: float
 ) -> MutantsSummary:
     handwritten = {each.name for each in MUTANTS}
-    caught = sum(each.caught for each in catches)
-    only_tests = sum(each.by == "tests" for each in catches)
+    by_worlds = sum(each.caught for each in catches)
+    by_tests = sum(each.by == TESTS for each in catches)
+    count = max(len(catches), 1)
     return MutantsSummary(
         mutants=len(catches),
         handwritten=sum(each.name in handwritten for each in catches),
         generated=sum(each.name not in handwritten for each in catches),
-        caught=caught,
-        share=round(caught / max(len(catches), 1), 4),
-        only_tests=only_tests,
-        survive=len(catches) - caught - only_tests,
+        by_worlds=by_worlds,
+        share_by_worlds=round(by_worlds / count, 4),
+        by_tests=by_tests,
+        share=round((by_worlds + by_tests) / count, 4),
+        survive=sum(each.by == NOBODY for each in catches),
+        checkout=under_test.is_checkout(),
         seeds_max=seeds_max,
         fresh=fresh,
         seeds_needed=_spread([each.seeds_needed for each in catches if each.caught]),
@@ -129,26 +128,42 @@ def _summary(
 
 
 def hunt(name: str, seeds_max: int, fresh: bool = False) -> Catch:
-    """Run one mutant over seeds 0, 1, 2, … until a checker objects."""
-    mutant = find(name)
+    """One mutant: who caught it last, then seeds 0, 1, 2, … and the unit tests of its module until one objects."""
+    mutant = kept.find(name)
+    catch = Catch(name, mutant.rule, mutant.story, where=_where(name))
+    known = kept.FIRST if fresh else kept.catcher_of(name)
+    if not known.isdigit():
+        if not under_test.is_checkout():
+            return msgspec.structs.replace(catch, by=NOT_ASKED, test=known)
+        if under_test.judged(name, [known]).caught:
+            return msgspec.structs.replace(catch, by=TESTS, test=known)
+        known = kept.FIRST
+    first = int(known)
+    catch = _seen_in_worlds(catch, mutant, dict.fromkeys((first, *range(seeds_max))))
+    if catch.caught or not under_test.is_checkout():
+        return catch
+    tests = under_test.tests_of(mutant.switch.modules)
+    if not tests:
+        return catch
+    verdict = under_test.judged(name, tests)
+    return msgspec.structs.replace(catch, by=TESTS, test=verdict.test) if verdict.caught else catch
+
+
+def _where(name: str) -> str:
     line = next((each for each in kept.read() if each.name == name), None)
-    catch = Catch(name, mutant.rule, mutant.story, caught=False)
-    if line is not None:
-        catch = msgspec.structs.replace(catch, where=place_of(name, line.what).where)
-    unseen = line if line is not None and line.seed is None else None
-    hint = line.seed if line is not None else kept.handwritten_seeds().get(name)
+    return "" if line is None else mutating.place_of(name, line.what).where
+
+
+def _seen_in_worlds(catch: Catch, mutant: Mutant, seeds: Iterable[int]) -> Catch:
     passed_over: list[int] = []
-    seeds = _order(None if fresh else hint, seeds_max if unseen is None else UNSEEN_SEEDS)
-    while (first := _first(mutant, seeds)) is not None:
+    left = iter(seeds)
+    while (first := _first(mutant, left)) is not None:
         seed, seen = first
         if _unharmed(seed) is None:
-            found = {"promise": seen.promise, "what": seen.what, "seed": seed, "seeds_needed": seed + 1}
-            return msgspec.structs.replace(catch, caught=True, by="sim", passed_over=passed_over, **found)
+            seen_so = {"promise": seen.promise, "what": seen.what, "seed": seed, "seeds_needed": seed + 1}
+            return msgspec.structs.replace(catch, by=WORLDS, passed_over=passed_over, **seen_so)
         passed_over.append(seed)
-    catch = msgspec.structs.replace(catch, passed_over=passed_over)
-    if unseen is None:
-        return catch
-    return msgspec.structs.replace(catch, by="tests", test=unseen.test, reason=unseen.reason)
+    return msgspec.structs.replace(catch, passed_over=passed_over)
 
 
 def _first(mutant: Mutant, seeds: Iterator[int]) -> tuple[int, Seen] | None:
@@ -167,26 +182,23 @@ def _unharmed(seed: int) -> Seen | None:
     return look(seed)
 
 
-def _order(hint: int | None, seeds_max: int) -> Iterator[int]:
-    if hint is not None and hint >= HINT_FROM:
-        yield hint
-    yield from (seed for seed in range(seeds_max) if seed != hint or seed < HINT_FROM)
-
-
 def clean(seeds: Sequence[int]) -> list[dict[str, str | int]]:
     """What the clean tree objects to over these seeds: nothing, or the catches there prove nothing."""
-    found = [(seed, _unharmed(seed)) for seed in seeds]
+    alarms = [(seed, _unharmed(seed)) for seed in seeds]
     return [
         {"seed": seed, "promise": seen.promise, "what": seen.what, "replay": f"kvbaton sim --replay {seed}"}
-        for seed, seen in found
+        for seed, seen in alarms
         if seen is not None
     ]
 
 
-def _how(catch: Catch, seeds_max: int) -> str:
+def how(catch: Catch) -> str:
+    """One line's worth."""
     if catch.caught:
         return f"{catch.promise}, seed {catch.seed}"
-    return f"seen by tests alone ({catch.test})" if catch.by == "tests" else f"NOT CAUGHT in {seeds_max} seeds"
+    if catch.by == NOT_ASKED:
+        return f"by unit tests, which need a checkout: {catch.test}"
+    return f"by unit tests: {catch.test}" if catch.by == TESTS else "NOT CAUGHT"
 
 
 def _spread(needed: list[int]) -> dict[str, int]:

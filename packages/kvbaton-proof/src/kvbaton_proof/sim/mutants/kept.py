@@ -1,10 +1,9 @@
-"""The generated mutants that are kept: one line each, by name, so that each run tries the same ones.
+"""The mutants that are kept, and who caught each of them when all were last hunted: a world, by its seed, or a test.
 
-`proof/sim/mutants/mutants_generated.txt` has, between double bars: the name, the seed that caught it when all were
-last hunted
-afresh, the rule that it breaks, and what it changes. A line whose seed is `tests` is one that the simulator cannot
-see; it goes on with the test that does, and why no world can. What changes nothing that anybody could see is not kept.
-`proof/sim/mutants/mutants_seeds.txt` has the same seeds of those that are written by hand, where these were many.
+`proof/sim/mutants/mutants_generated.txt` has, between double bars: the name of a generated mutant, the seed or the test
+that caught it, the rule that it breaks, and what it changes. `proof/sim/mutants/mutants_seeds.txt` has name and catcher
+of those that are written by hand, where that is not the first seed. A test is remembered only where no world of the
+last fresh hunt saw the mutant. What changes nothing that anybody could see is not kept.
 
 Law: a line whose place has gone from the code, or now reads otherwise, is an error: it is hunted again by hand
 (`kvbaton sim --survey`) or taken out, never passed over.
@@ -17,13 +16,14 @@ from importlib import resources
 import msgspec
 
 from kvbaton_proof.sim.mutants import mutating
+from kvbaton_proof.sim.mutants.handwritten import MUTANTS
 from kvbaton_proof.sim.mutants.mutation import Mutant
 
 FILE, EQUIVALENT, SEEDS = "mutants_generated.txt", "mutants_equivalent.txt", "mutants_seeds.txt"
 FIELDS, BAR = 4, " || "
-BY_TESTS = "tests"
-SEEDS_HEADER = "# Written by tools/kept_mutants.py: a mutant that is written by hand || the seed that caught it"
-HEADER = "# Written by tools/kept_mutants.py: name || seed (or tests) || rule || what [|| test || why no world sees it]"
+FIRST = "0"
+SEEDS_HEADER = "# Written by tools/kept_mutants.py: a mutant that is written by hand || the seed or test that caught it"
+HEADER = "# Written by tools/kept_mutants.py: name || the seed or test that caught it || rule || what"
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -32,9 +32,7 @@ class Kept(msgspec.Struct, frozen=True):
     name: str
     rule: str
     what: str
-    seed: int | None  # that caught it in the last fresh hunt; None: no world can
-    test: str = ""  # that catches it
-    reason: str = ""  # why no world can
+    by: str  # a seed in figures, or a test as pytest names it
 
 
 def read(text: str | None = None) -> list[Kept]:
@@ -42,14 +40,20 @@ def read(text: str | None = None) -> list[Kept]:
     return [_line(line) for line in _lines(_text(FILE) if text is None else text)]
 
 
-def handwritten_seeds(text: str | None = None) -> dict[str, int]:
-    """The seed that caught a mutant written by hand when it was last hunted afresh."""
+def catcher_of(name: str) -> str:
+    """The seed or test that caught a mutant, written by hand or generated; the first seed where nothing is known."""
+    line = next((each for each in read() if each.name == name), None)
+    return line.by if line is not None else handwritten_catchers().get(name, FIRST)
+
+
+def handwritten_catchers(text: str | None = None) -> dict[str, str]:
+    """Who caught a mutant that is written by hand, where it was not the first seed."""
     lines = [line.split(BAR) for line in _lines(_text(SEEDS) if text is None else text)]
-    return {name.strip(): int(seed) for name, seed in lines}
+    return {name.strip(): by.strip() for name, by in lines}
 
 
-def written_seeds(seeds: dict[str, int]) -> str:
-    return "\n".join([SEEDS_HEADER, *(f"{name}{BAR}{seed}" for name, seed in sorted(seeds.items()))]) + "\n"
+def written_catchers(catchers: dict[str, str]) -> str:
+    return "\n".join([SEEDS_HEADER, *(f"{name}{BAR}{by}" for name, by in sorted(catchers.items()))]) + "\n"
 
 
 def equivalent() -> dict[str, str]:
@@ -68,31 +72,37 @@ def _lines(text: str) -> list[str]:
 
 def _line(line: str) -> Kept:
     parts = [part.strip() for part in line.split(BAR)]
-    if len(parts) < FIELDS:
-        raise ValueError(f"{FILE}: {line!r} has {len(parts)} of {FIELDS} fields (name || seed || rule || what)")
-    name, seed, rule, what = parts[:FIELDS]
-    if seed != BY_TESTS:
-        return Kept(name, rule, what, int(seed))
-    if len(parts) != FIELDS + 2:
-        raise ValueError(f"{FILE}: {name} is for tests, and does not say which and why (… || test || reason)")
-    return Kept(name, rule, what, None, parts[FIELDS], parts[FIELDS + 1])
+    if len(parts) != FIELDS:
+        raise ValueError(f"{FILE}: {line!r} has {len(parts)} fields, not {FIELDS} (name || by || rule || what)")
+    name, by, rule, what = parts
+    return Kept(name, rule, what, by)
 
 
 def written(kept: list[Kept]) -> str:
     """The file's text, sorted by name."""
-    lines = [HEADER]
-    for each in sorted(kept, key=lambda one: one.name):
-        fields = [each.name, BY_TESTS if each.seed is None else str(each.seed), each.rule, each.what]
-        lines.append(BAR.join(fields + ([each.test, each.reason] if each.seed is None else [])))
-    return "\n".join(lines) + "\n"
+    ordered = sorted(kept, key=lambda one: one.name)
+    return "\n".join([HEADER, *(BAR.join((each.name, each.by, each.rule, each.what)) for each in ordered)]) + "\n"
+
+
+def every() -> list[str]:
+    """The names of all mutants that a run tries: those written by hand, then those kept of the generated ones."""
+    return [*(each.name for each in MUTANTS), *(each.name for each in read())]
+
+
+def find(name: str) -> Mutant:
+    """A mutant by name: by hand, kept, or any that can be generated."""
+    for each in MUTANTS:
+        if each.name == name:
+            return each
+    return next((mutant(each) for each in read() if each.name == name), None) or generated(name)
 
 
 def mutant(kept: Kept) -> Mutant:
     """As the hand-written ones are."""
-    return Mutant(kept.name, kept.rule, kept.what, lambda: mutating.switched(kept.name, kept.what))
+    return Mutant(kept.name, kept.rule, kept.what, mutating.Switched(kept.name, kept.what))
 
 
 def generated(name: str) -> Mutant:
     """Any generated mutant by its name, kept or not."""
     place = mutating.place_of(name)
-    return Mutant(name, "", place.what, lambda: mutating.switched(name, place.what))
+    return Mutant(name, "", place.what, mutating.Switched(name, place.what))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvbaton.protocol.machines import pairing_target
-from kvbaton.protocol.machines.backoff import Shunned
+from kvbaton.protocol.machines.pairing_state import Shunned
 from kvbaton_proof.sim.mutants.mutation import Mutant, swap
 
 

@@ -122,6 +122,17 @@ def switched(name: str, what: str = "") -> Iterator[None]:
         forget_results()
 
 
+class Switched:
+    """The switch of a generated mutant."""
+
+    def __init__(self, name: str, what: str) -> None:
+        self._name, self._what = name, what
+        self.modules = (name.partition(":")[0],)
+
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
+        return switched(self._name, self._what)
+
+
 # --- finding
 
 

@@ -9,14 +9,22 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
 PACKAGE = "kvbaton."
 REMEMBERING = (PACKAGE, "kvbaton_proof.")
 TOOL = __name__.rpartition(".")[0] + "."
-Switch = Callable[[], contextlib.AbstractContextManager[None]]
+
+
+class Switch(Protocol):
+    """Turns a mutant on for the length of a `with`; knows which modules it changes."""
+
+    @property
+    def modules(self) -> tuple[str, ...]: ...
+
+    def __call__(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 class Mutant(msgspec.Struct, frozen=True):
@@ -50,23 +58,36 @@ def forget_results() -> None:
                     clear()
 
 
+class _Swap:
+    def __init__(self, owner: Any, name: Any, make: Callable[[Any], Any]) -> None:
+        self._owner, self._name, self._make = owner, name, make
+        scope = owner if isinstance(owner, dict) else vars(owner)
+        module = scope.get("__module__") or scope.get("__name__", "")  # of a class, or a module; a table has neither
+        self.modules = (module.removeprefix(PACKAGE),)
+
+    def __call__(self) -> contextlib.AbstractContextManager[None]:
+        owner, name = self._owner, self._name
+        return _patched(owner, name, self._make(owner[name] if isinstance(owner, dict) else owner.__dict__[name]))
+
+
+class _All:
+    def __init__(self, switches: tuple[Switch, ...]) -> None:
+        self._switches = switches
+        self.modules = tuple(dict.fromkeys(module for switch in switches for module in switch.modules))
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for switch in self._switches:
+                stack.enter_context(switch())
+            yield
+
+
 def swap(owner: Any, name: Any, make: Callable[[Any], Any]) -> Switch:
     """Replace `owner.name` by `make(original)` while switched on."""
-
-    def switch() -> contextlib.AbstractContextManager[None]:
-        return _patched(owner, name, make(owner[name] if isinstance(owner, dict) else owner.__dict__[name]))
-
-    return switch
+    return _Swap(owner, name, make)
 
 
 def both(*switches: Switch) -> Switch:
     """All of them at once."""
-
-    @contextlib.contextmanager
-    def switch() -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for each in switches:
-                stack.enter_context(each())
-            yield
-
-    return switch
+    return _All(switches)

@@ -1,9 +1,9 @@
 """Estimates the detection of unanticipated bugs: generated mutants, drawn at random, against simulated worlds.
 
 A mutant is tried on the worlds that reach its statement, in the order of their seeds, until one raises an alarm; where
-no world reaches it, none can see it. Worlds are alone here: the questions that are asked beside them are unit tests.
-Survivors can be given to the unit tests of their part of the tree. So there are three figures: caught by worlds alone,
-by worlds or unit tests, and by none. Each estimates what would become of any other mutants.
+no world reaches it, none can see it. Survivors can be given to the unit tests of their module and its part of the tree.
+So there are three figures: caught by worlds alone, by worlds or unit tests, and by none. Each estimates what would
+become of any other mutants.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import as_completed
-from functools import partial
 
 import msgspec
 
@@ -99,7 +98,7 @@ def tried(place: Place, seeds: Sequence[int]) -> Fate:
     with mutating.switched(place.name, place.what):
         for seed in seeds:
             count += 1
-            seen = look(seed, asks=False)
+            seen = look(seed)
             if seen is not None:
                 found = {"seed": seed, "tried": count, "promise": seen.promise, "seen": seen.what}
                 return msgspec.structs.replace(fate, caught=True, **found)
@@ -117,7 +116,7 @@ def survey(
         batches = [seeds[at : at + REACH_BATCH] for at in range(0, len(seeds), REACH_BATCH)]
         tell(f"which of {len(seeds)} worlds reach which lines")
         reached = together(
-            each.result() for each in [processes.submit(reached_by, modules, batch, False) for batch in batches]
+            each.result() for each in [processes.submit(reached_by, modules, batch) for batch in batches]
         )
         by = {place.name: seeds_for(place, reached) for place in places}
         waiting = [processes.submit(tried, place, by[place.name]) for place in places]
@@ -126,19 +125,21 @@ def survey(
             fates[fate.name] = fate
             tell(f"{len(fates)} of {len(places)} {fate.name}: {_how(fate)}")
         used = sorted({fate.seed for fate in fates.values() if fate.seed is not None})
-        alarms = sum(each is not None for each in processes.map(partial(look, asks=False), used, chunksize=5))
+        alarms = sum(each is not None for each in processes.map(look, used, chunksize=5))
+        if tests:
+            left = [fate for fate in fates.values() if not fate.caught]
+            for future in as_completed([processes.submit(tested, fate) for fate in left]):
+                fate = future.result()
+                fates[fate.name] = fate
+                tell(f"{fate.name}: {f'tests alone, {fate.test}' if fate.test else 'SURVIVES BOTH'}")
     listed = [fates[place.name] for place in places]
-    if tests:
-        listed = [_tested(fate, tell) for fate in listed]
     return _summed(listed, number, len(seeds), alarms, started, tests)
 
 
-def _tested(fate: Fate, tell: Told) -> Fate:
-    if fate.caught:
-        return fate
-    verdict = under_test.judged(fate.name, under_test.tests_of(fate.name))
-    tell(f"{fate.name}: {f'tests alone, {verdict.test}' if verdict.caught else 'SURVIVES BOTH'}")
-    return msgspec.structs.replace(fate, test=verdict.test) if verdict.caught else fate
+def tested(fate: Fate) -> Fate:
+    """Give a survivor to the unit tests."""
+    module = fate.name.partition(":")[0]
+    return msgspec.structs.replace(fate, test=under_test.judged(fate.name, under_test.tests_of([module])).test)
 
 
 def _summed(fates: list[Fate], number: int, seeds: int, alarms: int, started: float, tests: bool) -> Survey:

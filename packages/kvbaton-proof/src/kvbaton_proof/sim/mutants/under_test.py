@@ -1,36 +1,37 @@
-"""Tests with a mutant on: `KVBATON_MUTANT=NAME pytest -p kvbaton_proof.sim.mutants.under_test …` says whether they
-see it.
+"""Unit tests with a mutant on: which test fails, if any does.
 
-Loaded by name alone; nothing of the product knows of it.
+The tests of a part of the tree are collected once in each process, so that pytest and all that they import are there;
+for each mutant a child is forked, which imports the tests anew (they hold what the mutant replaces) and ends at the
+first failure. Law: tests are in a checkout, and without one nobody is asked.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
 import os
-import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import msgspec
 
-from kvbaton_proof.sim.mutants.hunting import find
+from kvbaton_proof.sim.mutants.kept import find
 
-VARIABLE = "KVBATON_MUTANT"
-TESTS = ("tests/protocol", "tests/scenarios", "tests/node", "tests/ranks")
-PARTS = {"protocol": TESTS[:2], "node": TESTS[2:3], "ranks": TESTS[3:]}
-PATIENCE_S = 600.0
-PYTEST_FAILED = 1
-
-_on = contextlib.ExitStack()
-
-
-def pytest_configure() -> None:
-    _on.enter_context(find(os.environ[VARIABLE]).switch())
-
-
-def pytest_unconfigure() -> None:
-    _on.close()
+FOLDERS = ("tests/protocol", "tests/scenarios", "tests/node", "tests/ranks")
+PARTS = {"protocol": FOLDERS[:2], "node": FOLDERS[2:3], "ranks": FOLDERS[3:], "transports": ("tests/transports",)}
+"""Nothing else is judged by unit tests: what is wrong in the simulator itself, its worlds must show."""
+PATIENCE_S = 300.0
+ENDLESS, DIED = "they do not come to their end", "their process died"
+WORDS = ("-x", "-q", "-p", "no:cacheprovider", "-m", "not slow", "--ignore=tests/protocol/test_docs.py")
+"""A page that reads otherwise is not a test of what a mutant does."""
+BAD_CALL = {2, 3, 4, 5}
+"""pytest was interrupted, failed itself, was called wrongly, or found no tests."""
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -38,38 +39,118 @@ class Verdict(msgspec.Struct, frozen=True):
 
     caught: bool
     test: str = ""
+    error: str = ""  # why they could not be asked
 
 
-def tests_of(name: str) -> tuple[str, ...]:
-    """The unit tests of the part of the tree that a mutant is in."""
-    return PARTS.get(name.partition(".")[0], TESTS)
+def is_checkout() -> bool:
+    return all(Path(folder).is_dir() for folder in FOLDERS)
 
 
-def judged(name: str, tests: Sequence[str] = TESTS) -> Verdict:
-    """Run tests with this mutant on, in a process of their own, to the first that fails."""
-    words = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-p",
-        "kvbaton_proof.sim.mutants.under_test",
-        "-p",
-        "no:cacheprovider",
-    ]
+def tests_of(modules: Sequence[str]) -> tuple[str, ...]:
+    """The unit tests that a mutant of these modules is judged by: their own first, then those of their parts."""
+    parts = dict.fromkeys(module.partition(".")[0] for module in modules)
+    folders = [folder for part in parts for folder in PARTS.get(part, ())]
+    own = [Path(folder, f"test_{module.rpartition('.')[2]}.py") for module in modules for folder in folders]
+    return tuple(dict.fromkeys([*(str(path) for path in own if path.is_file()), *folders]))
+
+
+def judged(name: str, tests: Sequence[str], patience_s: float = PATIENCE_S) -> Verdict:
+    """Run these tests with this mutant on, to the first that fails; it must hold on the clean tree."""
+    verdict = _asked(name, tests, patience_s)
+    if verdict.test not in ("", ENDLESS, DIED) and not _holds_on_the_clean_tree(verdict.test):
+        raise RuntimeError(f"{verdict.test} fails on the clean tree: it proves nothing about {name}")
+    return verdict
+
+
+@functools.cache
+def _holds_on_the_clean_tree(test: str) -> bool:
+    return not _asked("", [test], PATIENCE_S).caught
+
+
+def _asked(name: str, tests: Sequence[str], patience_s: float) -> Verdict:
+    """With a mutant or, without a name, on the clean tree; in a child."""
+    _collected_once(FOLDERS)
+    context = get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    child = context.Process(target=_run, args=(name, list(tests), theirs))
+    child.start()
+    theirs.close()
     try:
-        done = subprocess.run(
-            [*words, *tests],
-            env={**os.environ, VARIABLE: name},
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return Verdict(True, "they did not come to their end")
-    if done.returncode not in (0, PYTEST_FAILED):
-        raise RuntimeError(f"pytest could not be run on {', '.join(tests)}: {(done.stdout + done.stderr)[-500:]}")
-    failed = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return Verdict(done.returncode == PYTEST_FAILED, failed[0] if failed else "")
+        if not ours.poll(patience_s):
+            return Verdict(True, ENDLESS)
+        verdict: Verdict = ours.recv()
+    except EOFError:
+        return Verdict(True, DIED)
+    finally:
+        child.kill()
+        child.join()
+    if verdict.error:
+        raise RuntimeError(f"pytest could not be run on {', '.join(tests)}: {verdict.error}")
+    return verdict
+
+
+class _FirstFailure:
+    """A plugin of pytest."""
+
+    def __init__(self) -> None:
+        self.node = ""
+
+    def pytest_configure(self) -> None:
+        """Properties are not made small: that one fails is all that is asked. (Profiles are loaded by now.)"""
+        hypothesis = importlib.import_module("hypothesis")
+        phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
+        hypothesis.settings.register_profile("one-failure", hypothesis.settings(), phases=phases)
+        hypothesis.settings.load_profile("one-failure")
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed and not self.node:
+            self.node = report.nodeid
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed and not self.node:
+            self.node = report.nodeid
+
+
+@functools.cache
+def _collected_once(folders: tuple[str, ...]) -> None:
+    """What this imports is there in every child."""
+    with _silently():
+        _pytest().main([*WORDS, "--collect-only", *folders])
+
+
+def _pytest() -> Any:
+    return importlib.import_module("pytest")
+
+
+def _is_test(module: ModuleType) -> bool:
+    tests = str(Path("tests").absolute())
+    return (getattr(module, "__file__", None) or "").startswith(tests)
+
+
+@contextlib.contextmanager
+def _silently() -> Iterator[None]:
+    """Whatever a test prints, by whatever way."""
+    sys.stdout.flush()
+    kept = [os.dup(1), os.dup(2)]
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        for number, was in enumerate(kept, 1):
+            os.dup2(was, number)
+            os.close(was)
+        os.close(nowhere)
+
+
+def _run(name: str, tests: list[str], answer: Connection) -> None:
+    first = _FirstFailure()
+    with _silently():
+        for module in [each for each, found in sys.modules.items() if _is_test(found)]:
+            del sys.modules[module]
+        with find(name).switch() if name else contextlib.nullcontext():
+            code = int(_pytest().main([*WORDS, *tests], plugins=[first]))
+    error = f"exit code {code}" if code in BAD_CALL and not first.node else ""
+    answer.send(Verdict(bool(first.node), first.node, error))
+    answer.close()

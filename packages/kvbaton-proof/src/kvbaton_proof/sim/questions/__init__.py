@@ -1,1 +1,0 @@
-"""Questions with known answers, put to parts of the product with each world."""

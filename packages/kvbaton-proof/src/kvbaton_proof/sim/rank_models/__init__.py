@@ -1,1 +1,0 @@
-"""Each part of the rank links compared with a model of its laws."""
