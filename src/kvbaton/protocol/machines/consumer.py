@@ -51,7 +51,7 @@ class DisownedTickets:
     """Tickets that D will not use: P is told, so that it does not hold blocks in vain.
 
     Law: a ticket is returned as any reader takes and leaves it, by a Claim with it and, if granted, an Abandon: P
-    trusts a ticket, not a name. It is sent once, to peers in reach: a lost message costs P the rest of the lease's term.
+    trusts a ticket, not a name. It is sent once, to peers in reach: a lost message costs P the rest of the term.
     """
 
     def __init__(
