@@ -291,12 +291,12 @@ def _used(said: Any) -> None:
             copy = rm.copy_of(said)
             assert len(copy.spans) % 3 == 0
             assert copy.weave is None or (0 < copy.weave.rows <= SPANS_MAX and len(copy.weave.column) % 3 == 0)
-        case sm.ShelfGet() | sm.ShelfPut():
+        case sm.RankStoreGet() | sm.RankStorePut():
             sm.hashes_of(said.hashes)
             sm.ids_of(said.blocks)
-        case sm.ShelfHas():
+        case sm.RankStoreHas():
             sm.ids_of(said.orders)
-        case sm.ShelfEnded():
+        case sm.RankStoreEnded():
             assert said.end.count <= sm.KEYS_MAX
 
 
@@ -311,15 +311,15 @@ def rank_seeds() -> list[bytes]:
         rm.RankDisconnect("tcp", PEER),
         rm.TablePart("tcp", JobId(1), bytes(24)), *rm.submit_commands("tcp", copy), rm.Cancel("tcp", JobId(1)),
         *rm.submit_commands("tcp", woven),
-        rm.Fence("tcp", PEER), rm.Close("tcp"), sm.ShelfOpen("a" * 32), sm.ShelfLookup(order, hashes, 1.0),
-        sm.ShelfGet(order, hashes, sm.pack_ids([3]), 1.0), sm.ShelfPut(order, hashes, sm.pack_ids([3]), 1.0),
-        sm.ShelfCancel(order), sm.ShelfAsk(1),
+        rm.Fence("tcp", PEER), rm.Close("tcp"), sm.RankStoreOpen("a" * 32), sm.RankStoreLookup(order, hashes, 1.0),
+        sm.RankStoreGet(order, hashes, sm.pack_ids([3]), 1.0), sm.RankStorePut(order, hashes, sm.pack_ids([3]), 1.0),
+        sm.RankStoreCancel(order), sm.RankStoreAsk(1),
     ]  # fmt: skip
     news: list[rm.News] = [
         rm.Minted("tcp", 1, b"endpoint"), rm.MintFailed("tcp", 1, "why"), rm.ConnectFailed("tcp", PEER, "why"),
         rm.RankEnded("tcp", JobId(1), Reason.CANCELLED, True, ""), rm.Rested("tcp", JobId(1)), rm.Fenced("tcp", PEER),
-        rm.Progressed(LeaseId(1), whole([2])), sm.ShelfEnded(1, 1, None, ""), sm.ShelfHas(1, sm.pack_ids([1])),
-        sm.ShelfCounts({"hits": 1}),
+        rm.Progressed(LeaseId(1), whole([2])), sm.RankStoreEnded(1, 1, None, ""), sm.RankStoreHas(1, sm.pack_ids([1])),
+        sm.RankStoreCounts({"hits": 1}),
     ]  # fmt: skip
     able = Capabilities("tcp", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False)
     invitation = rm.RankInvitation(0, "tcp://127.0.0.1:5000", "a" * 40, "b" * 40, "c" * 40, {"tcp": able})

@@ -16,7 +16,7 @@ from kvbaton.protocol.content import Content
 from kvbaton.protocol.errors import Reason
 from kvbaton.ranks import device_store
 from kvbaton.ranks.device_store import DeviceRankStore, StagingShape
-from kvbaton.ranks.rank_store import LocalShelf
+from kvbaton.ranks.rank_store import LocalRankStore
 from kvbaton.ranks.rank_values import NotStorable, RankValues, Run
 from kvbaton.store.content_keys import Space, chain
 from kvbaton.store.interface import Backend, OrderEnded, OrderId
@@ -164,7 +164,7 @@ def test_what_a_device_put_is_what_host_memory_gets(faulty: FaultyBackend, p: Si
     """An engine on a CPU and one on a GPU share a store, where the KV itself is the same."""
     assert p.put([3, 4]).count == 2
     regions = [memoryview(bytearray(each.nbytes)) for each in p.memory]
-    shelf = LocalShelf(faulty, VALUES, regions)
+    shelf = LocalRankStore(faulty, VALUES, regions)
     assert shelf.get(OrderId(1), HASHES[:2], [6, 0], TIMEOUT_S)
     ended: list[OrderEnded] = []
     assert poll(lambda: bool(ended.extend(shelf.drain()) or ended), 20)  # type: ignore[func-returns-value]

@@ -15,9 +15,9 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK, StoreEnded
 from kvbaton.protocol.ids import PutId, WorkerId
 from kvbaton.protocol.machines.origins import Origins, mark_of
-from kvbaton.ranks.engine_store import EngineStore, ShelfSettings, StoreTold
+from kvbaton.ranks.engine_store import EngineStore, EngineStoreSettings, StoreTold
 from kvbaton.ranks.store_interface import OrderEnded, OrderId
-from kvbaton.ranks.store_trust import ShelfTrust, bind_store
+from kvbaton.ranks.store_trust import RankStoreTrust, bind_store
 from kvbaton.store.value_trust import writer_id
 
 HASHES = [bytes([number]) * 32 for number in range(6)]
@@ -45,7 +45,7 @@ class FakeRank:
     def get(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
         return self._take("get", order, tuple(blocks), timeout_s)
 
-    def set_trust(self, trust: ShelfTrust) -> None:
+    def set_trust(self, trust: RankStoreTrust) -> None:
         pass
 
     def put(
@@ -88,7 +88,7 @@ class FakeRank:
 
 def made(ranks: int = 2, **settings: float) -> tuple[EngineStore, list[FakeRank]]:
     fakes = [FakeRank() for _ in range(ranks)]
-    return EngineStore(fakes, ShelfSettings(**settings)), fakes
+    return EngineStore(fakes, EngineStoreSettings(**settings)), fakes
 
 
 def test_a_put_ends_once_when_all_ranks_have_ended_it() -> None:

@@ -26,7 +26,7 @@ from kvbaton.transports.tcp.tcp_transport import TcpTransport
 
 from .rank_rig import FAR, NEAR, Rig, endpoint, until
 from .test_rank_link import FakePlane, a_copy
-from .test_rank_store_link import BLOCKS, COMPAT, HASHES, FakeShelf
+from .test_rank_store_link import BLOCKS, COMPAT, HASHES, FakeRankStore
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_the_node_is_handed_the_data_planes_themselves(rig: Rig) -> None:
     hosts = [rig.host(("fake", plane), rank=rank) for rank, plane in enumerate(planes)]
     links = rig.link(*(host.invitation for host in hosts))
     assert [links.transports(rank)["fake"] for rank in range(len(links))] == planes
-    assert links.transports(0)["fake"] is planes[0] and not links.is_lost(0) and links.shelf(0) is None
+    assert links.transports(0)["fake"] is planes[0] and not links.is_lost(0) and links.store(0) is None
     sent = a_copy(1)
     assert links.transports(1)["fake"].submit(sent)
     assert planes[1].moving[JobId(1)] is sent
@@ -143,14 +143,14 @@ class TestProgress:
 def test_the_shelf_of_a_near_rank_is_reached_over_the_sockets(rig: Rig) -> None:
     plane, made = FakePlane(), []
 
-    def make(compat: str) -> FakeShelf:
-        made.append((compat, FakeShelf()))
+    def make(compat: str) -> FakeRankStore:
+        made.append((compat, FakeRankStore()))
         return made[-1][1]
 
-    host = rig.keep(RankHost(0, {"fake": plane}, shelf=make))
+    host = rig.keep(RankHost(0, {"fake": plane}, store=make))
     host.start()
     links = rig.link(host.invitation, ping_s=0.05)
-    shelf = links.shelf(0)
+    shelf = links.store(0)
     assert shelf is not None and links.transports(0)["fake"] is plane
     shelf.open(COMPAT)
     assert shelf.put(OrderId(1), HASHES, BLOCKS, 3.0)

@@ -13,7 +13,7 @@ from kvbaton.engines.embedded.kv_layout import engine_layout
 from kvbaton.engines.embedded.kv_memory import KvGeometry
 from kvbaton.protocol.content import Content
 from kvbaton.protocol.errors import Reason
-from kvbaton.ranks.rank_store import LocalShelf, shelf_settings
+from kvbaton.ranks.rank_store import LocalRankStore, rank_store_settings
 from kvbaton.ranks.rank_values import rank_values
 from kvbaton.store.content_keys import chain
 from kvbaton.store.interface import OrderEnded, OrderId
@@ -27,7 +27,7 @@ HASHES = list(chain(Content(list(range(64)), 64), 16))
 
 @dataclass
 class Side:
-    shelf: LocalShelf
+    shelf: LocalRankStore
     region: memoryview
     geometry: KvGeometry
     last: int = 0
@@ -66,7 +66,7 @@ def side(backend: object, layout: str = "LB") -> Side:
     geometry = KvGeometry(ModelConfig(), CacheConfig(blocks=BLOCKS, layout=layout))
     region = memoryview(bytearray(os.urandom(geometry.region_bytes)))
     values = rank_values(engine_layout(geometry), 0, "c" * 32)
-    return Side(LocalShelf(backend, values, [region]), region, geometry)
+    return Side(LocalRankStore(backend, values, [region]), region, geometry)
 
 
 @pytest.fixture
@@ -131,4 +131,4 @@ def test_a_cancelled_order_and_a_closed_shelf_end_what_is_open(faulty: FaultyBac
 
 @pytest.mark.parametrize(("value_bytes", "per_call"), [(1, 64), (1 << 20, 64), (4 << 20, 16), (1 << 30, 1)])
 def test_a_call_moves_a_bounded_number_of_bytes(value_bytes: int, per_call: int) -> None:
-    assert shelf_settings(value_bytes).values_per_call_max == per_call
+    assert rank_store_settings(value_bytes).values_per_call_max == per_call

@@ -19,29 +19,29 @@ from kvbaton.ranks.rank_messages import (
     encode_command,
     encode_news,
 )
-from kvbaton.ranks.rank_store_host import HostedShelf
-from kvbaton.ranks.rank_store_link import RemoteShelf
+from kvbaton.ranks.rank_store_host import RankStoreHost
+from kvbaton.ranks.rank_store_link import RemoteRankStore
 from kvbaton.ranks.rank_store_messages import (
     KEYS_MAX,
     ORDERS_MAX,
-    ShelfAsk,
-    ShelfCancel,
-    ShelfCommand,
-    ShelfCounts,
-    ShelfEnded,
-    ShelfGet,
-    ShelfHas,
-    ShelfLookup,
-    ShelfNews,
-    ShelfOpen,
-    ShelfPut,
+    RankStoreAsk,
+    RankStoreCancel,
+    RankStoreCommand,
+    RankStoreCounts,
+    RankStoreEnded,
+    RankStoreGet,
+    RankStoreHas,
+    RankStoreLookup,
+    RankStoreNews,
+    RankStoreOpen,
+    RankStorePut,
     hashes_of,
     ids_of,
     pack_hashes,
     pack_ids,
 )
 from kvbaton.ranks.rank_stream import StreamEnvelope
-from kvbaton.ranks.store_trust import ShelfTrust
+from kvbaton.ranks.store_trust import RankStoreTrust
 from kvbaton.store.interface import OrderEnded, OrderId
 from kvbaton.testing import Side
 
@@ -54,7 +54,7 @@ ONE, TWO, THREE, FOUR = map(OrderId, (1, 2, 3, 4))
 
 
 @dataclass
-class FakeShelf:
+class FakeRankStore:
     """A rank's shelf that does as the test says."""
 
     asked: list[tuple[str, object]] = field(default_factory=list)
@@ -77,7 +77,7 @@ class FakeShelf:
     def get(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
         return self._begin("get", order, tuple(hashes), tuple(blocks), timeout_s)
 
-    def set_trust(self, trust: ShelfTrust) -> None:
+    def set_trust(self, trust: RankStoreTrust) -> None:
         pass
 
     def put(
@@ -115,10 +115,10 @@ class Wire:
 
     rank: int = 0
     lost: bool = False
-    posted: list[ShelfCommand] = field(default_factory=list)
+    posted: list[RankStoreCommand] = field(default_factory=list)
     rung: int = 0
 
-    def post(self, commands: Sequence[ShelfCommand]) -> None:
+    def post(self, commands: Sequence[RankStoreCommand]) -> None:
         self.posted.extend(commands)
 
     def ring(self) -> None:
@@ -131,8 +131,8 @@ def wire() -> Wire:
 
 
 @pytest.fixture
-def shelf(wire: Wire) -> RemoteShelf:
-    found = RemoteShelf(wire)
+def shelf(wire: Wire) -> RemoteRankStore:
+    found = RemoteRankStore(wire)
     found.set_waker(wire.ring)
     return found
 
@@ -148,9 +148,9 @@ def rig() -> Iterator[Rig]:
 
 
 def test_orders_reach_the_rank_as_they_were_given_and_their_ends_come_back(rig: Rig) -> None:
-    fake, made = FakeShelf(counters={"get.keys": 3, "hits": 1}), list[str]()
+    fake, made = FakeRankStore(counters={"get.keys": 3, "hits": 1}), list[str]()
 
-    def make(compat: str) -> FakeShelf:
+    def make(compat: str) -> FakeRankStore:
         made.append(compat)
         return fake
 
@@ -180,7 +180,7 @@ def test_orders_reach_the_rank_as_they_were_given_and_their_ends_come_back(rig: 
 
 
 def test_a_rank_that_stops_ends_what_it_had(rig: Rig) -> None:
-    fake = FakeShelf(ends_at_close=[OrderEnded(ONE, 0, Reason.CANCELLED, "closed")])
+    fake = FakeRankStore(ends_at_close=[OrderEnded(ONE, 0, Reason.CANCELLED, "closed")])
     shelf = linked(rig, lambda compat: fake)
     shelf.open(COMPAT)
     assert shelf.get(ONE, HASHES, BLOCKS, 3.0)
@@ -191,7 +191,7 @@ def test_a_rank_that_stops_ends_what_it_had(rig: Rig) -> None:
 
 
 def test_a_link_that_is_stopped_ends_everything(rig: Rig) -> None:
-    shelf = linked(rig, lambda compat: FakeShelf())
+    shelf = linked(rig, lambda compat: FakeRankStore())
     shelf.open(COMPAT)
     assert shelf.put(ONE, HASHES, BLOCKS, 3.0)
     assert rig.links[0].stop()
@@ -203,10 +203,10 @@ def test_a_link_that_is_stopped_ends_everything(rig: Rig) -> None:
 def test_a_rank_without_a_store_has_no_shelf(rig: Rig) -> None:
     host = rig.host(("tcp", rig.direct("tcp", NEAR, rig.memory(4096).view)))
     links = rig.link(host.invitation)
-    assert links.shelf(0) is None
+    assert links.store(0) is None
 
 
-def drained(shelf: RemoteShelf, count: int) -> list[OrderEnded]:
+def drained(shelf: RemoteRankStore, count: int) -> list[OrderEnded]:
     came: list[OrderEnded] = []
 
     def enough() -> bool:
@@ -217,12 +217,12 @@ def drained(shelf: RemoteShelf, count: int) -> list[OrderEnded]:
     return came
 
 
-def linked(rig: Rig, make: Callable[[str], FakeShelf]) -> RemoteShelf:
+def linked(rig: Rig, make: Callable[[str], FakeRankStore]) -> RemoteRankStore:
     from kvbaton.ranks.rank_host import RankHost
 
-    host = rig.keep(RankHost(0, {"tcp": rig.direct("tcp", NEAR, rig.memory(4096).view)}, shelf=make))
+    host = rig.keep(RankHost(0, {"tcp": rig.direct("tcp", NEAR, rig.memory(4096).view)}, store=make))
     host.start()
-    found = rig.link(host.invitation).shelf(0)
+    found = rig.link(host.invitation).store(0)
     assert found is not None
     return found
 
@@ -230,7 +230,7 @@ def linked(rig: Rig, make: Callable[[str], FakeShelf]) -> RemoteShelf:
 # --- the engine's end
 
 
-def test_a_lost_rank_ends_lookups_and_keeps_what_touches_blocks(shelf: RemoteShelf, wire: Wire) -> None:
+def test_a_lost_rank_ends_lookups_and_keeps_what_touches_blocks(shelf: RemoteRankStore, wire: Wire) -> None:
     shelf.lookup(ONE, HASHES, 1.0)
     shelf.get(TWO, HASHES, BLOCKS, 1.0)
     shelf.put(THREE, HASHES, BLOCKS, 1.0)
@@ -242,58 +242,58 @@ def test_a_lost_rank_ends_lookups_and_keeps_what_touches_blocks(shelf: RemoteShe
     assert shelf.get(FOUR, HASHES, BLOCKS, 1.0)
     [end] = shelf.drain()
     assert (end.order, end.reason) == (FOUR, Reason.STORE_FAILED)
-    assert ShelfGet(FOUR, b"".join(HASHES), pack_ids(BLOCKS), 1.0) not in wire.posted
+    assert RankStoreGet(FOUR, b"".join(HASHES), pack_ids(BLOCKS), 1.0) not in wire.posted
 
 
-def test_a_rank_that_is_back_is_asked_and_what_it_does_not_know_has_ended(shelf: RemoteShelf, wire: Wire) -> None:
+def test_a_rank_that_is_back_is_asked_and_what_it_does_not_know_has_ended(shelf: RemoteRankStore, wire: Wire) -> None:
     shelf.get(ONE, HASHES, BLOCKS, 1.0)
     shelf.get(TWO, HASHES, BLOCKS, 1.0)
     shelf.on_lost("?")
     shelf.on_back()
-    assert wire.posted[-1] == ShelfAsk(1)
+    assert wire.posted[-1] == RankStoreAsk(1)
     shelf.put(THREE, HASHES, BLOCKS, 1.0)  # after the question: the answer does not speak of it
-    shelf.take(ShelfHas(0, b""))  # of an earlier question
+    shelf.take(RankStoreHas(0, b""))  # of an earlier question
     assert shelf.drain() == []
-    shelf.take(ShelfHas(1, pack_ids([TWO])))
+    shelf.take(RankStoreHas(1, pack_ids([TWO])))
     [end] = shelf.drain()
     assert (end.order, end.reason) == (ONE, Reason.STORE_FAILED)
     assert shelf.open_orders == 2
-    shelf.take(ShelfEnded(TWO, 5, None, ""))
+    shelf.take(RankStoreEnded(TWO, 5, None, ""))
     assert shelf.drain() == [OrderEnded(TWO, 5)]
 
 
-def test_the_end_of_a_lookup_that_a_loss_has_ended_is_not_told_twice(shelf: RemoteShelf) -> None:
+def test_the_end_of_a_lookup_that_a_loss_has_ended_is_not_told_twice(shelf: RemoteRankStore) -> None:
     shelf.lookup(ONE, HASHES, 1.0)
     shelf.on_lost("?")
-    shelf.take(ShelfEnded(ONE, 5, None, ""))
+    shelf.take(RankStoreEnded(ONE, 5, None, ""))
     assert [end.reason for end in shelf.drain()] == [Reason.STORE_FAILED]
 
 
-def test_orders_are_bounded_until_their_ends_are_drained(shelf: RemoteShelf) -> None:
+def test_orders_are_bounded_until_their_ends_are_drained(shelf: RemoteRankStore) -> None:
     for number in range(ORDERS_MAX):
         assert shelf.lookup(OrderId(number), HASHES, 1.0)
     assert not shelf.lookup(OrderId(ORDERS_MAX), HASHES, 1.0)
-    shelf.take(ShelfEnded(0, 5, None, ""))
+    shelf.take(RankStoreEnded(0, 5, None, ""))
     assert not shelf.lookup(OrderId(ORDERS_MAX), HASHES, 1.0), "its end is still here"
     shelf.drain()
     assert shelf.lookup(OrderId(ORDERS_MAX), HASHES, 1.0)
     assert shelf.counters["link.busy"] == 2
 
 
-def test_a_cancel_is_asked_once_and_only_of_what_is_open(shelf: RemoteShelf, wire: Wire) -> None:
+def test_a_cancel_is_asked_once_and_only_of_what_is_open(shelf: RemoteRankStore, wire: Wire) -> None:
     shelf.get(ONE, HASHES, BLOCKS, 1.0)
     for order in (ONE, ONE, TWO):
         shelf.cancel(order)
-    assert [each for each in wire.posted if isinstance(each, ShelfCancel)] == [ShelfCancel(ONE)]
+    assert [each for each in wire.posted if isinstance(each, RankStoreCancel)] == [RankStoreCancel(ONE)]
 
 
-def test_closing_cancels_and_begins_nothing_new(shelf: RemoteShelf, wire: Wire) -> None:
+def test_closing_cancels_and_begins_nothing_new(shelf: RemoteRankStore, wire: Wire) -> None:
     shelf.get(ONE, HASHES, BLOCKS, 1.0)
     shelf.close()
     shelf.close()
-    assert wire.posted[-1] == ShelfCancel(ONE) and wire.posted.count(ShelfCancel(ONE)) == 1
+    assert wire.posted[-1] == RankStoreCancel(ONE) and wire.posted.count(RankStoreCancel(ONE)) == 1
     assert not shelf.lookup(TWO, HASHES, 1.0)
-    shelf.take(ShelfEnded(ONE, 1, Reason.CANCELLED, ""))
+    shelf.take(RankStoreEnded(ONE, 1, Reason.CANCELLED, ""))
     assert shelf.drain() == [OrderEnded(ONE, 1, Reason.CANCELLED)]
 
 
@@ -308,14 +308,14 @@ def test_closing_cancels_and_begins_nothing_new(shelf: RemoteShelf, wire: Wire) 
     ],
 )
 def test_what_cannot_cross_is_refused_by_its_field(
-    shelf: RemoteShelf, wire: Wire, hashes: Sequence[bytes], blocks: Sequence[int], named: str
+    shelf: RemoteRankStore, wire: Wire, hashes: Sequence[bytes], blocks: Sequence[int], named: str
 ) -> None:
     with pytest.raises(ValueError, match=named):
         shelf.get(ONE, hashes, blocks, 1.0)
     assert not wire.posted and shelf.open_orders == 0
 
 
-def test_an_order_is_never_used_twice(shelf: RemoteShelf) -> None:
+def test_an_order_is_never_used_twice(shelf: RemoteRankStore) -> None:
     shelf.get(ONE, HASHES, BLOCKS, 1.0)
     with pytest.raises(ValueError, match="order: 1 is open"):
         shelf.get(ONE, HASHES, BLOCKS, 1.0)
@@ -326,17 +326,17 @@ def test_an_order_is_never_used_twice(shelf: RemoteShelf) -> None:
 
 def test_a_frame_that_cannot_be_read_has_the_rank_asked_what_is_open() -> None:
     link = RankLink(invitation(), lambda: None, 3, 1.0)
-    assert link.shelf is not None
-    link.shelf.get(ONE, HASHES, BLOCKS, 1.0)
+    assert link.store is not None
+    link.store.get(ONE, HASHES, BLOCKS, 1.0)
     sent(link)
     link.take(framed(link, 1, b"\xc1 nonsense"), 0.0)
-    assert link.lost and link.shelf.open_orders == 1
-    link.take(framed(link, 2, encode_news([ShelfCounts({"hits": 2})])), 0.0)
+    assert link.lost and link.store.open_orders == 1
+    link.take(framed(link, 2, encode_news([RankStoreCounts({"hits": 2})])), 0.0)
     assert not link.lost
-    assert link.shelf.counters["hits"] == 2
-    assert sent(link) == [ShelfAsk(1)]
-    link.take(framed(link, 3, encode_news([ShelfHas(1, b"")])), 0.0)
-    assert [end.order for end in link.shelf.drain()] == [ONE]
+    assert link.store.counters["hits"] == 2
+    assert sent(link) == [RankStoreAsk(1)]
+    link.take(framed(link, 3, encode_news([RankStoreHas(1, b"")])), 0.0)
+    assert [end.order for end in link.store.drain()] == [ONE]
 
 
 def invitation() -> RankInvitation:
@@ -360,18 +360,18 @@ def sent(link: RankLink) -> list[object]:
 
 
 def test_an_order_before_its_engine_is_known_ends_as_failed() -> None:
-    hosted = HostedShelf(lambda compat: FakeShelf())
-    hosted.carry_out(ShelfLookup(1, pack_hashes(HASHES), 1.0))
+    hosted = RankStoreHost(lambda compat: FakeRankStore())
+    hosted.carry_out(RankStoreLookup(1, pack_hashes(HASHES), 1.0))
     assert [(end.order, end.reason) for end in ended(hosted)] == [(ONE, Reason.STORE_FAILED)]
 
 
 def test_a_store_that_cannot_be_made_ends_every_order_with_the_reason() -> None:
-    def make(compat: str) -> FakeShelf:
+    def make(compat: str) -> FakeRankStore:
         raise RuntimeError("no such library")
 
-    hosted = HostedShelf(make)
-    hosted.carry_out(ShelfOpen(COMPAT))
-    hosted.carry_out(ShelfPut(1, pack_hashes(HASHES), pack_ids(BLOCKS), 1.0))
+    hosted = RankStoreHost(make)
+    hosted.carry_out(RankStoreOpen(COMPAT))
+    hosted.carry_out(RankStorePut(1, pack_hashes(HASHES), pack_ids(BLOCKS), 1.0))
     [end] = ended(hosted)
     assert end.reason is Reason.STORE_FAILED and "no such library" in end.detail
     assert hosted.faults == 1
@@ -380,40 +380,40 @@ def test_a_store_that_cannot_be_made_ends_every_order_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("fake", "reason"),
     [
-        (FakeShelf(room=False), Reason.BUSY),
-        (FakeShelf(throws=ValueError("blocks: 9 does not exist")), Reason.BAD_SPAN),
-        (FakeShelf(throws=OSError("broken")), Reason.STORE_FAILED),
+        (FakeRankStore(room=False), Reason.BUSY),
+        (FakeRankStore(throws=ValueError("blocks: 9 does not exist")), Reason.BAD_SPAN),
+        (FakeRankStore(throws=OSError("broken")), Reason.STORE_FAILED),
     ],
     ids=["no room", "bad block", "throws"],
 )
-def test_what_the_shelf_does_not_begin_ends_once(fake: FakeShelf, reason: Reason) -> None:
+def test_what_the_shelf_does_not_begin_ends_once(fake: FakeRankStore, reason: Reason) -> None:
     hosted = opened(fake)
-    hosted.carry_out(ShelfGet(1, pack_hashes(HASHES), pack_ids(BLOCKS), 1.0))
+    hosted.carry_out(RankStoreGet(1, pack_hashes(HASHES), pack_ids(BLOCKS), 1.0))
     hosted.turn()
     assert [end.reason for end in ended(hosted)] == [reason]
 
 
 def test_torn_orders_are_refused() -> None:
-    hosted = opened(FakeShelf())
-    hosted.carry_out(ShelfGet(1, pack_hashes(HASHES), pack_ids(BLOCKS[:2]), 1.0))
-    hosted.carry_out(ShelfGet(2, b"x" * 40, pack_ids(BLOCKS[:1]), 1.0))
-    hosted.carry_out(ShelfGet(3, pack_hashes(HASHES), b"x" * 12, 1.0))
+    hosted = opened(FakeRankStore())
+    hosted.carry_out(RankStoreGet(1, pack_hashes(HASHES), pack_ids(BLOCKS[:2]), 1.0))
+    hosted.carry_out(RankStoreGet(2, b"x" * 40, pack_ids(BLOCKS[:1]), 1.0))
+    hosted.carry_out(RankStoreGet(3, pack_hashes(HASHES), b"x" * 12, 1.0))
     assert [end.reason for end in ended(hosted)] == [Reason.BAD_SPAN] * 3
 
 
 def test_the_open_orders_are_told_after_the_ends_that_are_known() -> None:
-    fake = FakeShelf()
+    fake = FakeRankStore()
     hosted = opened(fake)
     for number in (1, 2, 3):
-        hosted.carry_out(ShelfLookup(number, pack_hashes(HASHES), 1.0))
+        hosted.carry_out(RankStoreLookup(number, pack_hashes(HASHES), 1.0))
     fake.ends.append(OrderEnded(TWO, 1))
-    hosted.carry_out(ShelfAsk(9))
+    hosted.carry_out(RankStoreAsk(9))
     news = hosted.take_news()
-    assert news == [ShelfEnded(2, 1, None, ""), ShelfHas(9, pack_ids([1, 3]))]
+    assert news == [RankStoreEnded(2, 1, None, ""), RankStoreHas(9, pack_ids([1, 3]))]
 
 
 def test_an_end_that_nobody_asked_for_is_not_told() -> None:
-    fake = FakeShelf()
+    fake = FakeRankStore()
     hosted = opened(fake)
     fake.ends.append(OrderEnded(TWO, 1))
     hosted.turn()
@@ -421,38 +421,38 @@ def test_an_end_that_nobody_asked_for_is_not_told() -> None:
 
 
 def test_closing_leaves_no_order_open_even_if_the_shelf_forgets_some() -> None:
-    fake = FakeShelf(ends_at_close=[OrderEnded(ONE, 2)])
+    fake = FakeRankStore(ends_at_close=[OrderEnded(ONE, 2)])
     hosted = opened(fake)
     for number in (1, 2):
-        hosted.carry_out(ShelfLookup(number, pack_hashes(HASHES), 1.0))
+        hosted.carry_out(RankStoreLookup(number, pack_hashes(HASHES), 1.0))
     hosted.close()
     hosted.close()
     assert [(end.order, end.reason) for end in ended(hosted)] == [(ONE, None), (TWO, Reason.CANCELLED)]
-    hosted.carry_out(ShelfLookup(3, pack_hashes(HASHES), 1.0))
+    hosted.carry_out(RankStoreLookup(3, pack_hashes(HASHES), 1.0))
     assert [end.reason for end in ended(hosted)] == [Reason.STORE_FAILED]
 
 
 def test_counters_are_told_when_they_change() -> None:
-    fake = FakeShelf(counters={"hits": 1, "misses": 0})
+    fake = FakeRankStore(counters={"hits": 1, "misses": 0})
     hosted = opened(fake)
-    told: list[ShelfNews] = []
+    told: list[RankStoreNews] = []
     for number, hits in ((1, 1), (2, 1), (3, 5)):
         fake.counters = {"hits": hits, "misses": 0}
-        hosted.carry_out(ShelfLookup(number, pack_hashes(HASHES), 1.0))
+        hosted.carry_out(RankStoreLookup(number, pack_hashes(HASHES), 1.0))
         fake.ends.append(OrderEnded(OrderId(number), 0))
         hosted.turn()
-        told += [each for each in hosted.take_news() if isinstance(each, ShelfCounts)]
-    assert told == [ShelfCounts({"hits": 1, "misses": 0}), ShelfCounts({"hits": 5})]
+        told += [each for each in hosted.take_news() if isinstance(each, RankStoreCounts)]
+    assert told == [RankStoreCounts({"hits": 1, "misses": 0}), RankStoreCounts({"hits": 5})]
 
 
-def opened(fake: FakeShelf) -> HostedShelf:
-    hosted = HostedShelf(lambda compat: fake)
-    hosted.carry_out(ShelfOpen(COMPAT))
+def opened(fake: FakeRankStore) -> RankStoreHost:
+    hosted = RankStoreHost(lambda compat: fake)
+    hosted.carry_out(RankStoreOpen(COMPAT))
     return hosted
 
 
-def ended(hosted: HostedShelf) -> list[OrderEnded]:
-    return [each.end for each in hosted.take_news() if isinstance(each, ShelfEnded)]
+def ended(hosted: RankStoreHost) -> list[OrderEnded]:
+    return [each.end for each in hosted.take_news() if isinstance(each, RankStoreEnded)]
 
 
 # --- the messages
@@ -461,16 +461,16 @@ def ended(hosted: HostedShelf) -> list[OrderEnded]:
 @pytest.mark.parametrize(
     "command",
     [
-        ShelfOpen(COMPAT),
-        ShelfLookup(1, pack_hashes(HASHES), 1.0),
-        ShelfGet(1, pack_hashes(HASHES), pack_ids(BLOCKS), 1.0),
-        ShelfPut((1 << 63) - 1, pack_hashes(HASHES), pack_ids(BLOCKS), 1.0),
-        ShelfCancel(3),
-        ShelfAsk(1),
+        RankStoreOpen(COMPAT),
+        RankStoreLookup(1, pack_hashes(HASHES), 1.0),
+        RankStoreGet(1, pack_hashes(HASHES), pack_ids(BLOCKS), 1.0),
+        RankStorePut((1 << 63) - 1, pack_hashes(HASHES), pack_ids(BLOCKS), 1.0),
+        RankStoreCancel(3),
+        RankStoreAsk(1),
     ],
     ids=lambda command: type(command).__name__,
 )
-def test_commands_cross_whole_and_damaged_ones_raise_one_kind_of_error(command: ShelfCommand) -> None:
+def test_commands_cross_whole_and_damaged_ones_raise_one_kind_of_error(command: RankStoreCommand) -> None:
     body = encode_command(command)
     assert decode_command(body) == command
     rng = random.Random(1)
@@ -486,22 +486,26 @@ def test_commands_cross_whole_and_damaged_ones_raise_one_kind_of_error(command: 
 @pytest.mark.parametrize(
     "command",
     [
-        ShelfOpen("not a digest"),
-        ShelfLookup(-1, pack_hashes(HASHES), 1.0),
-        ShelfLookup(1, b"", 1.0),
-        ShelfLookup(1, b"x" * 32 * (KEYS_MAX + 1), 1.0),
-        ShelfLookup(1, pack_hashes(HASHES), 0.0),
-        ShelfLookup(1, pack_hashes(HASHES), float("inf")),
+        RankStoreOpen("not a digest"),
+        RankStoreLookup(-1, pack_hashes(HASHES), 1.0),
+        RankStoreLookup(1, b"", 1.0),
+        RankStoreLookup(1, b"x" * 32 * (KEYS_MAX + 1), 1.0),
+        RankStoreLookup(1, pack_hashes(HASHES), 0.0),
+        RankStoreLookup(1, pack_hashes(HASHES), float("inf")),
     ],
     ids=str,
 )
-def test_commands_beyond_the_bounds_are_refused(command: ShelfCommand) -> None:
+def test_commands_beyond_the_bounds_are_refused(command: RankStoreCommand) -> None:
     with pytest.raises(msgspec.ValidationError):
         decode_command(encode_command(command))
 
 
 def test_news_crosses_whole() -> None:
-    news: list[ShelfNews] = [ShelfEnded(1, 2, Reason.BUSY, "x"), ShelfHas(1, pack_ids([4])), ShelfCounts({"a": 1})]
+    news: list[RankStoreNews] = [
+        RankStoreEnded(1, 2, Reason.BUSY, "x"),
+        RankStoreHas(1, pack_ids([4])),
+        RankStoreCounts({"a": 1}),
+    ]
     assert decode_news(encode_news(list(news))) == news
 
 
@@ -513,7 +517,7 @@ def test_hashes_and_ids_are_packed_without_loss() -> None:
 def test_a_peer_is_still_told_whose_it_is(rig: Rig) -> None:
     """Commands for planes and for the shelf share one stream."""
     assert isinstance(NEAR, PeerId)
-    shelf = linked(rig, lambda compat: FakeShelf())
+    shelf = linked(rig, lambda compat: FakeRankStore())
     shelf.open(COMPAT)
     assert shelf.lookup(ONE, HASHES, 1.0)
     assert endpoint(Side(NEAR, rig.links[0].transports(0)["tcp"], memoryview(b"")), NEAR)

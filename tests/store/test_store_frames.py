@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from kvbaton.control.signing import Signer
-from kvbaton.ranks.store_trust import ShelfTrust
+from kvbaton.ranks.store_trust import RankStoreTrust
 from kvbaton.store import value_header
 from kvbaton.store.value_header import DIGESTS, FRAME_BYTES, ORIGINS_MAX, claimed, held, seal_all, writers_of
 from kvbaton.store.value_trust import ALONE, StoreTrust, writer_id
@@ -23,7 +23,7 @@ def signer(number: int) -> Signer:
 
 def trust(me: bytes = P0, number: int = 1, **changes: object) -> StoreTrust:
     writers = {P0: (signer(1).public,), P1: (signer(2).public,)}
-    told = ShelfTrust(me, signer(number).private, writers)
+    told = RankStoreTrust(me, signer(number).private, writers)
     return msgspec.structs.replace(told, **changes).trust
 
 
@@ -134,4 +134,4 @@ def test_a_header_tells_its_writers_without_the_value() -> None:
     [frame] = sealed("key", by=trust(), origins=(LIAR,))
     assert writers_of(bytes(frame[:FRAME_BYTES])) == (P0, LIAR)
     assert writers_of(b"KVBS") == writers_of(bytes(FRAME_BYTES)) == ()
-    assert "private" not in repr(ShelfTrust(P0, b"x" * 32, {}))
+    assert "private" not in repr(RankStoreTrust(P0, b"x" * 32, {}))

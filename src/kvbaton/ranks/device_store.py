@@ -24,9 +24,9 @@ from typing import Literal
 import numpy as np
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.ranks.rank_store import LocalShelf, shelf_settings
+from kvbaton.ranks.rank_store import LocalRankStore, rank_store_settings
 from kvbaton.ranks.rank_values import NotStorable, RankValues, Run
-from kvbaton.ranks.store_trust import ShelfTrust
+from kvbaton.ranks.store_trust import RankStoreTrust
 from kvbaton.store.interface import Backend, OrderEnded, OrderId
 from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.transport import Spans
@@ -103,7 +103,7 @@ class _DeviceLane:
 class _Below:
     """The store below, which numbers orders itself; each end goes to the order that asked."""
 
-    def __init__(self, store: LocalShelf) -> None:
+    def __init__(self, store: LocalRankStore) -> None:
         self.store = store
         self._asked: dict[OrderId, Callable[[OrderEnded], None]] = {}
         self._numbers = itertools.count(1)
@@ -127,7 +127,7 @@ class _Staging:
 
     def __init__(self, slot_bytes: int, count: int, gpu: Gpu) -> None:
         self.slots, self.region = allocate_slots(slot_bytes, count)
-        self.stager = Stager("kvbaton-shelf", gpu)
+        self.stager = Stager("kvbaton-store", gpu)
         self.is_pinned: bool | None = False  # None: being pinned
 
     def pin(self, ended: Callable[[str], bool]) -> None:
@@ -155,12 +155,12 @@ class DeviceRankStore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._shape = shape = StagingShape(values, memory)
-        self._settings = shelf_settings(shape.value_bytes)
+        self._settings = rank_store_settings(shape.value_bytes)
         self._clock = clock
         count = sum(map(len, SLOTS.values()))
         self._staging = _Staging(shape.slot_bytes, count, gpu)
         packed = RankValues(values.space, count * shape.stride, (Run(0, 0, shape.value_bytes, shape.value_bytes),))
-        self._below = _Below(LocalShelf(backend, packed, [self._staging.region.view], self._settings, owned=True))
+        self._below = _Below(LocalRankStore(backend, packed, [self._staging.region.view], self._settings, owned=True))
         self._lanes: dict[Kind, _DeviceLane] = {
             "get": _DeviceLane(list(SLOTS["get"])),
             "put": _DeviceLane(list(SLOTS["put"])),
@@ -199,7 +199,7 @@ class DeviceRankStore:
     def get(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
         return self._submit("get", order, hashes, blocks, timeout_s)
 
-    def set_trust(self, trust: ShelfTrust) -> None:
+    def set_trust(self, trust: RankStoreTrust) -> None:
         self._below.store.set_trust(trust)
 
     def put(

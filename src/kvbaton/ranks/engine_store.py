@@ -22,20 +22,20 @@ from kvbaton.protocol.events import NO_BLOCK, Groups, StoreEnded
 from kvbaton.protocol.ids import PutId
 from kvbaton.protocol.machines.origins import ANYBODY, mark_of
 from kvbaton.ranks.store_interface import OrderEnded, OrderId, RankStoreInterface
-from kvbaton.ranks.store_trust import ShelfTrust
+from kvbaton.ranks.store_trust import RankStoreTrust
 from kvbaton.store.value_header import ORIGINS_MAX
 
 log = logging.getLogger(__name__)
 
 AskId = NewType("AskId", int)
-"""One question of the engine; minted by the shelf."""
+"""One question of the engine; minted by the store."""
 
 Act: TypeAlias = Callable[[RankStoreInterface, OrderId], bool]
 FAULTS_LOGGED_MAX = 5
 CLOSED = "the store was closed"
 
 
-class ShelfSettings(msgspec.Struct, frozen=True, kw_only=True):
+class EngineStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Timeouts and bounds. A put's timeout should be below the node's `transfer_timeout`, which cancels it."""
 
     lookup_timeout_s: float = 2.0
@@ -104,10 +104,10 @@ class StoreProvenance:
 class EngineStore:
     """Implements `ports.StorePort` for the node, and `lookup`, `get`, `take` for the engine."""
 
-    def __init__(self, ranks: Sequence[RankStoreInterface], settings: ShelfSettings | None = None) -> None:
+    def __init__(self, ranks: Sequence[RankStoreInterface], settings: EngineStoreSettings | None = None) -> None:
         if not ranks:
             raise ValueError("ranks: none given; give one for each rank of the engine")
-        self.settings = settings or ShelfSettings()
+        self.settings = settings or EngineStoreSettings()
         self.counters: Counter[str] = Counter()
         self.wake_engine: Callable[[], None] = lambda: None
         self._ranks = ranks
@@ -164,7 +164,7 @@ class EngineStore:
 
     # --- node's thread
 
-    def set_trust(self, trust: ShelfTrust) -> None:
+    def set_trust(self, trust: RankStoreTrust) -> None:
         """Whose values count from now on, and what the ranks sign theirs with."""
         self.provenance.may_write = bool(trust.private)
         for rank in self._ranks:

@@ -43,8 +43,8 @@ from kvbaton.ranks.rank_messages import (
 )
 from kvbaton.ranks.rank_planes import HostedPlane
 from kvbaton.ranks.rank_sockets import SOCKETS
-from kvbaton.ranks.rank_store_host import HostedShelf, MakeShelf
-from kvbaton.ranks.rank_store_messages import ShelfCommand
+from kvbaton.ranks.rank_store_host import MakeRankStore, RankStoreHost
+from kvbaton.ranks.rank_store_messages import RankStoreCommand
 from kvbaton.ranks.rank_stream import Stream
 from kvbaton.transports.core.transport import Transport
 
@@ -73,13 +73,13 @@ class RankHost:
         transports: Mapping[str, Transport],
         host: str = "127.0.0.1",
         clock: Clock = time.monotonic,
-        shelf: MakeShelf | None = None,
+        store: MakeRankStore | None = None,
         carrier: Carrier = SOCKETS,
     ) -> None:
         if not 0 < len(transports) <= TRANSPORTS_MAX:
             raise ValueError(f"transports: {len(transports)} given, 1..{TRANSPORTS_MAX} expected")
         self._planes = {name: HostedPlane(name, transport) for name, transport in transports.items()}
-        self._shelf = HostedShelf(shelf) if shelf is not None else None
+        self._store = RankStoreHost(store) if store is not None else None
         self._line = carrier.listen(rank, host, clock)
         self._clock = clock
         self._stream = Stream()
@@ -90,18 +90,18 @@ class RankHost:
         self._serving = threading.Lock()  # held through each turn, so that transports are given between two
         self._given: dict[str, HostedPlane] = {}
         self._tell = self._line.wake  # wakes the consumer of progress
-        self.counters: Counter[str] = Counter()  # malformed, unknown_transport, no_shelf, progress_lost
+        self.counters: Counter[str] = Counter()  # malformed, unknown_transport, no_store, progress_lost
         self._thread = carrier.loop(f"kvbaton-{rank_name(rank)}", self._line, self._turn, self._finish, clock)
         able = {name: transport.capabilities for name, transport in transports.items()}
-        has_shelf = shelf is not None
-        self.invitation = RankInvitation(rank, self._line.endpoint, *self._line.keys, able, has_shelf=has_shelf)
+        has_store = store is not None
+        self.invitation = RankInvitation(rank, self._line.endpoint, *self._line.keys, able, has_store=has_store)
         _HERE[self.invitation.rank_public] = self
 
     def start(self) -> None:
         for plane in self._planes.values():
             plane.transport.set_waker(self._line.wake)
-        if self._shelf is not None:
-            self._shelf.set_waker(self._line.wake)
+        if self._store is not None:
+            self._store.set_waker(self._line.wake)
         self._thread.start()
 
     def give(
@@ -158,8 +158,8 @@ class RankHost:
         for frame in self._line.receive():
             self._take(frame, now)
         again = [at for plane in self._planes.values() if (at := plane.turn(now)) is not None]
-        if self._shelf is not None:
-            self._shelf.turn()
+        if self._store is not None:
+            self._store.turn()
         self._send(now)
         return min(again, default=None)
 
@@ -172,7 +172,7 @@ class RankHost:
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             self._count("malformed", f"a frame that cannot be decoded: {error}")
             return
-        if isinstance(command, ShelfCommand):
+        if isinstance(command, RankStoreCommand):
             self._order(command)
             return
         plane = self._planes.get(command.transport)
@@ -181,11 +181,11 @@ class RankHost:
             return
         plane.carry_out(command)
 
-    def _order(self, command: ShelfCommand) -> None:
-        if self._shelf is None:
-            self._count("no_shelf", f"no shared store for {type(command).__name__}")
+    def _order(self, command: RankStoreCommand) -> None:
+        if self._store is None:
+            self._count("no_store", f"no shared store for {type(command).__name__}")
         else:
-            self._shelf.carry_out(command)
+            self._store.carry_out(command)
 
     def _send(self, now: float) -> None:
         news: list[News] = []
@@ -196,8 +196,8 @@ class RankHost:
             if look:
                 plane.note_refusals()
             news.extend(plane.take_news())
-        if self._shelf is not None:
-            news.extend(self._shelf.take_news())
+        if self._store is not None:
+            news.extend(self._store.take_news())
         if self._progress and self._stream.session and self._stream.is_open and not self._given:
             news.extend(self._some_progress())
         for start in range(0, len(news), self.batch_max):
@@ -216,8 +216,8 @@ class RankHost:
     def _finish(self) -> None:
         try:
             with self._serving:
-                if self._shelf is not None:
-                    self._shelf.close()
+                if self._store is not None:
+                    self._store.close()
                 for plane in self._given.values():
                     plane.shut()  # the node drains what ended
                 for plane in self._planes.values():

@@ -35,8 +35,8 @@ from kvbaton.ranks.rank_carrying import Carrier, Clock
 from kvbaton.ranks.rank_host import RankHost, host_of
 from kvbaton.ranks.rank_messages import Command, News, Open, Progressed, RankInvitation, decode_news, encode_command
 from kvbaton.ranks.rank_sockets import SOCKETS
-from kvbaton.ranks.rank_store_link import RemoteShelf
-from kvbaton.ranks.rank_store_messages import ShelfNews
+from kvbaton.ranks.rank_store_link import RemoteRankStore
+from kvbaton.ranks.rank_store_messages import RankStoreNews
 from kvbaton.ranks.rank_stream import Stream
 from kvbaton.ranks.rank_transport import RemoteTransport
 from kvbaton.transports.core.refusals import refusals_of
@@ -70,7 +70,7 @@ class RankLink:
         self.transports = {
             name: RemoteTransport(name, able, self, carrier.arrival()) for name, able in invitation.capabilities.items()
         }
-        self.shelf = RemoteShelf(self) if invitation.has_shelf else None
+        self.store = RemoteRankStore(self) if invitation.has_store else None
         self.stream = Stream(carrier.session())
         self._wake = wake
         self._tell = tell
@@ -138,8 +138,8 @@ class RankLink:
         if self.lost:
             self.lost = False
             log.warning("[rank-back] rank %d is back", self.rank)
-            if self.shelf is not None:
-                self.shelf.on_back()
+            if self.store is not None:
+                self.store.on_back()
 
     def _lose(self) -> None:
         self.counters["losses"] += 1
@@ -152,14 +152,14 @@ class RankLink:
         self.lost = True
         for transport in self.transports.values():
             transport.on_lost(detail)
-        if self.shelf is not None:
-            self.shelf.on_lost(detail)
+        if self.store is not None:
+            self.store.on_lost(detail)
 
     def stop(self, detail: str) -> None:
         """Nothing more will arrive from the rank."""
         self.end(detail)
-        if self.shelf is not None:
-            self.shelf.on_stopped(detail)
+        if self.store is not None:
+            self.store.on_stopped(detail)
 
     def _take_news(self, news: News) -> None:
         if isinstance(news, Progressed):
@@ -170,9 +170,9 @@ class RankLink:
                     del self._progress[next(iter(self._progress))]
                 self._progress[news.lease] = LeaseProgressed(news.lease, self.rank, news.progress)
             self._tell()
-        elif isinstance(news, ShelfNews):
-            if self.shelf is not None:
-                self.shelf.take(news)
+        elif isinstance(news, RankStoreNews):
+            if self.store is not None:
+                self.store.take(news)
         elif news.transport in self.transports:
             self.transports[news.transport].take(news)
 
@@ -220,7 +220,7 @@ class RankLinks:
         self._transports[rank] = {name: plane.transport for name, plane in planes.items()}
         for command in named:
             planes[command.transport].carry_out(command)
-        if link.shelf is not None:
+        if link.store is not None:
             link.transports = {}
             self._links[rank] = link
 
@@ -238,9 +238,9 @@ class RankLinks:
         """The transports of one rank, by name."""
         return self._transports[rank]
 
-    def shelf(self, rank: int) -> RemoteShelf | None:
+    def store(self, rank: int) -> RemoteRankStore | None:
         """The rank's access to a shared store, if it has one."""
-        return self._links[rank].shelf if rank in self._links else None
+        return self._links[rank].store if rank in self._links else None
 
     def drain_progress(self) -> list[LeaseProgressed]:
         """Progress of the ranks' devices since the last call."""

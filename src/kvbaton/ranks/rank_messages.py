@@ -30,7 +30,7 @@ from kvbaton.protocol.geometry.spans import SPANS_MAX
 from kvbaton.protocol.geometry.strided_spans import Area, Weave
 from kvbaton.protocol.ids import JobId, LeaseId, PeerId, WorkerId
 from kvbaton.protocol.numbers import GROUPS_MAX, RANKS_MAX
-from kvbaton.ranks.rank_store_messages import ShelfCommand, ShelfNews
+from kvbaton.ranks.rank_store_messages import RankStoreCommand, RankStoreNews
 
 SPAN_BYTES = 24
 SHIFT_BYTES = 16
@@ -144,7 +144,7 @@ class Close(_Command, frozen=True):
 PlaneCommand = (
     Open | Mint | RankConnect | RankDisconnect | TablePart | Submit | Cancel | LayOut | RankLend | Fence | Close
 )
-Command = PlaneCommand | ShelfCommand
+Command = PlaneCommand | RankStoreCommand
 
 
 # --- news
@@ -224,7 +224,7 @@ class Progressed(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 PlaneNews = Minted | MintFailed | ConnectFailed | RankEnded | Rested | Fenced | RankRefusals | MappedBytes
-News = PlaneNews | Progressed | ShelfNews
+News = PlaneNews | Progressed | RankStoreNews
 
 _encoder = msgspec.msgpack.Encoder()
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
@@ -376,7 +376,7 @@ class RankInvitation(msgspec.Struct, frozen=True):
     engine_public: Key
     engine_secret: Key
     capabilities: Annotated[dict[Name, Capabilities], Meta(min_length=1, max_length=TRANSPORTS_MAX)]
-    has_shelf: bool = False  # this rank reaches a shared store
+    has_store: bool = False  # this rank reaches a shared store
 
     def encode(self) -> bytes:
         return _encoder.encode(self)

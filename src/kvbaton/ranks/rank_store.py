@@ -14,7 +14,7 @@ from typing import Protocol
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.ranks.rank_values import RankValues
-from kvbaton.ranks.store_trust import ShelfTrust
+from kvbaton.ranks.store_trust import RankStoreTrust
 from kvbaton.store.content_keys import keys, prefix
 from kvbaton.store.interface import (
     Backend,
@@ -46,10 +46,10 @@ class KeepingStore(Store, Protocol):
 
 
 Keep = Callable[[Backend, Pins, StoreSettings], KeepingStore]
-"""Makes the store that a shelf puts its orders to: `KeptStore`, or what stands in for its threads in a simulation."""
+"""Makes the store that a store puts its orders to: `KeptStore`, or what stands in for its threads in a simulation."""
 
 
-def shelf_settings(value_bytes: int) -> StoreSettings:
+def rank_store_settings(value_bytes: int) -> StoreSettings:
     """The bounds of one rank's store, for values of this size."""
     per_call = max(1, min(64, SLOT_BYTES_MAX // value_bytes))
     return StoreSettings(value_bytes_max=value_bytes, values_per_call_max=per_call, close_s=CLOSE_S)
@@ -72,7 +72,7 @@ class PinCount:
         return sum(list(self.held.values()))
 
 
-class LocalShelf:
+class LocalRankStore:
     """Values of one rank, through any `Backend`. `owned`: the backend belongs to this rank, and is closed with it.
 
     Ranks of one process may share a backend: construct all of them before the first order, and close it after them.
@@ -92,7 +92,7 @@ class LocalShelf:
         self._regions = regions
         self._front = prefix(values.space)
         self._pins = PinCount()
-        settings = settings or shelf_settings(values.space.value_bytes)
+        settings = settings or rank_store_settings(values.space.value_bytes)
         self._store = (keep or partial(KeptStore, owned=owned))(backend, self._pins, settings)
         self._refused: deque[OrderEnded] = deque()
         self._waker: Callable[[], None] = lambda: None
@@ -108,7 +108,7 @@ class LocalShelf:
     def get(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
         return self._submit(order, lambda: Get(order, keys(self._front, hashes), self._pieces(blocks), timeout_s))
 
-    def set_trust(self, trust: ShelfTrust) -> None:
+    def set_trust(self, trust: RankStoreTrust) -> None:
         self._store.set_trust(trust.trust)
 
     def put(

@@ -17,27 +17,27 @@ from typing import Protocol
 from kvbaton.protocol.errors import Reason
 from kvbaton.ranks.rank_store_messages import (
     ORDERS_MAX,
-    ShelfAsk,
-    ShelfCancel,
-    ShelfCommand,
-    ShelfCounts,
-    ShelfEnded,
-    ShelfGet,
-    ShelfHas,
-    ShelfLookup,
-    ShelfNews,
-    ShelfOpen,
-    ShelfOrder,
-    ShelfPut,
+    RankStoreAsk,
+    RankStoreCancel,
+    RankStoreCommand,
+    RankStoreCounts,
+    RankStoreEnded,
+    RankStoreGet,
+    RankStoreHas,
+    RankStoreLookup,
+    RankStoreNews,
+    RankStoreOpen,
+    RankStoreOrder,
+    RankStorePut,
     ids_of,
     pack_hashes,
     pack_ids,
 )
-from kvbaton.ranks.store_trust import ShelfTrust
+from kvbaton.ranks.store_trust import RankStoreTrust
 from kvbaton.store.interface import OrderEnded, OrderId
 
 
-class ShelfUplink(Protocol):
+class RankStoreUplink(Protocol):
     """The connection to one rank, as its store uses it."""
 
     rank: int
@@ -45,18 +45,18 @@ class ShelfUplink(Protocol):
     @property
     def lost(self) -> bool: ...
 
-    def post(self, commands: Sequence[ShelfCommand]) -> None:
+    def post(self, commands: Sequence[RankStoreCommand]) -> None:
         """Send, in this order, after everything posted before. Never waits."""
 
 
-class RemoteShelf:
+class RemoteRankStore:
     """See `RankStoreInterface`. Called by the engine; the link's thread delivers the news."""
 
-    def __init__(self, link: ShelfUplink) -> None:
+    def __init__(self, link: RankStoreUplink) -> None:
         self.orders_max = ORDERS_MAX
         self._link = link
         self._lock = threading.RLock()
-        self._open: dict[OrderId, ShelfOrder] = {}
+        self._open: dict[OrderId, RankStoreOrder] = {}
         self._cancelled: set[OrderId] = set()
         self._ends: list[OrderEnded] = []
         self._own: Counter[str] = Counter()  # busy, lost, forgotten
@@ -77,15 +77,15 @@ class RemoteShelf:
 
     def open(self, compat: str) -> None:
         """Tell the rank whose values it puts and gets; once, before any order."""
-        self._link.post([ShelfOpen(compat)])
+        self._link.post([RankStoreOpen(compat)])
 
     def lookup(self, order: OrderId, hashes: Sequence[bytes], timeout_s: float) -> bool:
-        return self._submit(ShelfLookup(order, pack_hashes(hashes), timeout_s))
+        return self._submit(RankStoreLookup(order, pack_hashes(hashes), timeout_s))
 
     def get(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
-        return self._submit(ShelfGet(order, pack_hashes(hashes), _packed(hashes, blocks), timeout_s))
+        return self._submit(RankStoreGet(order, pack_hashes(hashes), _packed(hashes, blocks), timeout_s))
 
-    def set_trust(self, trust: ShelfTrust) -> None:
+    def set_trust(self, trust: RankStoreTrust) -> None:
         self._link.post([trust])
 
     def put(
@@ -96,13 +96,13 @@ class RemoteShelf:
         timeout_s: float,
         origins: tuple[bytes, ...] = (),
     ) -> bool:
-        return self._submit(ShelfPut(order, pack_hashes(hashes), _packed(hashes, blocks), timeout_s, origins))
+        return self._submit(RankStorePut(order, pack_hashes(hashes), _packed(hashes, blocks), timeout_s, origins))
 
     def cancel(self, order: OrderId) -> None:
         with self._lock:
             if order in self._open and order not in self._cancelled:
                 self._cancelled.add(order)  # sent once
-                self._link.post([ShelfCancel(order)])
+                self._link.post([RankStoreCancel(order)])
 
     def drain(self) -> list[OrderEnded]:
         with self._lock:
@@ -123,7 +123,7 @@ class RemoteShelf:
             for order in list(self._open):
                 self.cancel(order)
 
-    def _submit(self, order: ShelfOrder) -> bool:
+    def _submit(self, order: RankStoreOrder) -> bool:
         number = OrderId(order.order)
         with self._lock:
             if self._closed or len(self._open) + len(self._ends) >= self.orders_max:
@@ -143,14 +143,14 @@ class RemoteShelf:
 
     # --- the link's thread
 
-    def take(self, news: ShelfNews) -> None:
+    def take(self, news: RankStoreNews) -> None:
         with self._lock:
-            if isinstance(news, ShelfEnded):
+            if isinstance(news, RankStoreEnded):
                 ring = self._take_end(news)
-            elif isinstance(news, ShelfHas):
+            elif isinstance(news, RankStoreHas):
                 ring = self._take_open(news)
             else:
-                assert isinstance(news, ShelfCounts)
+                assert isinstance(news, RankStoreCounts)
                 self._theirs.update(news.counts)
                 ring = False
         if ring:
@@ -159,7 +159,7 @@ class RemoteShelf:
     def on_lost(self, detail: str) -> None:
         """The rank does not respond. Orders that touch no block are over."""
         with self._lock:
-            ended = [order for order, asked in self._open.items() if isinstance(asked, ShelfLookup)]
+            ended = [order for order, asked in self._open.items() if isinstance(asked, RankStoreLookup)]
             self._own["lost"] += len(ended)
             for order in ended:
                 self._finish(order, Reason.STORE_FAILED, detail)
@@ -172,7 +172,7 @@ class RemoteShelf:
             if self._open:
                 self._asks += 1
                 self._asked = frozenset(self._open)
-                self._link.post([ShelfAsk(self._asks)])
+                self._link.post([RankStoreAsk(self._asks)])
 
     def on_stopped(self, detail: str) -> None:
         """Nothing more will arrive from this rank, and its engine is about to stop."""
@@ -184,14 +184,14 @@ class RemoteShelf:
         if ended:
             self._waker()
 
-    def _take_end(self, news: ShelfEnded) -> bool:
+    def _take_end(self, news: RankStoreEnded) -> bool:
         if news.order not in self._open:
             return False  # a look-up that ended with the loss of the rank
         self._close_order(OrderId(news.order))
         self._ends.append(news.end)
         return True
 
-    def _take_open(self, news: ShelfHas) -> bool:
+    def _take_open(self, news: RankStoreHas) -> bool:
         if news.ask != self._asks:
             return False
         known = set(ids_of(news.orders))

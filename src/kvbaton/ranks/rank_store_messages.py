@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.ranks.store_trust import WRITERS_MAX, ShelfTrust
+from kvbaton.ranks.store_trust import WRITERS_MAX, RankStoreTrust
 from kvbaton.store.content_keys import HASH_BYTES
 from kvbaton.store.interface import OrderEnded, OrderId
 from kvbaton.store.value_trust import WRITER_BYTES
@@ -43,26 +43,26 @@ class _Tagged(msgspec.Struct, frozen=True, array_like=True, tag=True):
 # --- commands
 
 
-class ShelfOpen(_Tagged, frozen=True):
+class RankStoreOpen(_Tagged, frozen=True):
     """Whose values these are: the digest of the engine's compatibility key. Before any order."""
 
     compat: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
 
 
-class ShelfLookup(_Tagged, frozen=True):
+class RankStoreLookup(_Tagged, frozen=True):
     order: _Order
     hashes: _Hashes
     timeout_s: _Seconds
 
 
-class ShelfGet(_Tagged, frozen=True):
+class RankStoreGet(_Tagged, frozen=True):
     order: _Order
     hashes: _Hashes
     blocks: _Blocks
     timeout_s: _Seconds
 
 
-class ShelfPut(_Tagged, frozen=True):
+class RankStorePut(_Tagged, frozen=True):
     order: _Order
     hashes: _Hashes
     blocks: _Blocks
@@ -70,24 +70,24 @@ class ShelfPut(_Tagged, frozen=True):
     origins: _Writers = ()
 
 
-class ShelfCancel(_Tagged, frozen=True):
+class RankStoreCancel(_Tagged, frozen=True):
     order: _Order
 
 
-class ShelfAsk(_Tagged, frozen=True):
-    """Which orders are open? Asked after something may have been lost; answered by `ShelfHas`."""
+class RankStoreAsk(_Tagged, frozen=True):
+    """Which orders are open? Asked after something may have been lost; answered by `RankStoreHas`."""
 
     ask: _Order
 
 
-ShelfOrder = ShelfLookup | ShelfGet | ShelfPut
-ShelfCommand = ShelfOpen | ShelfTrust | ShelfOrder | ShelfCancel | ShelfAsk
+RankStoreOrder = RankStoreLookup | RankStoreGet | RankStorePut
+RankStoreCommand = RankStoreOpen | RankStoreTrust | RankStoreOrder | RankStoreCancel | RankStoreAsk
 
 
 # --- news
 
 
-class ShelfEnded(_Tagged, frozen=True):
+class RankStoreEnded(_Tagged, frozen=True):
     """`store.base.OrderEnded` of one rank."""
 
     order: _Order
@@ -97,7 +97,7 @@ class ShelfEnded(_Tagged, frozen=True):
     writers: _Writers = ()
 
     @classmethod
-    def of(cls, ended: OrderEnded) -> ShelfEnded:
+    def of(cls, ended: OrderEnded) -> RankStoreEnded:
         return cls(ended.order, ended.count, ended.reason, ended.detail[:DETAIL_CHARS_MAX], ended.writers)
 
     @property
@@ -105,20 +105,20 @@ class ShelfEnded(_Tagged, frozen=True):
         return OrderEnded(OrderId(self.order), self.count, self.reason, self.detail, self.writers)
 
 
-class ShelfHas(_Tagged, frozen=True):
+class RankStoreHas(_Tagged, frozen=True):
     """The orders whose end was not reported yet."""
 
     ask: _Order
     orders: _Orders
 
 
-class ShelfCounts(_Tagged, frozen=True):
+class RankStoreCounts(_Tagged, frozen=True):
     """The rank's counters that changed."""
 
     counts: Annotated[dict[_Counter, int], Meta(max_length=COUNTERS_MAX)]
 
 
-ShelfNews = ShelfEnded | ShelfHas | ShelfCounts
+RankStoreNews = RankStoreEnded | RankStoreHas | RankStoreCounts
 
 
 # --- packing

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from kvbaton.ranks.store_trust import ShelfTrust
+from kvbaton.ranks.store_trust import RankStoreTrust
 from kvbaton.store.interface import OrderEnded, OrderId
 
 __all__ = ["OrderEnded", "OrderId", "RankStoreInterface"]
@@ -31,7 +31,7 @@ class RankStoreInterface(Protocol):
     def get(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
         """Load the longest prefix of these into the blocks, one hash each."""
 
-    def set_trust(self, trust: ShelfTrust) -> None:
+    def set_trust(self, trust: RankStoreTrust) -> None:
         """Who this engine writes as, and whose values count, from now on."""
 
     def put(

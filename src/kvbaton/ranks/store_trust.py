@@ -33,7 +33,7 @@ _Id = Annotated[bytes, Meta(min_length=WRITER_BYTES, max_length=WRITER_BYTES)]
 _Key = Annotated[bytes, Meta(min_length=SIGNING_KEY_BYTES, max_length=SIGNING_KEY_BYTES)]
 
 
-class ShelfTrust(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class RankStoreTrust(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Who writes as whom; also a message to a rank."""
 
     me: _Id
@@ -47,14 +47,14 @@ class ShelfTrust(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return StoreTrust(self.me, sign, self.writers, _check, frozenset(self.gone))
 
     def __repr__(self) -> str:
-        return f"ShelfTrust(writers={len(self.writers)})"
+        return f"RankStoreTrust(writers={len(self.writers)})"
 
 
 def _check(key: bytes, payload: bytes, signature: bytes) -> bool:
     return verify(CONTEXT, key, payload, signature)
 
 
-def trust_of(keyring: Keyring) -> ShelfTrust:
+def trust_of(keyring: Keyring) -> RankStoreTrust:
     if not keyring.admission and not keyring.peers.keys() - {keyring.name}:
         return _unkeyed()
     writers: dict[bytes, tuple[bytes, ...]] = {}
@@ -64,20 +64,20 @@ def trust_of(keyring: Keyring) -> ShelfTrust:
                 writers[writer_id(f"{name} {key}")] = keyring.signing_keys(name)
     private = keyring.signer.private if may(keyring.role_of(keyring.name), Act.GRANT) else b""
     gone = tuple(sorted(map(mark_of, keyring.removed_names)))
-    return ShelfTrust(writer_id(f"{keyring.name} {keyring.public}"), private, writers, gone[:WRITERS_MAX])
+    return RankStoreTrust(writer_id(f"{keyring.name} {keyring.public}"), private, writers, gone[:WRITERS_MAX])
 
 
 @functools.cache
-def _unkeyed() -> ShelfTrust:
+def _unkeyed() -> RankStoreTrust:
     """Of engines that share a store and have no keys: all of them are one writer, and its signature proves nothing but
     that the bytes are whole. There is no member to tell from another, and none to remove."""
     signer = Signer.from_private(bytes(SIGNING_KEY_BYTES))
     me = writer_id("")
-    return ShelfTrust(me, signer.private, {me: (signer.public,)})
+    return RankStoreTrust(me, signer.private, {me: (signer.public,)})
 
 
-def bind_store(shelf: EngineStore, node: ClusterNode) -> None:
-    """The shelf believes whom the node's keys name, from now on; the node knows from whom values came."""
+def bind_store(store: EngineStore, node: ClusterNode) -> None:
+    """The store believes whom the node's keys name, from now on; the node knows from whom values came."""
     writers = _Writers(node.keyring)
 
     def taken(named: tuple[bytes, ...]) -> bool:
@@ -91,10 +91,10 @@ def bind_store(shelf: EngineStore, node: ClusterNode) -> None:
 
     def renewed(keyring: Keyring) -> None:
         writers.take(keyring)
-        shelf.set_trust(trust_of(keyring))
+        store.set_trust(trust_of(keyring))
 
-    shelf.provenance.on_taken = taken
-    shelf.set_trust(trust_of(node.keyring))
+    store.provenance.on_taken = taken
+    store.set_trust(trust_of(node.keyring))
     node.on_keys.append(renewed)
 
 

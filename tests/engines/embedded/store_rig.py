@@ -16,8 +16,8 @@ from kvbaton.node.epochs import EpochTable
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId
-from kvbaton.ranks.engine_store import EngineStore, ShelfSettings
-from kvbaton.ranks.rank_store import LocalShelf
+from kvbaton.ranks.engine_store import EngineStore, EngineStoreSettings
+from kvbaton.ranks.rank_store import LocalRankStore
 from kvbaton.ranks.rank_values import rank_values
 from kvbaton.store.interface import Backend
 from kvbaton.testing.store_harness import FaultyBackend
@@ -27,7 +27,7 @@ from .helpers import TINY, engine
 
 COMPAT = "d" * 32
 DEADLINE_S = 40.0
-PATIENT = ShelfSettings(lookup_timeout_s=30.0, get_timeout_s=30.0, put_timeout_s=30.0)
+PATIENT = EngineStoreSettings(lookup_timeout_s=30.0, get_timeout_s=30.0, put_timeout_s=30.0)
 """The machine may stand still for seconds, and what is not answered in time is a miss."""
 KEY = b"k" * 32
 
@@ -107,7 +107,7 @@ def store_rig(
     model: ModelConfig = TINY,
     policy: FailurePolicy = "recompute",
     clock: Callable[[], float] | None = None,
-    settings: ShelfSettings | None = None,
+    settings: EngineStoreSettings | None = None,
     **changes: object,
 ) -> StoreRig:
     faulty = FaultyBackend(backend)
@@ -126,7 +126,7 @@ def store_rig(
     geometry = plain.memory.geometry
     regions = [memoryview(bytearray(geometry.region_bytes)) for _ in range(geometry.cache.tp)]
     layout = engine_layout(geometry)
-    ranks = [LocalShelf(faulty, rank_values(layout, rank, COMPAT), [region]) for rank, region in enumerate(regions)]
+    ranks = [LocalRankStore(faulty, rank_values(layout, rank, COMPAT), [region]) for rank, region in enumerate(regions)]
     shelf = EngineStore(ranks, settings or PATIENT)
     more = {} if clock is None else {"clock": clock}
     storing = EmbeddedStoring(shelf, doorway, geometry.cache.block_tokens, **more)

@@ -14,7 +14,7 @@ from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import RequestId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
-from kvbaton.ranks.engine_store import ShelfSettings
+from kvbaton.ranks.engine_store import EngineStoreSettings
 from kvbaton.store.memory_backend import MemoryBackend
 
 from .helpers import answer_alone, prompt, request
@@ -226,7 +226,7 @@ def test_a_look_up_that_hangs_holds_its_request_no_longer_than_its_time(make: Ma
 
 
 def test_the_node_times_a_look_up_out_first(make: Make) -> None:
-    rig = make(settings=ShelfSettings(lookup_timeout_s=0.05))
+    rig = make(settings=EngineStoreSettings(lookup_timeout_s=0.05))
     rig.faulty.hangs.add("exists")
     ask(rig, "a", prompt(1, 50))
     rig.until(lambda: len(rig.answer("a")) == 6)

@@ -18,8 +18,8 @@ from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.node.cluster_node import EngineFacts
 from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.compat import digest as compat_digest
-from kvbaton.ranks.engine_store import EngineStore, ShelfSettings
-from kvbaton.ranks.rank_store import LocalShelf
+from kvbaton.ranks.engine_store import EngineStore, EngineStoreSettings
+from kvbaton.ranks.rank_store import LocalRankStore
 from kvbaton.ranks.rank_values import NotStorable, rank_values
 from kvbaton.ranks.store_address import opener, store_place
 from kvbaton.store.interface import Backend
@@ -71,10 +71,10 @@ def open_store(
     make, owned = opener(store_place(options.store), keyring, ranks=len(regions), server=options.store_name)
     backends = [make() for _ in regions] if owned else [make()] * len(regions)
     ranks = [
-        LocalShelf(backend, each, [region], owned=owned)
+        LocalRankStore(backend, each, [region], owned=owned)
         for backend, each, region in zip(backends, values, regions, strict=True)
     ]
-    settings = ShelfSettings(
+    settings = EngineStoreSettings(
         lookup_timeout_s=options.store_timeout,
         get_timeout_s=GET_PER_LOOKUP * options.store_timeout,
         put_timeout_s=min(20.0, options.transfer_timeout),

@@ -211,7 +211,7 @@ def _cluster_settings(settings: ConnectorSettings) -> ClusterSettings:
 
 def _make_shelf(links: RankLinks, facts: EngineFacts, settings: ConnectorSettings) -> EngineStore:
     """The store as all ranks together reach it; each is told in whose name."""
-    shelves = [shelf for rank in range(len(links)) if (shelf := links.shelf(rank)) is not None]
+    shelves = [shelf for rank in range(len(links)) if (shelf := links.store(rank)) is not None]
     if len(shelves) < len(links):
         raise RuntimeError("kvbaton: a worker of this engine was started without its store; restart the engine")
     for shelf in shelves:

@@ -60,7 +60,7 @@ class WorkerSide:
         role = self._settings.plays(self._config.kv_transfer_config)
         ranks = self._config.parallel_config.world_size
         shelf = rank_shelf(self._settings, facts, rank, ranks, cache.memories, role=role)
-        self._host = RankHost(rank, planes_over(cache, self._settings), self._settings.control_host, shelf=shelf)
+        self._host = RankHost(rank, planes_over(cache, self._settings), self._settings.control_host, store=shelf)
         interpreter.share()
         self._host.start()
         self._facts = facts

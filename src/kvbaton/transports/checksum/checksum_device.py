@@ -113,9 +113,9 @@ def _rows(due: DueDigest) -> Spans:
     return as_spans(np.stack((DIGEST_BYTES * np.arange(len(told)), told[:, 0], told[:, -1]), axis=1))
 
 
-# The digest of a range: 64-bit words, little-endian, the last padded with zeros. Each is combined with a key of its
-# position (position + 1, times 0x9E3779B97F4A7C15) and put through a mixer, and all are added, with the length, modulo
-# 2**64. For a fixed position the mixer is one to one, so a change within one word always changes the digest.
+# The digest of a range: 64-bit words, little-endian, the last padded with zeros. Each is combined with a key made of
+# its position (position + 1, times 0x9E3779B97F4A7C15) and put through a mixer, and all are added, with the length,
+# modulo 2**64. For a fixed position the mixer is one to one, so a change within one word always changes the digest.
 # Several changes cancel only by chance, one time in 2**64; so do words that swapped positions. Addition in any order
 # gives the same result, which lets thousands of threads share the work. It detects accidents, no attacker who chooses
 # the bytes: knowing the mixer, one can find two inputs with one digest. A peer's data is authenticated by other means.

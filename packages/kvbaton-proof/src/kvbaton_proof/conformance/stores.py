@@ -15,8 +15,8 @@ from typing import Any
 
 from kvbaton.control import keyring as keys
 from kvbaton.control.zmq import ZmqControl
-from kvbaton.ranks.rank_store_link import RemoteShelf
-from kvbaton.ranks.rank_store_messages import ShelfNews
+from kvbaton.ranks.rank_store_link import RemoteRankStore
+from kvbaton.ranks.rank_store_messages import RankStoreNews
 from kvbaton.ranks.store_address import STORE_NAME
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.store_server import StoreServer
@@ -120,19 +120,19 @@ class Silence:
 @contextlib.contextmanager
 def silence() -> Iterator[Silence]:
     """A tap on what the ranks of this process tell their engines of the store."""
-    tap, genuine = Silence(), RemoteShelf.take
+    tap, genuine = Silence(), RemoteRankStore.take
 
-    def take(self: RemoteShelf, news: ShelfNews) -> None:
+    def take(self: RemoteRankStore, news: RankStoreNews) -> None:
         if tap.holds:
             tap.kept.append(partial(genuine, self, news))
         else:
             genuine(self, news)
 
     try:
-        RemoteShelf.take = take  # type: ignore[method-assign]
+        RemoteRankStore.take = take  # type: ignore[method-assign]
         yield tap
     finally:
-        RemoteShelf.take = genuine  # type: ignore[method-assign]
+        RemoteRankStore.take = genuine  # type: ignore[method-assign]
         tap.release()
 
 

@@ -27,7 +27,7 @@ from kvbaton.protocol.ids import WorkerId, is_worker_id
 from kvbaton.protocol.privileges import Role
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX
-from kvbaton.ranks.engine_store import ShelfSettings
+from kvbaton.ranks.engine_store import EngineStoreSettings
 from kvbaton.ranks.store_address import STORE_NAME, store_place
 from kvbaton.security.sealing import Encrypt
 from kvbaton.transports import catalogue
@@ -215,9 +215,9 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             changes["control_port"] = self.control_port + rank
         return msgspec.structs.replace(self, **changes)
 
-    def shelf(self) -> ShelfSettings:
+    def shelf(self) -> EngineStoreSettings:
         """How long the engine waits for its store."""
-        return ShelfSettings(
+        return EngineStoreSettings(
             lookup_timeout_s=self.store_timeout,
             get_timeout_s=GET_PER_LOOKUP * self.store_timeout,
             put_timeout_s=min(PUT_S_MAX, self.transfer_timeout),

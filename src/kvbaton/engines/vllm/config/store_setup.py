@@ -22,8 +22,8 @@ from kvbaton.engines.vllm.memory.vllm_layout import RankFacts, engine_layout
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.privileges import Role
 from kvbaton.ranks.device_store import DeviceRankStore, StagingShape
-from kvbaton.ranks.rank_store import LocalShelf
-from kvbaton.ranks.rank_store_host import MakeShelf
+from kvbaton.ranks.rank_store import LocalRankStore
+from kvbaton.ranks.rank_store_host import MakeRankStore
 from kvbaton.ranks.rank_values import NotStorable, rank_values
 from kvbaton.ranks.store_address import Served, opener, store_place
 from kvbaton.ranks.store_interface import RankStoreInterface
@@ -90,7 +90,7 @@ def rank_shelf(
     memories: Sequence[memoryview] | Sequence[DeviceMemory],
     gpu: Callable[[int], Gpu] = CudaGpu,
     role: Role = Role.BOTH,
-) -> MakeShelf | None:
+) -> MakeRankStore | None:
     """What makes this rank's shelf, once its engine is known; None without a store. Raises what is told at start.
 
     `gpu`: of the device that the memory is on. `role`: of the engine.
@@ -117,6 +117,6 @@ def rank_shelf(
         values = rank_values(layout, 0, compat)
         if on_device:
             return DeviceRankStore(make(), values, on_device, gpu(on_device[0].device))
-        return LocalShelf(make(), values, views, owned=True)
+        return LocalRankStore(make(), values, views, owned=True)
 
     return made

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter
 
 from kvbaton.ranks.rank_messages import table_bytes
-from kvbaton.ranks.rank_store_messages import ShelfLookup
+from kvbaton.ranks.rank_store_messages import RankStoreLookup
 from kvbaton.ranks.rank_transport import RemoteTransport
 from kvbaton.transports.core.late_identity import UnnamedTransport
 from kvbaton_proof.sim.promises import HANG, LEAK, NEEDLESS, STRANGER, Broken
@@ -26,7 +26,7 @@ def check_step(ranks: LinkedRanks) -> None:
         _check_loss(ranks, rank)
     for number, link in ranks.links._links.items():
         jobs = [job for each in link.transports.values() for job in each._jobs._jobs]
-        asked = [each for each in link.shelf._open.values() if isinstance(each, ShelfLookup)] if link.shelf else []
+        asked = [each for each in link.store._open.values() if isinstance(each, RankStoreLookup)] if link.store else []
         if link.lost and (jobs or asked):
             raise Broken(HANG, f"{ranks.me.worker}: rank {number} is lost, and {jobs or asked} waits for it")
     _check_bounds(ranks)
@@ -50,8 +50,8 @@ def _check_bounds(ranks: LinkedRanks) -> None:
     for link in ranks.links._links.values():
         found.append(("leases", len(link._progress), link.leases_max))
         found.append(("frames", len(link.stream._flight), link.stream.window_max))
-        if link.shelf is not None:
-            found.append(("orders", link.shelf.open_orders, link.shelf.orders_max))
+        if link.store is not None:
+            found.append(("orders", link.store.open_orders, link.store.orders_max))
         for each in link.transports.values():
             found.append(("copies", len(each._jobs._jobs), each._jobs._copies_max))
             largest = max((table_bytes(job.copy) for job in each._jobs._jobs.values()), default=0)

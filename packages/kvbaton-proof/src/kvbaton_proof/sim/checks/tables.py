@@ -62,7 +62,7 @@ def _any(life: Life) -> float:
 
 Bound = Callable[[Life], float]
 AT_REST: dict[str, Bound] = {
-    "Origins._names": _peers, "ShelfTrust.writers": _peers,
+    "Origins._names": _peers, "RankStoreTrust.writers": _peers,
     "Claims.parked": _parked, "PerPeer._counts": _peers,  # who left while it waited, for its term
     "Producer.ended": _tombstones, "Producer.tombstones": _tombstones, "DisownedTickets._why": _tombstones,
     "Remembered._items": _any, "Writer.sessions": _sessions, "Writer.revoked": _sessions,
@@ -71,11 +71,11 @@ AT_REST: dict[str, Bound] = {
     "LedgerContext.counts": _counters, "_Faults.counts": _counters, "Node._backlog": _ranks, "Node.ranks": _ranks,
     "EngineStore._ranks": _ranks, "RankHost._planes": _ranks, "RankLinks._links": _ranks, "RankLinks._near": _ranks,
     "RankLinks._transports": _ranks, "RankLinks._refusals_told": _ranks, "RankLinks._refused": _ranks,
-    "LocalShelf._regions": _ranks, "RankHost._given": _ranks,
+    "LocalRankStore._regions": _ranks, "RankHost._given": _ranks,
     "EngineStore.counters": _counters, "RankHost.counters": _counters, "Stream.counters": _counters,
     "Ledger._of_source": _any, "Ledger._of_target": _any, "Ledger._on_event": _any, "Identity.compat": _any,
     "LedgerContext.marks": _any, "Recorder._failed": _any, "Recorder._kept": _any, "Recorder._untold": _any,
-    "RankInvitation.capabilities": _any, "HostedShelf._told": _any,
+    "RankInvitation.capabilities": _any, "RankStoreHost._told": _any,
 }  # fmt: skip
 
 

@@ -17,9 +17,9 @@ from kvbaton.ranks.rank_host import RankHost
 from kvbaton.ranks.rank_link import RankLink
 from kvbaton.ranks.rank_messages import Cancel, Submit
 from kvbaton.ranks.rank_planes import HostedPlane
-from kvbaton.ranks.rank_store_host import HostedShelf
-from kvbaton.ranks.rank_store_link import RemoteShelf
-from kvbaton.ranks.rank_store_messages import ShelfLookup
+from kvbaton.ranks.rank_store_host import RankStoreHost
+from kvbaton.ranks.rank_store_link import RemoteRankStore
+from kvbaton.ranks.rank_store_messages import RankStoreLookup
 from kvbaton.ranks.rank_stream import Stream, StreamEnvelope
 from kvbaton.ranks.rank_transport import Endpoints, RemoteTransport
 from kvbaton.ranks.rank_values import RankValues
@@ -302,7 +302,7 @@ def _order_end_twice(original: Any) -> Any:
 
 def _early_order_without_end(original: Any) -> Any:
     def begin(self: Any, command: Any) -> None:
-        if self._shelf is not None:
+        if self._store is not None:
             original(self, command)
 
     return begin
@@ -311,7 +311,7 @@ def _early_order_without_end(original: Any) -> Any:
 def _lookup_takes_no_end(original: Any) -> Any:
     def carry_out(self: Any, command: Any) -> None:
         original(self, command)
-        if isinstance(command, ShelfLookup):
+        if isinstance(command, RankStoreLookup):
             self._open.discard(command.order)
 
     return carry_out
@@ -390,13 +390,13 @@ RANK_MUTANTS: tuple[Mutant, ...] = (
     Mutant("rank_names_mixed_up", "20", "all ranks are told to be rank 0",
            swap(rank_link.__dict__, "rank_peer", _all_ranks_are_rank_0)),
     Mutant("rank_lost_ends_gets", "20, 32", "a get of a rank that is lost ends, and its bytes land later",
-           swap(RemoteShelf, "on_lost", _lost_ends_gets)),
+           swap(RemoteRankStore, "on_lost", _lost_ends_gets)),
     Mutant("rank_lookups_wait", "20", "a look-up waits for a rank that is lost",
-           swap(RemoteShelf, "on_lost", _lookups_wait)),
+           swap(RemoteRankStore, "on_lost", _lookups_wait)),
     Mutant("rank_order_without_end", "20", "an order for a store that cannot be reached never ends",
-           swap(HostedShelf, "_begin", _early_order_without_end)),
+           swap(RankStoreHost, "_begin", _early_order_without_end)),
     Mutant("rank_lookup_without_end", "20", "the end of a look-up is not told",
-           swap(HostedShelf, "carry_out", _lookup_takes_no_end)),
+           swap(RankStoreHost, "carry_out", _lookup_takes_no_end)),
     Mutant("rank_value_of_another_block", "20", "a rank's values are those of a neighbouring block",
            swap(RankValues, "pieces", _another_block)),
 )  # fmt: skip

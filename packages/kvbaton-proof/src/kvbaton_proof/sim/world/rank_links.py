@@ -26,7 +26,7 @@ from kvbaton.ranks.rank_host import RankHost
 from kvbaton.ranks.rank_link import LEASES_MAX, RankLinks
 from kvbaton.ranks.rank_messages import SPAN_BYTES, RankDisconnect, RankInvitation
 from kvbaton.ranks.rank_planes import WAITING_MAX
-from kvbaton.ranks.rank_store_messages import ORDERS_MAX, ShelfAsk
+from kvbaton.ranks.rank_store_messages import ORDERS_MAX, RankStoreAsk
 from kvbaton.ranks.rank_stream import Stream
 from kvbaton.ranks.rank_transport import COMMANDS_MAX, RemoteTransport
 from kvbaton.transports.core.late_identity import UnnamedTransport
@@ -119,7 +119,7 @@ class LinkedRanks:
         self.links = RankLinks(
             invitations, traits.ping_s, traits.lost_s, clock=clock, me=me, tell=wake, carrier=self.carrier
         )
-        shelves = [shelf for rank in self.ranks if (shelf := self.links.shelf(rank.number)) is not None]
+        shelves = [shelf for rank in self.ranks if (shelf := self.links.store(rank.number)) is not None]
         self.shelf = make_shelf(shelves, store) if store is not None else None
         self.shelves = shelves
         self.ports = [self._ports(rank, wake) for rank in self.ranks]
@@ -240,7 +240,7 @@ class LinkedRanks:
         process, shelf = carrier.listening, None
         if self.store is not None:
             shelf = self.store.maker(self.carrier, rank.number, process, self._clock)
-        host = RankHost(rank.number, planes, clock=self._clock, shelf=shelf, carrier=carrier)
+        host = RankHost(rank.number, planes, clock=self._clock, store=shelf, carrier=carrier)
         if not self.traits.near:
             del rank_host._HERE[host.invitation.rank_public]  # as in another process
         return host
@@ -288,12 +288,12 @@ class LinkedRanks:
             _tighten(link.stream)
         for link in self.links._links.values() if self.traits.bounded else ():
             link.leases_max = 1
-            if link.shelf is not None:
-                link.shelf.orders_max = 2
-                link.shelf.open(COMPAT)
+            if link.store is not None:
+                link.store.orders_max = 2
+                link.store.open(COMPAT)
             for transport in link.transports.values():
                 transport.commands_max = 8
-            link.post([RankDisconnect("nowhere", self.me), ShelfAsk(0)])
+            link.post([RankDisconnect("nowhere", self.me), RankStoreAsk(0)])
 
     def _loosen(self) -> None:
         """Bounds as they are, so that nothing is refused any more."""
@@ -304,8 +304,8 @@ class LinkedRanks:
                     plane.waiting_max = WAITING_MAX
         for link in self.links._links.values():
             link.leases_max = LEASES_MAX
-            if link.shelf is not None:
-                link.shelf.orders_max = ORDERS_MAX
+            if link.store is not None:
+                link.store.orders_max = ORDERS_MAX
             for transport in link.transports.values():
                 transport.commands_max = COMMANDS_MAX
 

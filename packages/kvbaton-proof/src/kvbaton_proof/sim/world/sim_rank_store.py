@@ -1,6 +1,6 @@
 """A shared store behind rank links: what P puts there, an engine of the same shape gets, rank by rank, as real bytes.
 
-The shelf, the links to the ranks' shelves, `LocalShelf` with its values and the store's keeper are production code;
+The shelf, the links to the ranks' shelves, `LocalRankStore` with its values and the store's keeper are production code;
 threads of the store are turns of the world, and the back end is in memory, slow, failing or stuck now and then.
 
 Laws: what a get brings is the prompt's, in every cell (checked when it is read). Its blocks are held until every rank
@@ -21,14 +21,14 @@ import msgspec
 
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.geometry.layout import EngineLayout
-from kvbaton.ranks.engine_store import AskId, EngineStore, ShelfSettings, StoreTold
+from kvbaton.ranks.engine_store import AskId, EngineStore, EngineStoreSettings, StoreTold
 from kvbaton.ranks.rank_carrying import Clock
-from kvbaton.ranks.rank_store import LocalShelf, shelf_settings
-from kvbaton.ranks.rank_store_host import MakeShelf
-from kvbaton.ranks.rank_store_link import RemoteShelf
+from kvbaton.ranks.rank_store import LocalRankStore, rank_store_settings
+from kvbaton.ranks.rank_store_host import MakeRankStore
+from kvbaton.ranks.rank_store_link import RemoteRankStore
 from kvbaton.ranks.rank_values import rank_values
 from kvbaton.ranks.store_interface import RankStoreInterface
-from kvbaton.ranks.store_trust import ShelfTrust
+from kvbaton.ranks.store_trust import RankStoreTrust
 from kvbaton.store.content_keys import keys
 from kvbaton.store.interface import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
 from kvbaton.store.memory_backend import MemoryBackend
@@ -46,7 +46,7 @@ from kvbaton_proof.sim.world.touches import ALWAYS
 from kvbaton_proof.sim.world.world import InjectedFault, World
 
 COMPAT = "5" * 32
-SETTINGS = ShelfSettings(lookup_timeout_s=1.0, get_timeout_s=3.0, put_timeout_s=4.0, asks_max=8, puts_max=4)
+SETTINGS = EngineStoreSettings(lookup_timeout_s=1.0, get_timeout_s=3.0, put_timeout_s=4.0, asks_max=8, puts_max=4)
 CALL_S, SLOW, SLOW_S, STUCK_S = 0.02, 0.1, 0.6, 8.0
 BACKOFF_S = 1.0
 """For so long a store that failed is not asked again."""
@@ -203,12 +203,12 @@ class RankStore:
         self.backend = backend
         self._layout = layout
         self._memory = memory
-        self.shelves: list[LocalShelf] = []
-        self._of_rank: dict[int, LocalShelf] = {}
+        self.shelves: list[LocalRankStore] = []
+        self._of_rank: dict[int, LocalRankStore] = {}
         self.kept: dict[int, SimKept] = {}  # by rank
         self.told: set[int] = set()  # ranks that know whose shelf theirs is
 
-    def maker(self, carrier: SimCarrier, rank: int, process: SimProcess, clock: Clock) -> MakeShelf:
+    def maker(self, carrier: SimCarrier, rank: int, process: SimProcess, clock: Clock) -> MakeRankStore:
         def make(compat: str) -> RankStoreInterface:
             self.told.add(rank)
             if carrier.chance(self.fails / 4):
@@ -216,7 +216,7 @@ class RankStore:
                 raise InjectedFault("the simulated store cannot be reached")
             values = rank_values(self._layout, rank, compat)
             settings = msgspec.structs.replace(
-                shelf_settings(values.space.value_bytes),
+                rank_store_settings(values.space.value_bytes),
                 values_per_call_max=2,
                 orders_max=3,
                 stuck_max=2,
@@ -225,7 +225,7 @@ class RankStore:
                 retry_s_max=0.5,
             )
             keep = partial(SimKept, carrier, process, clock, lambda: self.fails)
-            shelf = LocalShelf(self.backend, values, [memoryview(self._memory[rank])], settings, keep=keep)
+            shelf = LocalRankStore(self.backend, values, [memoryview(self._memory[rank])], settings, keep=keep)
             assert isinstance(shelf._store, SimKept)
             self.shelves.append(shelf)
             self._of_rank[rank] = shelf
@@ -246,7 +246,7 @@ class RankStore:
         for kept in self.kept.values():
             kept.abandon()
 
-    def check_at_rest(self, name: str, ranks: Sequence[RemoteShelf], shelf: EngineStore) -> None:
+    def check_at_rest(self, name: str, ranks: Sequence[RemoteRankStore], shelf: EngineStore) -> None:
         if shelf._open or any(rank.open_orders for rank in ranks):
             raise Broken(HANG, f"{name}: orders of the store are open at rest: {list(shelf._open)[:3]}")
         if len(self.told) < len(ranks):
@@ -259,10 +259,10 @@ class RankStore:
             raise Broken(LEAK, f"{name}: the store still pins blocks at rest")
 
 
-class WatchedShelf:
+class WatchedRankStore:
     """A rank's shelf as the engine drives it: what has ended is at rest in the rank, and ends once."""
 
-    def __init__(self, inner: RemoteShelf, rank: int, store: RankStore) -> None:
+    def __init__(self, inner: RemoteRankStore, rank: int, store: RankStore) -> None:
         self._inner = inner
         self._rank = rank
         self._store = store
@@ -289,7 +289,7 @@ class WatchedShelf:
         if not all(each.isdisjoint(blocks) for each in self._getting.values()):
             raise Broken(WRONG, f"rank {self._rank}: a get is over for its engine, and this rank has not ended it")
 
-    def set_trust(self, trust: ShelfTrust) -> None:
+    def set_trust(self, trust: RankStoreTrust) -> None:
         self._inner.set_trust(trust)
 
     def put(
@@ -318,11 +318,11 @@ class WatchedShelf:
         return ends
 
 
-def make_shelf(ranks: Sequence[RemoteShelf], store: RankStore) -> EngineStore:
+def make_shelf(ranks: Sequence[RemoteRankStore], store: RankStore) -> EngineStore:
     for rank in ranks:
         rank.open(COMPAT)
     return EngineStore(
-        [cast(RankStoreInterface, WatchedShelf(each, number, store)) for number, each in enumerate(ranks)], SETTINGS
+        [cast(RankStoreInterface, WatchedRankStore(each, number, store)) for number, each in enumerate(ranks)], SETTINGS
     )
 
 
@@ -430,7 +430,7 @@ class ShelfFetching(Fetching):
 
     def _landed(self, fetch: Fetch, told: StoreTold) -> None:
         for rank in self._shelf._ranks:
-            cast(WatchedShelf, rank).check_quiet(fetch.held)
+            cast(WatchedRankStore, rank).check_quiet(fetch.held)
         landed = fetch.blocks[0][: told.count]
         for blank in self.device.blank:
             blank.difference_update(landed)
