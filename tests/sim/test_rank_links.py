@@ -247,7 +247,7 @@ def test_a_world_that_is_given_up_leaves_nothing_behind(monkeypatch: pytest.Monk
     left: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", left.append)
     with find("rank_frame_twice").switch():
-        seen = look(11)
+        seen = look(7)
     gc.collect()
     assert seen is not None and "carried out twice" in seen.what and not left
 

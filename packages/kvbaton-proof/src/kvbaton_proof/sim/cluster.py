@@ -40,6 +40,8 @@ PROBES_S = 16.0
 PROBE_APART_S = 2.0
 """Of one pair: where quotas are tight the handoff before must be over."""
 PROBE_LIES_S = 8.0
+STRANGERS = 0.3
+"""Of pulls, those that are asked for without a ticket of this cluster."""
 
 Told = Callable[[str, str], None]
 """How a leg ended, and the detail; `left` comes before that, when the client goes."""
@@ -228,12 +230,20 @@ class Cluster:
                     self.world.touch("late_ticket", handoff_of(ticket), lasts_s=delay)
                 self.world.after(delay, partial(self._decode, index, reader, content, tokens, "pull", errand))
 
-        self.add(index, source, content, tokens, "prefill", prefilled, max_readers=len(targets))
+        asked_with = "" if self.world.chance(STRANGERS) else self._minted(source, target)
+        self.add(
+            index, source, content, tokens, "prefill", prefilled, ticket=asked_with, max_readers=len(targets)
+        )  # fmt: skip
+
+    def _minted(self, source: Life, target: Life) -> str:
+        """A router's own ticket for a pair, with which P is asked."""
+        handoff = handoff_id(TransferId(f"{self.world.rng.getrandbits(128):032x}"))
+        ticket = Ticket(handoff, source.peer.worker, self.world.now + 5.0, target=target.peer.worker)
+        return seal(ticket, TICKET_KEY)
 
     def _both_at_once(self, index: int, source: Life, target: Life, content: int, tokens: int, mode: str) -> None:
         rng = self.world.rng
-        handoff = handoff_id(TransferId(f"{rng.getrandbits(128):032x}"))
-        ticket = seal(Ticket(handoff, source.peer.worker, self.world.now + 5.0, target=target.peer.worker), TICKET_KEY)
+        ticket = self._minted(source, target)
         self.liars.overhear(ticket, digest_for(content, tokens), target.peer.worker)
         errand = Errand(source.peer.worker, ticket)
         prefill = partial(
@@ -245,9 +255,7 @@ class Cluster:
             "prefill",
             lambda how, detail: self.router.on_source(errand, how),
             mode,
-            "",
-            handoff,
-            target.peer.worker,
+            ticket,
             errand=errand,
         )
         decode = partial(self._decode, index, target, content, tokens, mode, errand)
@@ -306,8 +314,6 @@ class Cluster:
         then: Told,
         mode: str = "pull",
         ticket: str = "",
-        handoff: str = "",
-        target: str = "",
         max_readers: int = 1,
         trusted: bool = True,
         errand: Errand | None = None,
@@ -318,7 +324,7 @@ class Cluster:
         leg = Leg(index, life, then)
         self.legs.append(leg)
         if not life.alive:
-            self.world.touch("crashed", handoff, handoff_of(ticket) if ticket else "")
+            self.world.touch("crashed", handoff_of(ticket) if ticket else "")
             self.end_leg(leg, "error", "the worker is dead")
             return
 
@@ -331,8 +337,6 @@ class Cluster:
             partial(self.end_leg, leg),
             mode,
             ticket,
-            HandoffId(handoff),
-            WorkerId(target),
             max_readers,
             trusted=trusted,
             prefers=prefers,

@@ -24,7 +24,6 @@ from kvbaton.control.keyring import Keyring
 from kvbaton.control.signing import Signer
 from kvbaton.node.cluster_node import renewed_keys
 from kvbaton.node.doorway import ForgetCached
-from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CacheReplaced, Departed, Groups
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.machines.ledger import Ledger
@@ -136,8 +135,7 @@ class Members:
         """An engine says that its cache was replaced, as vLLM does also when it could not empty it."""
         view = self._views[self._rng.choice(sorted(self._views))]
         if view.life.alive:
-            view.end_leases()
-            view.life.doorway.cache_replaced()
+            view.replaces()
 
 
 class View:
@@ -157,8 +155,8 @@ class View:
         engine.on_forget = self._forget
         around(engine, "_allocate", self._allocate)
         around(engine, "_check_tokens", self._check_tokens)
-        around(engine, "_finish_prefill", self._finish_prefill)
-        around(engine, "begin_lease", self._begin_lease)
+        around(engine, "put_away", self._put_away)
+        around(engine, "_start_prefill", self._start_prefill)
         around(engine, "finish", self._finish)
         around_item(self.ledger._on_event, CacheReplaced, self._replaced)
         if life.ranks is not None and life.ranks.shelf is not None:
@@ -185,14 +183,14 @@ class View:
     def is_spoilt(self, request: SimRequest) -> bool:
         return request.era != self.era
 
-    def end_leases(self) -> None:
-        """What is handed over while it is computed may be computed on what was forgotten."""
-        life = self.life
-        self._members.world.touch("cache_replaced", life.peer.worker, lasts_s=SOON_S)
-        for request in life.engine.requests.values():
-            if request.lease is not None:
-                life.doorway.source_ended(request.lease, Reason.SOURCE_ABORTED)
-                request.lease = None
+    def replaces(self) -> None:
+        """The engine says that its cache was replaced, also what is handed over while it is computed."""
+        self._doubt()
+        self.life.engine.prefill.voided()
+        self.life.doorway.cache_replaced()
+
+    def _doubt(self) -> None:
+        self._members.world.touch("cache_replaced", self.life.peer.worker, lasts_s=SOON_S)
 
     # --- what the engine does
 
@@ -203,7 +201,10 @@ class View:
             raise Broken(
                 NEEDLESS, f"{self.life.peer.worker}: forgets its cache {self.era} times, for {self.told} removals"
             )
-        self.end_leases()
+        self._doubt()
+        for prompt in self.life.engine.prefill.prompts.values():  # given up, whether or not they have begun
+            self._members.world.touch("removed", *prompt.request.handoffs)
+        self.life.engine.void()
         self._members.world.faults["caches_forgotten"] += 1
         self.life.engine.prefixes.forget()
         self.life.doorway.cache_forgotten(duty, 0)
@@ -225,7 +226,7 @@ class View:
 
     def _check_tokens(self, original: Any, request: SimRequest, tokens: int, when: str) -> None:
         original(request, tokens, when)
-        ticket = request.ticket if when in _LANDED else request.offer[0] if request.offer is not None else ""
+        ticket = request.offer[0] if request.offer is not None else request.ticket
         if when in _LANDED or when.startswith("as taken"):
             self.takes(request, self._members.handed.get(handoff_of(ticket), frozenset()), when)
         if when == "as delivered":
@@ -234,14 +235,13 @@ class View:
             for blank in self.life.engine.device.blank:
                 blank.difference_update(block for ids in request.blocks for block in ids[: request.tokens // size])
 
-    def _begin_lease(self, original: Any, request: SimRequest) -> None:
-        self._members.handed[request.handoff] = request.rests | {self.origin}
+    def _start_prefill(self, original: Any, request: SimRequest) -> None:
+        if request.role == "prefill":
+            self._members.handed[handoff_of(request.ticket)] = request.rests | {self.origin}
         original(request)
 
-    def _finish_prefill(self, original: Any, request: SimRequest) -> None:
-        if self.is_spoilt(request):
-            self.life.engine.finish(request, "failed", "computed on what was forgotten")
-        else:
+    def _put_away(self, original: Any, request: SimRequest) -> None:
+        if not self.is_spoilt(request):
             original(request)
 
     def _finish(self, original: Any, request: SimRequest, how: str, detail: str) -> None:

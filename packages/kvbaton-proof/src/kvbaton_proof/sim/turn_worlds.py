@@ -55,7 +55,7 @@ def _drawn(seed: int) -> tuple[World, Plan]:
         plan = draw(world.rng)
         if plan.liars or not all(map(_is_plain, (*plan.prefill, *plan.decode))):
             continue
-        defers = tuple(msgspec.structs.replace(each, defers=True) for each in plan.prefill)
+        defers = tuple(msgspec.structs.replace(each, defers=True, policy="recompute") for each in plan.prefill)
         if seed % REMOVES == EVERY:
             return world, _with_removals(world.rng, plan, apart=seed % (2 * REMOVES) == EVERY)
         both = plan.prefill == plan.decode
@@ -75,7 +75,9 @@ def _with_removals(rng: random.Random, plan: Plan, apart: bool) -> Plan:
     """The plan's engines as three members; `apart`: with a store, which their ranks reach, and without turns."""
     first = plan.decode[0]
     members = alike(first, NAMES, first.transports, first.shape.group_layers[:1] if apart else first.shape.group_layers)
-    able = {"features": int(ALL_FEATURES), "defers": True, "reuses_soon": False, "pins": 1.0}
+    able = {
+        "features": int(ALL_FEATURES), "defers": True, "reuses_soon": False, "pins": 1.0, "policy": "recompute",
+    }  # fmt: skip
     if apart:
         traits = RankTraits(store=True)
         members = tuple(msgspec.structs.replace(each, ranks=traits, put=PUT, get=GET, **able) for each in members)

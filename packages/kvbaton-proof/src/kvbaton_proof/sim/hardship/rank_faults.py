@@ -163,7 +163,7 @@ class RankTroubles:
         life, ranks, number = found
         self.world.faults["rank_dies" if dies else "rank_hangs"] += 1
         self.world.tell(f"{life.peer.worker} rank {number} {'dies' if dies else 'hangs'}")
-        life.engine.stop()
+        life.engine.device.stopped = True
         if dies:
             ranks.kill(number)
             if self._rng.random() < 0.5:

@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+from kvbaton.engines.side.prefill import PrefillSide
 from kvbaton.protocol.effects import CancelCopy, Direction
 from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.machines.context import LedgerContext
 from kvbaton.protocol.machines.producer import Producer
 from kvbaton_proof.sim.mutants.mutation import Mutant, swap
-from kvbaton_proof.sim.world.sim_announcing import Announcer
 from kvbaton_proof.sim.world.sim_device import Step
 from kvbaton_proof.sim.world.sim_engine import SimEngine
+from kvbaton_proof.sim.world.sim_sides import Announcer
 from kvbaton_proof.sim.world.sim_transport import SimTransport
 
 # --- P
@@ -26,20 +27,20 @@ def _layer_at_issue(original: Any) -> Any:
     def issue(self: Any, works: Any) -> None:
         original(self, works)
         for work in works if self.announcer.layerwise else ():
-            if work.has > work.had:
-                self.doorway.progressed(work.lease, self.announcer._ahead(work, 1))
+            if work.leaving is not None:
+                self.doorway.progressed(work.leaving.lease, self.announcer._ahead(work.leaving, 1))
 
     return issue
 
 
 def _chunk_at_issue(original: Any) -> Any:
-    def issue(self: Any, works: Any) -> None:
-        original(self, works)
-        for work in works:
-            if work.has > work.had:
-                self.doorway.progressed(work.lease, whole([work.has] * len(self.shape.group_layers)))
+    def scheduled(self: Any, *arguments: Any) -> Any:
+        leaving = original(self, *arguments)
+        if leaving is not None:
+            self.door.progressed(leaving.lease, whole(leaving.has))
+        return leaving
 
-    return issue
+    return scheduled
 
 
 def _grant_at_issue(original: Any) -> Any:
@@ -53,13 +54,13 @@ def _grant_at_issue(original: Any) -> Any:
 
 
 def _one_layer_more(original: Any) -> Any:
-    return lambda self, work, layers: original(self, work, min(layers + 1, self.shape.layers))
+    return lambda self, leaving, layers: original(self, leaving, min(layers + 1, self.shape.layers))
 
 
 def _event_for_all_ranks(original: Any) -> Any:
-    def announce_layer(self: Any, work: Any, rank: int, layer: int, late_s: float) -> None:
+    def announce_layer(self: Any, leaving: Any, rank: int, layer: int, late_s: float) -> None:
         for each in range(self.shape.ranks):
-            original(self, work, each, layer, late_s)
+            original(self, leaving, each, layer, late_s)
 
     return announce_layer
 
@@ -148,7 +149,7 @@ DEVICE_MUTANTS: tuple[Mutant, ...] = (
     Mutant("layer_announced_at_issue", "30", "a layer is announced when its hook is called, not by its event",
            swap(SimEngine, "_issue", _layer_at_issue)),
     Mutant("chunk_announced_at_issue", "30", "a chunk is announced when it is scheduled, not with its output",
-           swap(SimEngine, "_issue", _chunk_at_issue)),
+           swap(PrefillSide, "scheduled", _chunk_at_issue)),
     Mutant("granted_at_issue", "30", "a prompt is leased when its last chunk is issued",
            swap(SimEngine, "_issue", _grant_at_issue)),
     Mutant("event_of_the_layer_before", "30", "an event was recorded before the layer that it is taken for",

@@ -6,6 +6,7 @@ import base64
 import contextlib
 from typing import Any
 
+from kvbaton.engines.side.grouping import Grouping
 from kvbaton.node import doorway
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import Node
@@ -14,7 +15,7 @@ from kvbaton.protocol import events as ev
 from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.wire import ticket
 from kvbaton_proof.sim.mutants.mutation import Mutant, both, swap
-from kvbaton_proof.sim.world import sim_engine, sim_request
+from kvbaton_proof.sim.world import sim_request
 
 
 def _epochs_never_raised(original: Any) -> Any:
@@ -130,10 +131,11 @@ def _frames_before_events(original: Any) -> Any:
 
 
 def _partial_blocks_ready(original: Any) -> Any:
-    def chunk_end(self: Any, request: Any) -> int:
-        return int(-(-request.computed // self.shape.block_tokens))
+    def whole_blocks(self: Any, tokens: int) -> tuple[int, ...]:
+        sizes = zip(self.at_end, self.block_tokens, strict=True)
+        return tuple(0 if late else -(-tokens // size) for late, size in sizes)
 
-    return chunk_end
+    return whole_blocks
 
 
 def _backlog_lost(original: Any) -> Any:
@@ -167,7 +169,7 @@ DOOR_MUTANTS: tuple[Mutant, ...] = (
     Mutant("watcher_per_lease", "7", "one slot per block: the second lease's closure is lost",
            swap(EpochTable, "raise_epoch", _watcher_per_lease)),
     Mutant("partial_blocks_ready", "10", "a block grows after it was read",
-           swap(sim_engine.SimEngine, "_chunk_end", _partial_blocks_ready)),
+           swap(Grouping, "whole", _partial_blocks_ready)),
     Mutant("ready_before_done", "10", "Ready before the device is done",
            swap(doorway.Doorway, "pin", _ready_before_done)),
     Mutant("cancelled_backlog_lost", "17", "a copy that never started never ends",

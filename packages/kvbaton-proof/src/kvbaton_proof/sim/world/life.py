@@ -13,19 +13,16 @@ from itertools import pairwise
 import msgspec
 
 from kvbaton.node.cluster_node import discarded
-from kvbaton.node.doorway import Doorway, DoorwayConfig
+from kvbaton.node.doorway import DoorwayConfig
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import Node, Rank
 from kvbaton.node.pin_budget import budget_of
 from kvbaton.node.ports import StorePort
 from kvbaton.observe.flight.recorder import Recorder
 from kvbaton.protocol.clock import Timers
-from kvbaton.protocol.effects import Effect, Unpin
-from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import (
     HandoffId,
     Incarnation,
-    LeaseId,
     PeerId,
     RequestId,
     TransferId,
@@ -39,6 +36,7 @@ from kvbaton.protocol.wire.messages import ALL_FEATURES
 from kvbaton.protocol.wire.versions import SPOKEN, Versions
 from kvbaton_proof.sim.promises import DEATH, HANG, LEAK, Broken
 from kvbaton_proof.sim.world.rank_links import EXCUSED, LinkedRanks, RankTraits
+from kvbaton_proof.sim.world.sim_doorway import WatchedDoorway
 from kvbaton_proof.sim.world.sim_engine import SimEngine
 from kvbaton_proof.sim.world.sim_memory import Shape
 from kvbaton_proof.sim.world.sim_network import Network, SimControl
@@ -117,28 +115,6 @@ class BoundedTimers(Timers[TimerKey]):
         return key
 
 
-class WatchedDoorway(Doorway):
-    """The production door, and a memory of which leases have been released: each is, once."""
-
-    def __init__(self, config: DoorwayConfig, epochs: EpochTable) -> None:
-        super().__init__(config, epochs)
-        self.on_released: Callable[[LeaseId], None] = lambda lease: None
-        self._released: set[LeaseId] = set()
-        self.sourceless: set[LeaseId] = set()  # P's request has ended early
-
-    def source_ended(self, lease: LeaseId, reason: Reason) -> None:
-        self.sourceless.add(lease)
-        super().source_ended(lease, reason)
-
-    def hand_in(self, effect: Effect) -> None:
-        if isinstance(effect, Unpin):
-            if effect.lease in self._released:
-                raise Broken(LEAK, f"{self.config.me.worker}: lease {effect.lease} was released twice")
-            self._released.add(effect.lease)
-            self.on_released(effect.lease)
-        super().hand_in(effect)
-
-
 class Life:
     """A worker between a start and a crash."""
 
@@ -180,14 +156,15 @@ class Life:
             engine.put, engine.get = character.put, character.get
         engine.pool.reuses_soon, engine.pool.turns = character.reuses_soon, character.turns
         engine.early, engine.skips, engine.overwrites = character.early, character.skips, character.overwrites
-        engine.announcer.layerwise, engine.announcer.lists_early = character.layerwise, character.lists_early
+        engine.decode.blocks_total = character.shape.blocks if character.early else 0
+        engine.announcer.layerwise, engine.sides.lists_early = character.layerwise, character.lists_early
         if character.epochs == "stolen":
             engine.pool.steals = lambda: world.chance(STEALS)
         engine.pool.tells = character.epochs != "none"
         engine.on_wake = engine.device.on_done = self.wake_engine
         self.store.on_read = Reading(engine.pool, engine.device, engine.put_prompts)
         if self.ranks is not None:
-            engine.announcer.announce, engine.announcer.by_rank = self.ranks.progressed, self.ranks.traits.tells
+            self.doorway.announce, self.doorway.by_rank = self.ranks.progressed, self.ranks.traits.tells
             self.ranks.shelve(engine, self.wake_engine)
 
     def clock(self) -> float:
@@ -221,7 +198,8 @@ class Life:
 
     def lift_pins(self) -> None:
         """All has healed: nobody is short of room any more."""
-        self.pins_max = self.doorway.budget.blocks_max = math.inf
+        budget = self.doorway.budget
+        self.pins_max = budget.blocks_max = budget._shares._blocks_max = math.inf
 
     def take_back(self, ticket: str) -> None:
         """The registry passes on that nobody will use a ticket; whose it is is for the production code to say."""
@@ -233,7 +211,7 @@ class Life:
 
     def crash(self) -> None:
         self.alive = False
-        self.engine.stop()
+        self.engine.device.stopped = True
         self.store.alive = self.control.alive = False
         if self.ranks is not None:
             self.ranks.crash()

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvbaton.protocol.ids import LeaseId
+from kvbaton.engines.side.instructions import Leaving
 from kvbaton_proof.sim.promises import WRONG, Broken
 from kvbaton_proof.sim.world.sim_memory import Shape, page_stamp, same_tokens, state_stamp
 from kvbaton_proof.sim.world.sim_request import SimRequest
@@ -36,9 +36,7 @@ class Work:
     first: int
     stop: int
     turn: int
-    lease: LeaseId | None = None
-    had: int = 0  # blocks of each group in the lease before this step, and with it
-    has: int = 0
+    leaving: Leaving | None = None  # what it adds to a lease
     is_checked: bool = False  # what it reads is compared with what should be there
     moves_states: bool = False  # it decodes, and leaves other states than it found
 

@@ -1,11 +1,12 @@
-"""A simulated engine: a block pool, a scheduler and devices with stamped memory, behind the production `Doorway`.
+"""A simulated engine: a block pool, a scheduler and devices with stamped memory, which drive the production sides.
 
 It keeps the contract that vLLM's scheduler enforces (reference: invariants of the hooks): a load that was begun waits
-for exactly one report per rank, also after an abort; an unknown or second report is the death of an engine.
+for exactly one verdict, also after an abort; an unknown or second one is the death of an engine, and so is an exception
+in a hook.
 
 Laws: up to `depth` steps are in flight; what a request has computed is known when a step's output is taken, and outputs
-are taken in order. A chunk is announced with its step's output, a layer by the event behind that layer on that rank
-(rule 30). Where bytes may land that no step orders, a block that a step in flight writes is freed with that step's
+are taken in order. Requests that end with a step end before the sides hear that it is computed, or after. Where bytes
+may land that no step orders, a block that a step in flight writes is freed with that step's
 output (rule 32).
 """
 
@@ -15,29 +16,37 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvbaton.node.doorway import Doorway, DropBlocks, ForgetCached, LoadReport, MatchState, UnpinBlocks
+from kvbaton.api.params import Mode
+from kvbaton.engines.side import guard
+from kvbaton.engines.side.asks import ParamsSource, Target
+from kvbaton.engines.side.instructions import NOT_YET, NOTHING, Answer, LoadVerdict
+from kvbaton.node.doorway import DropBlocks, ForgetCached, LoadReport, MatchState, UnpinBlocks
+from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
-from kvbaton.protocol.ids import HandoffId, RequestId
-from kvbaton_proof.sim.promises import DEATH, STRANGER, Broken
-from kvbaton_proof.sim.world.sim_admission import is_put_off
-from kvbaton_proof.sim.world.sim_announcing import Announcer
+from kvbaton.protocol.ids import RequestId
+from kvbaton_proof.sim.promises import DEATH, STRANGER, WRONG, Broken
 from kvbaton_proof.sim.world.sim_device import Device, Step, Work
+from kvbaton_proof.sim.world.sim_doorway import WatchedDoorway
 from kvbaton_proof.sim.world.sim_memory import Shape
 from kvbaton_proof.sim.world.sim_pool import Pool, Prefixes, nothing_to_forget
-from kvbaton_proof.sim.world.sim_request import Phase, SimRequest, digest_of, one_value
+from kvbaton_proof.sim.world.sim_request import Phase, SimRequest, one_value
+from kvbaton_proof.sim.world.sim_sides import CHUNKS, Announcer, Sides, judged, note_report
 from kvbaton_proof.sim.world.sim_store import Fetching
 from kvbaton_proof.sim.world.world import World
 
 if TYPE_CHECKING:
     from kvbaton_proof.sim.world.sim_turns import EngineTurns
 
+HIT = 0.2
+"""Of prompts that come from elsewhere: the beginning is found in the prefix cache."""
+
 
 class SimEngine:
     """One engine in one life."""
 
     def __init__(
-        self, world: World, name: str, shape: Shape, doorway: Doorway, memory: list[bytearray], policy: str
+        self, world: World, name: str, shape: Shape, doorway: WatchedDoorway, memory: list[bytearray], policy: str
     ) -> None:
         self.world, self.name, self.shape = world, name, shape
         self.doorway, self.policy = doorway, policy
@@ -45,6 +54,10 @@ class SimEngine:
         self.device = Device(world, name, shape, memory)
         self.announcer = Announcer(world, shape, doorway)
         self.device.on_layer, self.device.on_done = self.announcer.layer_done, doorway.wake_engine
+        self.sides = Sides(world, shape, doorway, self.pool, self.device)
+        self.prefill, self.decode = self.sides.prefill, self.sides.decode(recomputes=policy == "recompute")
+        doorway.readers_of = lambda id: self.requests[id].max_readers if id in self.requests else 1
+        self._hook_faults = guard.faults.total()
         self.fetching = Fetching(world, self.pool, self.device, self._fetched)
         self.requests: dict[RequestId, SimRequest] = {}
         self.prefixes = Prefixes(shape, self.pool.reuses)
@@ -64,11 +77,21 @@ class SimEngine:
     def add(self, request: SimRequest) -> None:
         self.requests[request.id] = request
         if request.role == "decode" and request.ticket:
-            self.doorway.want(
-                request.id, request.ticket, digest_of(request), request.tokens, push=request.mode == "push"
-            )
+            self.decode.accepted(request, Target(Mode(request.mode), request.ticket))
+        elif request.role == "prefill":
+            self.prefill.accepted(request, ParamsSource(Mode(request.mode), request.ticket or None))
         if self.turns is not None:
             self.turns.added(request)
+
+    def void(self) -> None:
+        """What is under way is for its own request alone, and what is being loaded for nobody."""
+        self.prefill.voided()
+        self.decode.voided()
+        for request in self.requests.values():
+            if request.phase is Phase.LOADING:
+                request.failed = End(Reason.ABORTED)
+        for verdict in self.decode.take_verdicts():  # that it has not been told yet
+            self._loaded(LoadVerdict(verdict.request_id, failed=True))
 
     def abort(self, id: RequestId) -> None:
         request = self.requests.get(id)
@@ -76,10 +99,7 @@ class SimEngine:
             return
         request.aborted = True
         self.world.touch("aborted", *request.handoffs)
-        if request.lease is not None:
-            self.doorway.source_ended(request.lease, Reason.SOURCE_ABORTED)
-            request.lease = None
-        self.doorway.gave_up(id)
+        self._left(request)
         if request.phase is not Phase.LOADING:
             self._remove(request)
 
@@ -95,6 +115,8 @@ class SimEngine:
         if len(self._in_flight) < self.depth and not self.replacing:
             self._issue([work for request in list(self.requests.values()) for work in self._advance(request)])
         self._do_duties()
+        if guard.faults.total() != self._hook_faults:
+            raise Broken(DEATH, f"{self.name}: a hook failed; {dict(guard.faults)} since this process began")
 
     def preempt_all(self) -> None:
         self._do_duties()
@@ -106,15 +128,12 @@ class SimEngine:
         """The engine gives up every request before its process ends; what the door still holds comes back first."""
         for request in list(self.requests.values()):
             request.on_end = lambda how, detail: None  # the worker leaves; its clients have been told
-            self.doorway.gave_up(request.id)
+            self._left(request)
         self._do_duties()
-
-    def stop(self) -> None:
-        self.device.stopped = True
 
     @property
     def busy(self) -> bool:
-        return bool(self.requests) or self.doorway.busy or self.doorway.turn_blocks > 0
+        return bool(self.requests) or self.decode.busy or self.doorway.busy or self.doorway.turn_blocks > 0
 
     @property
     def at_rest(self) -> bool:
@@ -130,7 +149,7 @@ class SimEngine:
     @property
     def held_refs(self) -> int:
         """References of the engine itself: of its requests, of what a store's bytes land in, and frees that wait."""
-        return self.own_refs + self.fetching.held_blocks
+        return self.own_refs + self.fetching.held_blocks + self.sides.kept_blocks
 
     def _do_duties(self) -> None:
         for duty in self.doorway.duties():
@@ -142,49 +161,56 @@ class SimEngine:
                 self._report(duty)
             else:
                 self.on_forget(duty)
+        for verdict in self.decode.take_verdicts():
+            self._loaded(verdict)
 
     def _report(self, duty: LoadReport) -> None:
-        request = self.requests.get(duty.request)
-        if request is None or request.phase is not Phase.LOADING:
-            raise Broken(DEATH, f"{self.name}: a report for {duty.request}, which is not loading")
-        if duty.rank in request.reported:
-            raise Broken(DEATH, f"{self.name}: rank {duty.rank} reported {duty.request} twice")
-        request.reported.add(duty.rank)
-        if not duty.end.delivered:
-            request.failed = duty.end
-        if len(request.reported) == self.shape.ranks:
-            self._loaded(request)
+        note_report(self.name, self.requests.get(duty.request), duty)
+        if self.turns is not None:
+            self.turns.side.reported(duty)
+        self.decode.reported(duty)
 
-    def _loaded(self, request: SimRequest) -> None:
+    def _loaded(self, verdict: LoadVerdict) -> None:
+        request = judged(self.name, self.requests.get(RequestId(verdict.request_id)), verdict, self.shape.ranks)
         self.world.tell(f"{self.name} loaded {request.id} {request.failed.reason if request.failed else 'ok'}")
-        if self.turns is not None and self.turns.loaded(request):
-            return
         if request.aborted:
             self._remove(request)
-        elif request.failed is None:
-            if not request.trusted:
-                raise Broken(STRANGER, f"{self.name}: {request.id} was delivered on a forged ticket")
-            self._check_tokens(request, request.tokens, "as delivered")
-            request.computed = request.tokens
-            self._start_decoding(request)
+        elif verdict.is_good:
+            self._landed(request)
         elif self.policy == "fail":
-            self.finish(request, "failed", str(request.failed.reason))
+            self.finish(request, "failed", str(request.failed.reason if request.failed is not None else "no match"))
         else:
-            self._keep_good_prefix(request)
+            self._compute_again(request, verdict.bad_blocks)
 
-    def _keep_good_prefix(self, request: SimRequest) -> None:
-        """Recompute; what is proven good stays where it is, as vLLM does for one group."""
-        assert request.failed is not None
-        good, alone = request.failed.good_tokens, len(self.shape.group_layers) == 1
-        if alone:  # also what is good of a block that is not all good
+    def _landed(self, request: SimRequest) -> None:
+        if not request.trusted:
+            raise Broken(STRANGER, f"{self.name}: {request.id} was delivered on a forged ticket")
+        request.computed = request.loads_upto
+        self.decode.allocated(request, self.sides.tables(request), 0)
+        if request.role == "decode":
+            self._check_tokens(request, request.tokens, "as delivered")
+            self._start_decoding(request)
+        elif self.turns is not None:
+            self.turns.taken(request)
+            self._start_prefill(request)
+
+    def _compute_again(self, request: SimRequest, bad_blocks: tuple[int, ...]) -> None:
+        """What is proven good stays where it is, as vLLM does for one group."""
+        good, size = request.failed.good_tokens if request.failed is not None else 0, self.shape.block_tokens
+        request.failed, is_turn = None, request.role != "decode" and self.turns is not None
+        if len(self.shape.group_layers) == 1 and not is_turn:  # also what is good of a block that is not all good
             self._check_tokens(request, good, "as proven good")
-            good -= good % self.shape.block_tokens
-        if alone and good > request.first_token:
-            request.computed = good
-            request.phase = Phase.PREFILLING
-        else:
+        if not bad_blocks:
             self._free(request)
             request.phase = Phase.WAITING
+            return
+        request.computed = min(request.blocks[0].index(block) for block in bad_blocks) * size
+        if request.computed != good - good % size:
+            raise Broken(WRONG, f"{self.name}: {request.id} goes on after {request.computed} tokens, {good} are good")
+        if self.turns is not None and is_turn:
+            self.turns.has_come(request, good)
+        self.decode.allocated(request, self.sides.tables(request), 0)
+        self._start_prefill(request)
 
     def _advance(self, request: SimRequest) -> list[Work]:
         """What the next step does for a request."""
@@ -195,41 +221,44 @@ class SimEngine:
         return self._decode(request) if request.phase is Phase.DECODING else []
 
     def _schedule(self, request: SimRequest) -> None:
-        if request.role == "prefill" and is_put_off(self, request):
+        if request.role == "prefill" and self.sides.is_put_off(request, self.on_wake):
             return
-        if self.turns is not None and self.turns.schedules(request):
+        local = self._found_here(request)
+        tokens, is_loaded = self._match(request, local)
+        if tokens is None or not self._allocate(request):
             return
-        if request.role == "decode" and request.ticket and not request.remote_done:
-            match = self.doorway.match(request.id)
-            if match.state is MatchState.NOT_YET:
-                if match.computed and self.world.chance(self.early):
-                    self.world.faults["early_blocks"] += 1
-                    self._load(request)  # P has it all: its answer will find the blocks taken
-                return
-            if match.state is MatchState.FOUND:
-                if self.skips and self.world.chance(self.skips):
-                    self.world.strike("not_needed", *request.handoffs)
-                    self.doorway.not_needed(request.id)
-                    request.remote_done = True
-                else:
-                    self._load(request)
-                return
-            request.remote_done = True
-            self.world.tell(f"{self.name} no match {request.id} {match.end.reason if match.end else ''}")
-            if self.policy == "fail" and match.end is not None:
-                self.finish(request, "failed", str(match.end.reason))
-                return
-        if not self._allocate(request):
+        if is_loaded:
+            self._load(request, local, tokens)
             return
+        self.decode.allocated(request, self.sides.tables(request), 0)
         if not request.fetched and self.world.chance(self.get) and self.fetching.begin(request):
             request.fetched, request.phase = True, Phase.FETCHING
             return
         self._start_prefill(request)
 
+    def _match(self, request: SimRequest, local: int) -> Answer:
+        """How many tokens are to be loaded after the local ones. Not every request is looked at in every step."""
+        answer = self.turns.match(request, local) if self.turns is not None else NOTHING
+        if answer != NOTHING:
+            return answer
+        if self.early and self.doorway.waits(request.id) and not self.world.chance(self.early):
+            return NOT_YET
+        return self.decode.match(request, local)
+
+    def _found_here(self, request: SimRequest) -> int:
+        """Tokens that are in the prefix cache; of a D's prompt as if they were, all where a handoff is needless."""
+        if not self.decode.is_accepted(request.id):
+            return self.turns.found_here(request) if self.turns is not None else 0
+        found = self.doorway._wants.get(request.id)
+        if self.skips and found is not None and found.state is MatchState.FOUND and self.world.chance(self.skips):
+            self.world.strike("not_needed", *request.handoffs)
+            return request.tokens
+        return self.world.rng.randrange(0, request.tokens, self.shape.block_tokens) if self.world.chance(HIT) else 0
+
     def _start_prefill(self, request: SimRequest) -> None:
         request.phase = Phase.PREFILLING
-        if request.handoff and request.role == "prefill":
-            self.begin_lease(request)
+        if request.role == "prefill":  # where somebody reads behind it, its lease begins
+            self.prefill.begun(request)
 
     def _fetched(self, request: SimRequest, blocks: int, turn: int) -> None:
         """A store's bytes are at rest in the first `blocks` blocks; or, if there are none, it did not have them."""
@@ -239,18 +268,16 @@ class SimEngine:
         self.on_wake()
 
     def _allocate(self, request: SimRequest) -> bool:
-        shape = self.shape
-        per_group, groups = -(-(request.tokens + 1) // shape.block_tokens), len(shape.group_layers)
-        counts = [1 if group in shape.states else per_group for group in range(groups)]
+        counts = self.sides.grouping.needed(request.tokens + 1)
         if len(self.pool.free) < sum(counts):
             self.world.touch("no_room", *request.handoffs)
             return False
-        found = self.prefixes.of(request) if request.role == "prefill" else [[] for _ in range(groups)]
+        found = self.prefixes.of(request) if request.role == "prefill" else [[] for _ in counts]
         for ids in found:  # of all groups, before a fresh block of one is taken from what another has found
             self.pool.revive(ids)
         self.pool.prefer(request.prefers)
         request.blocks = tuple([*ids, *self._fresh(counts[group] - len(ids), group)] for group, ids in enumerate(found))
-        request.computed = len(found[0]) * shape.block_tokens
+        request.computed = len(found[0]) * self.shape.block_tokens
         self.own_refs += sum(counts)
         return True
 
@@ -259,42 +286,36 @@ class SimEngine:
         self.device.handed_out(blocks, group)
         return blocks
 
-    def _load(self, request: SimRequest) -> None:
-        if not self._allocate(request):
+    def _load(self, request: SimRequest, local: int, tokens: int) -> None:
+        """It has blocks, and waits for a verdict from here on."""
+        request.phase, request.reported = Phase.LOADING, set()
+        request.first_token, request.loads_upto = local, local + tokens
+        if self.turns is not None and self.turns.allocated(request, tokens):
             return
-        request.remote_done = True
-        request.phase = Phase.LOADING
-        block_tokens = self.shape.block_tokens
-        have = self.world.rng.randrange(0, request.tokens, block_tokens) if self.world.chance(0.2) else 0
-        request.first_token = have
-        if have:  # as if found in the prefix cache
-            for rank in range(self.shape.ranks):
-                for layer in self.shape.own_layers[rank]:
-                    self.device.write(request.content, request.blocks, 0, have, rank, layer)
-        wanted = tuple(
-            tuple(ids if group in self.shape.states else ids[have // block_tokens :])
-            for group, ids in enumerate(self._listed(request))
-        )
-        held = self.doorway.allocated(request.id, wanted, have)
-        self.device.check_quiet(held)
-        self.pool.hold(held)
+        for rank in range(self.shape.ranks) if local else ():
+            for layer in self.shape.own_layers[rank]:
+                self.device.write(request.content, request.blocks, 0, local, rank, layer)
+        if self.doorway.waits(request.id):  # P has it all: its answer will find the blocks taken
+            self.world.faults["early_blocks"] += 1
+        self.decode.allocated(request, self.sides.tables(request), tokens)
 
     # --- computing
 
     def _prefill(self, request: SimRequest) -> list[Work]:
-        """The next chunk; its blocks are pinned before it is issued."""
+        """The next chunk; what it adds to a lease is pinned before it is issued."""
         if request.computed == request.tokens:
             return []
         if request.role == "prefill" and self.world.chance(self.preempt):
             self._preempt(request)
             return []
-        first, had = request.computed, request.pinned
-        request.computed = min(request.tokens, first + self.world.rng.choice((2, 4, 8, 16)))
-        if request.lease is not None:
-            self._pin_chunk(request)
+        first = request.computed
+        stop, leaving = min(request.tokens, first + self.world.rng.choice(CHUNKS)), None
+        if request.role == "prefill":
+            leaving = self.sides.scheduled(self._last_step + 1, request, stop - first)
+        request.computed = stop
         if request.role == "prefill":
             self.prefixes.publish(request)
-        work = Work(request, request.blocks, first, request.computed, request.turn, request.lease, had, request.pinned)
+        work = Work(request, request.blocks, first, stop, request.turn, leaving)
         work.is_checked = request.fetched
         return [work]
 
@@ -306,7 +327,9 @@ class SimEngine:
         request.decode_issued += 1
         work = Work(request, request.blocks, request.tokens, request.tokens + 1, request.turn)
         work.moves_states = request.role == "prefill"  # which were granted
-        self.pool.overwritten(request.blocks[group][0] for group in self.shape.states if work.moves_states)
+        if work.moves_states:
+            self.sides.scheduled(self._last_step + 1, request, 1)
+        request.decoded += 1
         work.is_checked = request.decode_issued == request.decode_left
         return [work]
 
@@ -317,11 +340,15 @@ class SimEngine:
 
     def _take_outputs(self) -> None:
         while self._in_flight and self._in_flight[0].done:
-            step = self._in_flight.popleft()
+            step, is_told_first = self._in_flight.popleft(), self.world.chance(0.5)
+            if is_told_first:
+                self.prefill.computed(step.number)
             for work in step.works:
                 request = work.request
                 if self.requests.get(request.id) is request and request.turn == work.turn:
                     self._output(work)
+            if not is_told_first:
+                self.prefill.computed(step.number)
             while self._deferred and self._deferred[0][0] <= step.number:
                 self._let_go(self._deferred.popleft()[1])
 
@@ -333,12 +360,11 @@ class SimEngine:
             if request.decode_left <= 0:
                 self._finish_prefill(request) if request.role == "prefill" else self.finish(request, "answered", "")
             return
-        self.announcer.chunk_done(work)
         if work.stop == request.tokens:
             self._prefilled(request)
 
     def _prefilled(self, request: SimRequest) -> None:
-        goes_on = self.overwrites and request.lease is not None and self.world.chance(self.overwrites)
+        goes_on = self.overwrites and self.sides.goes_on(request) and self.world.chance(self.overwrites)
         if request.role == "prefill" and not goes_on:
             self._finish_prefill(request)
             return
@@ -347,48 +373,22 @@ class SimEngine:
             self.world.strike("overwritten", *request.handoffs)
             request.decode_left = 1
 
-    def begin_lease(self, request: SimRequest) -> None:
-        request.pinned = 0  # also what the prefix cache gave is pinned with the first chunk
-        request.lease = self.doorway.begin(
-            request.handoff, digest_of(request), request.tokens, target=request.target, max_readers=request.max_readers
-        )
-        self.doorway.budget.begun(request.lease, request.id)
-
-    def _chunk_end(self, request: SimRequest) -> int:
-        """Whole blocks only, until the last chunk takes the tail along."""
-        if request.computed == request.tokens:
-            return -(-request.tokens // self.shape.block_tokens)
-        return request.computed // self.shape.block_tokens
-
-    def _pin_chunk(self, request: SimRequest) -> None:
-        assert request.lease is not None
-        upto = self._chunk_end(request)
-        ended = request.computed == request.tokens  # a state is pinned with the end
-        fresh = tuple(
-            tuple(ids[: int(ended)] if group in self.shape.states else ids[request.pinned : upto])
-            for group, ids in enumerate(self._listed(request))
-        )
-        self.pool.before_pin([block for ids in fresh for block in ids])
-        self.pool.touch(self.doorway.pin(request.lease, fresh))
-        request.pinned = upto
-        if self.announcer.lists_early and request.computed == request.tokens:
-            self.doorway.completed(request.lease)
-
     def _finish_prefill(self, request: SimRequest) -> None:
-        ticket = ""
+        if request.id not in self.prefill.refused and self.world.chance(self.put):
+            self.put_away(request)
+        answer = self.prefill.finished(request, self.sides.tables(request), well=True) or {}
+        if request.mode == "pull" or "refused" in answer:
+            ticket = str(answer.get("ticket") or "")
+            self.finish(request, "prefilled" if ticket else "failed", ticket or str(answer.get("refused", "not kept")))
+        else:
+            self.finish(request, "prefilled", "")
+
+    def put_away(self, request: SimRequest) -> None:
+        """Into the store."""
+        self.world.faults["puts"] += 1
         blocks = tuple(map(tuple, self._listed(request)))
-        if request.mode == "pull":
-            self.pool.before_pin([block for ids in blocks for block in ids])
-            ticket, pinned = self.doorway.grant(
-                digest_of(request), request.tokens, blocks, max_readers=request.max_readers
-            )
-            self.pool.touch(pinned)
-        if self.world.chance(self.put):
-            self.world.faults["puts"] += 1
-            self.put_prompts[blocks] = request
-            self.pool.touch(self.doorway.put(*self.values_of(request, blocks)))
-        request.lease = None
-        self.finish(request, "prefilled", ticket)
+        self.put_prompts[blocks] = request
+        self.pool.touch(self.doorway.put(*self.values_of(request, blocks)))
 
     def _listed(self, request: SimRequest) -> list[list[int]]:
         """The blocks of a prompt that its KV is in, without those that left a window."""
@@ -397,10 +397,7 @@ class SimEngine:
 
     def _preempt(self, request: SimRequest) -> None:
         self.world.strike("preempted", *request.handoffs)
-        if request.lease is not None:
-            self.doorway.source_ended(request.lease, Reason.SOURCE_PREEMPTED)
-            request.lease = None
-            request.handoff = HandoffId("")
+        self.prefill.preempted(request.id)
         self._free(request)
         request.phase = Phase.WAITING
         self.on_wake()
@@ -412,25 +409,29 @@ class SimEngine:
     # --- endings and checks
 
     def finish(self, request: SimRequest, how: str, detail: str) -> None:
-        if how == "answered" and self.turns is not None:
-            self.turns.ended(request)
+        self._left(request, well=how in ("answered", "prefilled"))
         self._remove(request)
-        self.doorway.gave_up(request.id)
         request.on_end(how, detail)
+
+    def _left(self, request: SimRequest, *, well: bool = False) -> None:
+        """It is over, but for a load whose verdict is still to come."""
+        if self.turns is not None:
+            self.turns.finished(request, well=well)
+        self.decode.finished(request)
+        if request.role == "prefill" and not well:
+            self.prefill.finished(request, self.sides.tables(request), well=False)
+        self.sides.admission.left(request)
 
     def _remove(self, request: SimRequest) -> None:
         self._free(request)
-        self.doorway.budget.left(request.id)
         del self.requests[request.id]
-        if self.turns is not None:
-            self.turns.taker.forget(request.id)
         if request.aborted:
             request.on_end("aborted", "")
 
     def _free(self, request: SimRequest) -> None:
         """Give a request's blocks back: with the output of the last step in flight where that may still write them."""
         blocks = [block for ids in request.blocks for block in ids]
-        request.blocks, request.computed = (), 0
+        request.blocks, request.computed, request.decoded = (), 0, 0
         request.turn += 1
         if self.defers and self._in_flight:
             self._deferred.append((self._last_step, blocks))

@@ -156,6 +156,12 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
         dropped = self.needed_from(group, tokens) // self.block_tokens
         return [NO_BLOCK] * min(dropped, len(ids)) + ids[dropped:]
 
+    def table(self, group: int, ids: list[int], tokens: int) -> list[int]:
+        """The same as an engine has it: the null block where nobody will read, the one state at each of its places."""
+        if group in self.states:
+            return ids[:1] * -(-tokens // self.block_tokens)
+        return [0 if block == NO_BLOCK else block for block in self.listed(group, ids, tokens)]
+
     @functools.cached_property
     def cells(self) -> dict[tuple[int, int], tuple[slice, ...]]:
         """Where tokens `lo` to `hi` of a page are in it; `slot` says which these are of a block."""

@@ -1,4 +1,4 @@
-"""One request inside one simulated engine."""
+"""One request inside one simulated engine; the production sides read it as it is (`ScheduledRequest`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvbaton.protocol.content import Content, digest
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.events import Groups
-from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId, WorkerId
+from kvbaton.protocol.ids import HandoffId, RequestId
 from kvbaton_proof.sim.world.touches import handoff_of
 
 
@@ -32,22 +32,19 @@ class SimRequest:
     on_end: Callable[[str, str], None]
     mode: str = "pull"
     ticket: str = ""
-    handoff: HandoffId = HandoffId("")
-    target: WorkerId = WorkerId("")
     max_readers: int = 1
     phase: Phase = Phase.WAITING
     blocks: tuple[list[int], ...] = ()
     turn: int = 0  # rises when its blocks go: outputs of steps that were issued before say nothing of it
     computed: int = 0
-    lease: LeaseId | None = None
-    pinned: int = 0  # blocks of each group in the lease
+    decoded: int = 0  # steps behind the prompt that have been issued
     reported: set[int] = field(default_factory=set)
     failed: End | None = None
-    first_token: int = 0
+    first_token: int = 0  # of what is loaded
+    loads_upto: int = 0
     aborted: bool = False
     decode_left: int = 0  # outputs that are still to come
     decode_issued: int = 0
-    remote_done: bool = False  # matched or failed once: never again
     fetched: bool = False  # asked a store once, likewise
     trusted: bool = True  # its ticket is genuine
     keep: str = ""  # the ticket under which D may keep it for the next turn
@@ -58,10 +55,27 @@ class SimRequest:
     era: int = 0  # how often its engine's cache had been forgotten when it got its blocks
 
     @property
+    def request_id(self) -> str:
+        return self.id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """What is said of the answer is the same token over and over."""
+        return self.tokens
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self.computed + self.decoded
+
+    @property
     def handoffs(self) -> tuple[HandoffId, ...]:
         """That it is for, or waits for."""
         tickets = (self.ticket, self.offer[0] if self.offer is not None else "")
-        return (self.handoff, *map(handoff_of, filter(None, tickets)))
+        return tuple(map(handoff_of, filter(None, tickets)))
 
 
 def one_value(request: SimRequest, blocks: Groups) -> tuple[Groups, tuple[bytes, ...]]:

@@ -10,12 +10,16 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvbaton.node.turn_keeping import TurnKeeper, TurnSettings, TurnTaker
+from kvbaton.api.params import TurnOffer
+from kvbaton.engines.side.instructions import Answer
+from kvbaton.engines.side.turns import TurnSide
+from kvbaton.node.turn_keeping import TurnSettings
 from kvbaton.protocol.ids import HandoffId, RequestId, TransferId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton_proof.sim.promises import HANG, LEAK, NEEDLESS, Broken
-from kvbaton_proof.sim.world.sim_request import Phase, SimRequest, digest_for, digest_of
+from kvbaton_proof.sim.world.sim_request import SimRequest
 from kvbaton_proof.sim.world.sim_router import Errand
+from kvbaton_proof.sim.world.sim_sides import SimRequests
 from kvbaton_proof.sim.world.touches import TICKET_KEY, handoff_of, opened
 
 if TYPE_CHECKING:
@@ -37,11 +41,22 @@ PERCENTS = (10.0, 25.0, 60.0, 100.0)
 
 
 class EngineTurns:
-    """Of one engine in one life."""
+    """The production half of one engine in one life, and what must come of it."""
 
     def __init__(self, engine: SimEngine, settings: TurnSettings) -> None:
-        self.keeper = TurnKeeper(engine.doorway, settings, engine.shape.blocks)
-        self.taker = TurnTaker(engine.doorway)
+        sides, blocks = engine.sides, engine.shape.blocks
+        self.side = TurnSide(
+            engine.doorway,
+            sides.pins,
+            sides.grouping,
+            SimRequests(),
+            engine.decode,
+            settings,
+            blocks_total=blocks,
+            takes=engine.policy == "recompute",
+        )
+        self.keeper, self.taker = self.side.keeper, self.side.taker
+        sides.on_refused = self.side.refused
         self._engine = engine
         let_go = engine.doorway.let_go
 
@@ -50,28 +65,41 @@ class EngineTurns:
             let_go(handoff)
 
         engine.doorway.let_go = going  # type: ignore[method-assign]
-        self._most = engine.shape.blocks * settings.turn_percent / 100
+        self._most = blocks * settings.turn_percent / 100
         self._steps_on = False
         self._short: dict[RequestId, float] = {}  # requests that found too few blocks while turns were kept, since when
 
     def added(self, request: SimRequest) -> None:
-        if request.offer is not None:
-            ticket, tokens = request.offer
-            content = request.content
-            self.taker.ask(request.id, ticket, tokens, request.tokens, lambda upto: digest_for(content, upto))
-            found = opened(ticket)
-            is_elsewhere = found is not None and found.source != self._engine.name
-            if is_elsewhere and 1 < tokens <= request.tokens and not self.taker.awaits(request.id):
-                raise Broken(NEEDLESS, f"{self._engine.name}: {request.id} does not ask for the turn that is offered")
+        if request.offer is None:
+            return
+        ticket, tokens = request.offer
+        self.side.asked(request, TurnOffer(ticket, tokens))
+        found, engine = opened(ticket), self._engine
+        is_elsewhere = found is not None and found.source != engine.name and engine.policy == "recompute"
+        if is_elsewhere and 1 < tokens <= request.tokens and not self.taker.awaits(request.id):
+            raise Broken(NEEDLESS, f"{engine.name}: {request.id} does not ask for the turn that is offered")
 
     def step(self) -> None:
         """Before requests are looked at."""
-        self.keeper.press(len(self._engine.pool.free))
-        pinned = self._engine.doorway.turn_blocks
-        if pinned > self._most:
-            raise Broken(LEAK, f"{self._engine.name}: turns pin {pinned} blocks, of {self._most:g} that they may")
+        asked, engine = set(self.taker._asked), self._engine
+        self.side.do_duties()
+        for id in asked.difference(self.taker._asked):
+            engine.world.touch("not_needed", *engine.requests[id].handoffs)
+        if engine.doorway.turn_blocks > self._most:
+            what = f"turns pin {engine.doorway.turn_blocks} blocks, of {self._most:g} that they may"
+            raise Broken(LEAK, f"{engine.name}: {what}")
 
-    def check_waiting(self, request: SimRequest, needed: int) -> None:
+    def match(self, request: SimRequest, local: int) -> Answer:
+        """What a turn says of this request now: D has not answered, or there is so much to load."""
+        loads = self.taker.loads
+        needless = loads["late"] + loads["known"]
+        answer: Answer = self.side.match(request, local)
+        if loads["late"] + loads["known"] > needless:
+            self._engine.world.touch("not_needed", *request.handoffs)
+        self._check_waiting(request, sum(self._engine.sides.grouping.needed(request.tokens + 1)))
+        return answer
+
+    def _check_waiting(self, request: SimRequest, needed: int) -> None:
         """All turns go before a request waits for blocks, but for those that are being read (rule 34)."""
         engine, now = self._engine, self._engine.world.now
         idle = [turn for turn in self.keeper._kept.values() if not turn.going]
@@ -92,75 +120,40 @@ class EngineTurns:
         if self.taker._asked:
             raise Broken(LEAK, f"{self._engine.name}: turns are waited for by {list(self.taker._asked)[:3]}")
 
-    def schedules(self, request: SimRequest) -> bool:
-        """Whether a turn decides about this request now: D has not answered, or it is loaded."""
-        engine = self._engine
-        needed = -(-(request.tokens + 1) // engine.shape.block_tokens) * len(engine.shape.group_layers)
-        self.keeper.press(len(engine.pool.free), needed)
-        self.check_waiting(request, needed)
-        if not self.taker.awaits(request.id):
-            return False
-        late = self.taker.loads["late"]
-        found = self.taker.match(request.id, 0, 1)
-        if self.taker.loads["late"] > late:
-            engine.world.touch("not_needed", *request.handoffs)
-        if not found:
-            return found is None
-        if not engine._allocate(request):
-            return True
-        position, local = found, request.computed
-        if self.taker.match(request.id, local, 1) == 0:  # as much is here
-            engine.world.touch("not_needed", *request.handoffs)
-            engine._start_prefill(request)
-            return True
-        first, upto = self.taker.first_token(request.id, position - local)
-        request.phase, request.first_token, request.reported = Phase.LOADING, first, set()
-        size = engine.shape.block_tokens
-        wanted = tuple(tuple(ids[first // size : -(-upto // size)]) for ids in request.blocks)
-        held = engine.doorway.allocated(request.id, wanted, first)
-        engine.device.check_quiet(held)
-        engine.pool.hold(held)
-        engine.world.faults["turns_loaded"] += 1
-        return True
+    def allocated(self, request: SimRequest, tokens: int) -> bool:
+        """Whether the blocks that it has got are for a turn."""
+        is_turn = bool(self.side.allocated(request, self._engine.sides.tables(request), tokens))
+        if is_turn:
+            self._engine.world.faults["turns_loaded"] += 1
+        return is_turn
 
-    def loaded(self, request: SimRequest) -> bool:
-        """Whether it was a turn that has come to its end."""
-        if not self.taker.is_loading(request.id):
-            return False
-        upto, engine, failed = self.taker.upto(request.id), self._engine, request.failed
-        self.taker.loaded(request.id, failed.reason if failed is not None else None)
-        request.failed = None
-        if request.aborted:
-            engine._remove(request)
-        elif failed is None:
-            self._has_come(request, upto)
-            request.computed = upto
-            engine.world.faults["turns_taken"] += 1
-            engine._start_prefill(request)
-        else:
-            engine._free(request)
-            request.phase = Phase.WAITING
-        return True
-
-    def ended(self, request: SimRequest) -> None:
-        """An answer is complete: its prompt's blocks are kept, if they may be."""
-        if not request.keep:
+    def finished(self, request: SimRequest, *, well: bool) -> None:
+        """A request is over; of one that ended well the prompt's blocks are kept, if they may be."""
+        engine, tables = self._engine, self._engine.sides.tables(request)
+        if not (well and request.keep):
+            self.side.finished(request, tables, well=well)
             return
-        engine = self._engine
         self._is_there(request, request.tokens, "as kept for the next turn")
-        blocks = tuple(map(tuple, engine._listed(request)))
-        room = self._most - engine.doorway.turn_blocks - sum(map(len, blocks))
-        engine.pool.before_pin([block for ids in blocks for block in ids])
-        kept = self.keeper.keep(request.keep, digest_of(request), request.tokens, blocks, request.id)
-        engine.pool.touch(kept)
-        ticket = opened(request.keep)
+        room = self._most - engine.doorway.turn_blocks - sum(map(len, tables))
+        self.side.finished(request, tables, well=True)
+        handoff, ticket = handoff_of(request.keep), opened(request.keep)
         is_over = ticket is not None and ticket.expires_unix_s <= engine.doorway.config.wall()
-        if not kept and room >= 0 and not is_over:
+        if any(turn.handoff == handoff for turn in self.keeper._kept.values()):
+            return
+        if room >= 0 and not is_over:
             raise Broken(NEEDLESS, f"{engine.name}: {request.id} is not kept for the next turn, with room for it")
-        if not kept:
-            engine.world.touch("turn_unkept", handoff_of(request.keep))
+        engine.world.touch("turn_unkept", handoff)
 
-    def _has_come(self, request: SimRequest, upto: int) -> None:
+    def found_here(self, request: SimRequest) -> int:
+        """Tokens of a prompt that its P has in its prefix cache."""
+        engine = self._engine
+        return len(engine.prefixes.of(request)[0]) * engine.shape.block_tokens if request.role == "prefill" else 0
+
+    def taken(self, request: SimRequest) -> None:
+        self._engine.world.faults["turns_taken"] += 1
+        self.has_come(request, request.computed)
+
+    def has_come(self, request: SimRequest, upto: int) -> None:
         """Of what lay here before, a step in flight may still compute a part: then the next step looks at it."""
         device, size = self._engine.device, self._engine.shape.block_tokens
         first = -(-request.first_token // size)
