@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs" / "llms.txt"
 BASE = "https://github.com/kvbaton/kvbaton/blob/main"
 SENTENCE_CHARS_MAX = 200
-_NAV = re.compile(r"^  - (?P<section>\w[\w ]*):\s*(?P<only>\S+)?$|^      - (?:[^:]+: )?(?P<page>[\w/.-]+\.md)\??$")
+_NAV = re.compile(r"^  - (?P<section>\w[\w ]*):\s*(?P<only>\S+)?$|^      - (?:[^:]+: )?(?P<page>[\w/.-]+\.md)$")
 
 
 def text() -> str:

@@ -23,7 +23,7 @@ from kvbaton.protocol.wire import messages
 
 MKDOCS = ROOT / ".venv-docs" / "bin" / "mkdocs"
 BUILD_S = 280.0  # seconds on a quiet machine; a busy one took three minutes
-ONE_HOST = ROOT / "docs" / "vllm-one-host.md"
+ONE_HOST = ROOT / "docs" / "vllm-guide.md"
 PAGE_MS = 240_000
 pytestmark = pytest.mark.timeout(900)
 FETCHING = {("link", "href"), ("object", "data"), *((tag, "src") for tag in ("script", "img", "iframe", "source"))}
@@ -180,13 +180,13 @@ def test_a_program_that_reads_finds_every_page() -> None:
 
 def test_pages_that_no_entry_names_come_under_reference(tmp_path: Path) -> None:
     nav = tool("docs_nav")
-    (tmp_path / "lab").mkdir()
-    for name in ("index.md", "new.md", "lab/index.md", "lab/2026-01-01-a.md", "lab/2026-02-01-b.md"):
+    (tmp_path / "decisions").mkdir()
+    for name in ("index.md", "new.md", "decisions/index.md", "decisions/0001-a.md", "decisions/0002-b.md"):
         (tmp_path / name).write_text("# x\n")
-    given = ["index.md?", {"See": ["gone.md?", "index.md"]}, {"Reference": []}, {"Lab": "lab/*"}]
+    given = [{"See": ["index.md"]}, {"Reference": []}, {"Decisions": "decisions/*"}]
     found = nav.completed(given, tmp_path)
-    lab = ["lab/index.md", "lab/2026-02-01-b.md", "lab/2026-01-01-a.md"]
-    assert found == ["index.md", {"See": ["index.md"]}, {"Reference": ["new.md"]}, {"Lab": lab}]
+    decisions = ["decisions/index.md", "decisions/0001-a.md", "decisions/0002-b.md"]
+    assert found == [{"See": ["index.md"]}, {"Reference": ["new.md"]}, {"Decisions": decisions}]
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda path: path.name)
