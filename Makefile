@@ -216,17 +216,17 @@ bench-router: $(VENV)/.serve $(ROUTER_VENV)/.ready ## benchmark the router again
 
 # What is generated, then the site, in build/site: strict, so a broken link or anchor fails it.
 docs: $(VENV)/.dev docs-env ## generate pages and build the site
-	$(BIN)/python tools/protocol_docs.py
-	$(BIN)/python tools/metrics_docs.py
-	$(BIN)/python tools/grafana_dashboard.py
-	$(BIN)/python tools/reasons_docs.py
-	$(BIN)/python tools/glossary_docs.py
-	$(BIN)/python tools/commands_docs.py
-	$(BIN)/python tools/settings_docs.py
-	$(BIN)/python tools/compatibility_docs.py
-	$(BIN)/python tools/docs_diagrams.py
-	$(BIN)/python tools/docs_pictures.py
-	$(BIN)/python tools/llms_docs.py
+	$(BIN)/python tools/docs/protocol_docs.py
+	$(BIN)/python tools/docs/metrics_docs.py
+	$(BIN)/python tools/docs/grafana_dashboard.py
+	$(BIN)/python tools/docs/reasons_docs.py
+	$(BIN)/python tools/docs/glossary_docs.py
+	$(BIN)/python tools/docs/commands_docs.py
+	$(BIN)/python tools/docs/settings_docs.py
+	$(BIN)/python tools/docs/compatibility_docs.py
+	$(BIN)/python tools/docs/docs_diagrams.py
+	$(BIN)/python tools/docs/docs_pictures.py
+	$(BIN)/python tools/docs/llms_docs.py
 	@$(MAKE) --no-print-directory docs-build
 
 docs-build: docs-env
