@@ -1,4 +1,6 @@
-"""Prints the files of kvbaton that one pull under vLLM passes through, on all threads: `.venv-vllm/bin/python tools/pull_path.py`.
+"""Prints the files of kvbaton that one pull under vLLM passes through, on all threads.
+
+    .venv-vllm/bin/python tools/pull_path.py
 
 A pair of vLLM's schedulers in one process, without a model (`kvbaton conformance vllm`). The first pull between two
 engines also pairs them; a second one is that of a warm pair. A file counts when one of its functions is called.
