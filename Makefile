@@ -248,11 +248,12 @@ dist: $(DIST_VENV)/.ready ## build sdist and wheels, and try each wheel in a fre
 	KVBATON_MOVER=must $(DIST_VENV)/bin/python -m build --outdir build/wheel .
 	PATH=$(DIST_VENV)/bin:$$PATH $(DIST_VENV)/bin/auditwheel repair --wheel-dir dist build/wheel/*-abi3-*.whl
 	KVBATON_MOVER=none $(DIST_VENV)/bin/pip wheel -q --no-deps --wheel-dir dist build/wheel/*.tar.gz
+	$(DIST_VENV)/bin/pip wheel -q --no-deps --wheel-dir dist packages/kvbaton-proof packages/kvbaton-mori
 	cp build/wheel/*.tar.gz dist/
 	$(DIST_VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(DIST_VENV)/bin/hadolint --ignore DL3008 --failure-threshold warning deploy/Containerfile*
 	$(DIST_VENV)/bin/twine check --strict dist/*
-	$(DIST_VENV)/bin/python tools/try_wheel.py dist/*.whl
+	$(DIST_VENV)/bin/python tools/try_wheel.py dist/kvbaton-*.whl --proof dist/kvbaton_proof-*.whl
 	@ls -l dist
 
 $(DIST_VENV)/.ready: Makefile
