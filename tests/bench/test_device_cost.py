@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.transports.cuda import cuda_launch
 from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton_proof.bench.device import device_checksums, device_share

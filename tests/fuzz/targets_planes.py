@@ -14,12 +14,10 @@ from guided import Target
 from mutators import Shape
 
 from kvbaton.control.plain.announcer import registration  # noqa: F401 - loads the control layer before the planes
-from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.effects import Copy, Direction
+from kvbaton.protocol.effects import Capabilities, Copy, Direction
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry.progress import whole
-from kvbaton.protocol.geometry.spans import SPANS_MAX
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import SPANS_MAX, Weave
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId
 from kvbaton.ranks import rank_messages as rm
 from kvbaton.ranks import rank_store_messages as sm

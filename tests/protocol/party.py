@@ -16,8 +16,8 @@ import msgspec
 
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
-from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.content import Content, digest
+from kvbaton.protocol.effects import Capabilities
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK, Groups
 from kvbaton.protocol.geometry.progress import Progress, whole

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.effects import Capabilities
 from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import Encrypt, is_loopback
 from kvbaton.transports import external_entries

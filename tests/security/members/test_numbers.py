@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from kvbaton.control.registry import registry_messages as registry
+from kvbaton.protocol.wire import codec
 from kvbaton.protocol.wire import messages as m
-from kvbaton.protocol.wire import v1
 from kvbaton.protocol.wire.codec import Envelope, FoldedHello, FoldedWelcome
 from kvbaton.protocol.wire.ticket import Ticket
 from kvbaton.store import store_messages, tcp_connection
@@ -25,7 +25,7 @@ from tests.wire_numbers import numbers_in, put
 
 ROOTS: dict[str, Any] = {
     "a message": m.Message,
-    "a message of version 1": v1.MESSAGES,
+    "a message of version 1": codec.MESSAGES,
     "an envelope": Envelope,
     "a folded Hello": FoldedHello,
     "a folded Welcome": FoldedWelcome,

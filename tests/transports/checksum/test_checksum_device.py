@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.checksum.checksum_device import PART_BYTES, PIECE_BYTES, DeviceSums

@@ -11,7 +11,7 @@ import pytest
 
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.delayed import DelayedTransport, faulty, misplaced

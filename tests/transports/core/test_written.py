@@ -7,7 +7,7 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbaton.protocol.geometry.strided_spans import Area
+from kvbaton.protocol.geometry.spans import Area
 from kvbaton.transports.core import written
 
 ROWS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=6)

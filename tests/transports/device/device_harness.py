@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Callable
 from typing import cast
 
-from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.effects import Capabilities
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
 from kvbaton.testing.transport_harness import Drives, poll

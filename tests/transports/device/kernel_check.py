@@ -8,7 +8,7 @@ import unittest
 from array import array
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.testing import Log, TransportHarness
 from kvbaton.testing.transport_case import READ, SMALL_BYTES, copy, fill
 from kvbaton.transports.checksum.checksum_device import digest_of

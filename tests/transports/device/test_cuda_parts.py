@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.transports.cuda import cuda_driver, cuda_launch
 from kvbaton.transports.cuda.cuda_driver import THREADS, CudaGpu
 from kvbaton.transports.cuda.cuda_launch import Tables, rows_a_launch

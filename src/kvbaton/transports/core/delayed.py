@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.transports.core.transport import Copy, CopyEnded, Transport, TransportEvent
 from kvbaton.transports.core.wrapped import WrappedTransport

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.effects import Capabilities
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.core.transport import Transport, TransportEvent
 from kvbaton.transports.core.wrapped import WrappedTransport

@@ -19,11 +19,10 @@ from typing import Protocol
 
 import numpy as np
 
-from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.effects import Direction, Loan
+from kvbaton.protocol.effects import Capabilities, Direction, Loan
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded
-from kvbaton.protocol.geometry.pages import Band, PageTable
+from kvbaton.protocol.geometry.layout import Band, PageTable
 from kvbaton.protocol.ids import JobId, PeerId, WorkerId
 from kvbaton.transports.core.mover import Bands, Counts, Mover
 from kvbaton.transports.core.transport import Spans

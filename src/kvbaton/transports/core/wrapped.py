@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.effects import Capabilities
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.transports.core.device_memory import mapped_bytes_of
 from kvbaton.transports.core.refusals import refusals_of

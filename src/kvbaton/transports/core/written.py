@@ -15,7 +15,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kvbaton.protocol.effects import Loan
-from kvbaton.protocol.geometry.strided_spans import Area
+from kvbaton.protocol.geometry.spans import Area
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.transports.core.mover import Bands
 from kvbaton.transports.core.transport import Spans

@@ -33,7 +33,7 @@ from typing import cast
 import msgspec
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
 from kvbaton.transports.core.host_identity import host_identity

@@ -21,7 +21,7 @@ import msgspec
 
 from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.protocol.ids import JobId
 from kvbaton.transports.catalogue import SUMS
 from kvbaton.transports.checksum.checksum_device import DIGEST_BYTES, PART_BYTES, PIECE_BYTES

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.transports.cuda import cuda_launch
 from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton.transports.cuda.cuda_driver import kernels as kernels_of_package
