@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvbaton.protocol.effects import End
+
 Answer = tuple[int | None, bool]
 """To "how many tokens after the local ones can be loaded?": a number, and whether a load of them is to be begun."""
 
@@ -22,6 +24,8 @@ class LoadVerdict:
     request_id: str
     failed: bool = False
     bad_blocks: tuple[int, ...] = ()  # not failed as a whole: these are to be computed again, the ones before are good
+    end: End = End()  # its reason, and how much is good, for engines that ask
+    final: bool = False  # failed: the policy decides; else there is another source, or nothing was promised
 
     @property
     def is_good(self) -> bool:
