@@ -237,7 +237,8 @@ class DecodeSide:
     def fails(self, request_id: str, end: End = ABORTED) -> None:
         """Whatever the ledger said of this load, it counts as failed: the engine would wait for its report for ever."""
         self._loads.pop(request_id, None)
-        self._verdicts.append(LoadVerdict(request_id, failed=True, end=end, final=True))
+        nothing = End(end.reason, end.detail)  # what an earlier load brought is not in this one's blocks
+        self._verdicts.append(LoadVerdict(request_id, failed=True, end=nothing, final=True))
 
     def voided(self) -> None:
         """Weights were replaced: no load that vLLM has not been told of is good, also where its last byte is here."""
