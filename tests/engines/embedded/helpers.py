@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvbaton.engines.embedded import tokenizer
-from kvbaton.engines.embedded.block_cache import BlockPool
 from kvbaton.engines.embedded.embedded_engine import Engine
 from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig, ModelConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest, Output, RequestStatus, Sampling
 from kvbaton.engines.embedded.hooks import BlockIds, LoadOrder, LoadOutcome, Match, Nothing, NotYet, NullConnector
-from kvbaton.engines.embedded.model import Model
+from kvbaton.engines.embedded.memory.block_cache import BlockPool
+from kvbaton.engines.embedded.model.decoder import Model
 from kvbaton.protocol.ids import RequestId
 
 TINY = ModelConfig(layers=2, d_model=32, d_hidden=32, heads=4, kv_heads=2, head_dim=8)

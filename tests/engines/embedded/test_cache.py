@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvbaton.engines.embedded.block_cache import BlockPool, HashChain, OutOfBlocksError
+from kvbaton.engines.embedded.memory.block_cache import BlockPool, HashChain, OutOfBlocksError
 
 
 def test_a_pool_hands_out_each_block_but_the_null_block() -> None:

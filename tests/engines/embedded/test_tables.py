@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from kvbaton.engines.embedded.block_cache import BlockPool, HashChain
-from kvbaton.engines.embedded.block_tables import KvCache, Tables
 from kvbaton.engines.embedded.engine_config import KvGroup
+from kvbaton.engines.embedded.memory.block_cache import BlockPool, HashChain
+from kvbaton.engines.embedded.memory.block_tables import KvCache, Tables
 
 FULL, SLIDING = KvGroup((0,), None), KvGroup((1,), 20)
 

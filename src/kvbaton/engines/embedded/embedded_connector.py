@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbaton.api.params import TransferParams
-from kvbaton.engines.embedded.block_cache import BlockPool
 from kvbaton.engines.embedded.embedded_requests import AskedRequest, EmbeddedRequests
 from kvbaton.engines.embedded.engine_config import EngineConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest, RequestStatus
@@ -29,8 +28,9 @@ from kvbaton.engines.embedded.hooks import (
     Nothing,
     NotYet,
 )
-from kvbaton.engines.embedded.kv_layout import engine_layout
-from kvbaton.engines.embedded.kv_memory import KvGeometry
+from kvbaton.engines.embedded.memory.block_cache import BlockPool
+from kvbaton.engines.embedded.memory.kv_layout import engine_layout
+from kvbaton.engines.embedded.memory.kv_memory import KvGeometry
 from kvbaton.engines.side.asks import ParamsSource, Target
 from kvbaton.engines.side.decode import DecodeSide, FailedLoads
 from kvbaton.engines.side.grouping import Grouping

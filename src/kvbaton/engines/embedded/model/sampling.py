@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from kvbaton.engines.embedded.engine_request import Sampling
-from kvbaton.engines.embedded.kv_memory import Floats
+from kvbaton.engines.embedded.memory.kv_memory import Floats
 from kvbaton.engines.embedded.tokenizer import EOS, SPEAKABLE
 
 _SPEAKABLE = np.array(SPEAKABLE)

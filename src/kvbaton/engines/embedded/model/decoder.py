@@ -22,9 +22,9 @@ import msgspec
 import numpy as np
 
 from kvbaton.engines.embedded import tokenizer
-from kvbaton.engines.embedded.attention import AttentionPiece, AttentionPlan, attend, plan
 from kvbaton.engines.embedded.engine_config import ModelConfig
-from kvbaton.engines.embedded.kv_memory import Floats, Ints, KvMemory
+from kvbaton.engines.embedded.memory.kv_memory import Floats, Ints, KvMemory
+from kvbaton.engines.embedded.model.attention import AttentionPiece, AttentionPlan, attend, plan
 
 ROTARY_BASE = 32.0  # the slowest pair turns once in 130 tokens
 BIAS = 1.0  # of a key by its age

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvbaton.engines.embedded.engine_config import ModelConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest
-from kvbaton.engines.embedded.kv_memory import ITEM_BYTES, KvGeometry
+from kvbaton.engines.embedded.memory.kv_memory import ITEM_BYTES, KvGeometry
 from kvbaton.protocol.content import Content
 from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind, Place, Rank, Share, planes
 

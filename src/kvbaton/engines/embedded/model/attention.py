@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from kvbaton.engines.embedded.engine_config import TILE_TOKENS
-from kvbaton.engines.embedded.kv_memory import Floats, Ints
+from kvbaton.engines.embedded.memory.kv_memory import Floats, Ints
 
 QUERIES_MAX = 32
 """Queries of one request that meet the same tiles at once: of more, the early ones may not see many of the tiles."""

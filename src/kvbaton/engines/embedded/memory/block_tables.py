@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvbaton.engines.embedded.block_cache import NULL_BLOCK, BlockPool
 from kvbaton.engines.embedded.engine_config import KvGroup
+from kvbaton.engines.embedded.memory.block_cache import NULL_BLOCK, BlockPool
 
 Tables = list[list[int]]
 """Per KV group, the block of each `block_tokens` tokens."""
