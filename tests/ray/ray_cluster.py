@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbaton.engines.vllm.launch.launching import environment
-from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.child_process import free_ports
 
 MODEL = "tiny"
 DECODE, PREFILL = f"Decode:{MODEL}", f"Prefill:{MODEL}"

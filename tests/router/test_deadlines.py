@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from raw_server import LOOPS, run_on
 
-from kvbaton.router.flow.deadlines import Deadline, Deadlines
+from kvbaton.router.flow.choosing import Deadline, Deadlines
 
 FAR_S = 600.0
 Run = Callable[[Coroutine[Any, Any, None]], None]

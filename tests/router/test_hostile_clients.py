@@ -16,8 +16,8 @@ import pytest
 from aiohttp import web
 from fake_workers import QUICK, Cluster, FakeWorker, cluster, run, until
 
+from kvbaton.api.bodies import NESTING_MAX
 from kvbaton.api.params import Mode
-from kvbaton.api.shapes import NESTING_MAX
 from kvbaton.router.router_settings import Fallback
 
 COMPLETION = "/v1/completions"

@@ -16,8 +16,8 @@ from raw_server import LOOPS, OK, Conn, Script, Server, answers, listening, run_
 from kvbaton.api.http import http_client
 from kvbaton.api.http.answer_reader import READ_BYTES_MAX, UNREAD_BYTES_MAX
 from kvbaton.api.http.http_client import Exchange, Origin, Pool, header, origin, request_bytes
-from kvbaton.api.http.http_types import HEADERS_BYTES_MAX
-from kvbaton.api.http.wire_errors import (
+from kvbaton.api.http.http_types import (
+    HEADERS_BYTES_MAX,
     BrokenError,
     GarbageError,
     LateError,

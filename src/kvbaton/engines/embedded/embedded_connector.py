@@ -23,7 +23,7 @@ from kvbaton.engines.embedded.hooks import BlockIds, Chunk, LoadOrder, LoadOutco
 from kvbaton.engines.embedded.kv_layout import content_digest
 from kvbaton.node.doorway import Doorway, DropBlocks, ForgetCached, MatchState, UnpinBlocks
 from kvbaton.node.doorway import LoadReport as RankReport
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import NO_BLOCK
