@@ -20,7 +20,7 @@ from docs_running import answered, until
 from kubernetes_pods import Object, Pod, container, containers, has_keys, main_container, pod_spec
 from tests.observe.prometheus.server import promtool
 
-from kvbaton.control import key_rotation
+from kvbaton.control import key_room
 from kvbaton.control import keyring as key_files
 from kvbaton.control.joining.admission_files import new_token
 from kvbaton.engines.embedded.http_worker import worker_app
@@ -288,7 +288,7 @@ def test_keys_reach_a_pod_in_the_form_that_kvbaton_asks_for(tmp_path: Path, over
     assert not (pod.keys / "secret" / "decode-0.json").exists()
     for secret in [pod.keys / "tickets.json", *(pod.keys / "secret").iterdir()]:
         assert stat.S_IMODE(secret.stat().st_mode) == 0o400
-    key_rotation.remove(minted, "decode-0")
+    key_room.remove(minted, "decode-0")
     shutil.copy(minted / "removed.json", minted / "public" / ".removed.json")  # as docs/kubernetes.md has it
     shutil.rmtree(pod.folder / "in")
     pod.mount(minted, script)

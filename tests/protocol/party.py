@@ -42,7 +42,7 @@ from kvbaton.protocol.wire.codec import decode, encode
 from kvbaton.protocol.wire.messages import ALL_FEATURES, Joined, Welcome
 from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
 from kvbaton.protocol.wire.versions import SPOKEN, Versions
-from kvbaton.transports.core.written import WriteRecord
+from kvbaton.transports.core.loans import WriteRecord
 from kvbaton_proof.sim.world.sim_memory import Shape, page_stamp, same_tokens
 from kvbaton_proof.sim.world.sim_transport import TCP
 

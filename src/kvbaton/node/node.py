@@ -19,7 +19,7 @@ import msgspec
 
 from kvbaton.node.doorway import Doorway
 from kvbaton.node.ports import ControlPort, StorePort
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.observe.flight.recorder import Recorder
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol.errors import Reason

@@ -31,7 +31,7 @@ from kvbaton.transports.catalogue_entry import (
     PlaneSettings,
     summed,
 )
-from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.core.transport import DeviceTransport, HostTransport
 from kvbaton.transports.external_entries import conflict
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.router.flow.deadlines import Deadline, Deadlines
+from kvbaton.router.flow.choosing import Deadline, Deadlines
 from tests.api.http.raw_server import LOOPS, run_on
 
 FAR_S = 600.0

@@ -17,9 +17,8 @@ from kvbaton.transports.checksum.checksum_device import PART_BYTES, PIECE_BYTES,
 from kvbaton.transports.checksum.checksum_memory import Tell
 from kvbaton.transports.checksum.checksum_portions import Checksum, portions
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport, parse
-from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.loans import EVERYTHING, lend_everything
-from kvbaton.transports.core.shared_memory import allocate
+from kvbaton.transports.core.shared_memory import DeviceMemory, allocate
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction
 from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton.transports.net.connection_handshake import greet

@@ -14,8 +14,8 @@ from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
 from kvbaton.testing.transport_harness import Drives, poll
 from kvbaton.transports.checksum.checksum_transport import summed
-from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.cuda import cuda_transport
 from kvbaton.transports.cuda.cuda_driver import Gpu
 from kvbaton.transports.nixl import nixl_transport

@@ -26,7 +26,7 @@ from kvbaton.protocol.effects import Capabilities, Copy, DeviceEvent, Direction,
 from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.geometry.layout import PageTable
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.shared_memory import DeviceMemory
 
 __all__ = [
     "Capabilities",

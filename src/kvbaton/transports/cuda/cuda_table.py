@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from kvbaton.protocol.geometry.spans import Weave
-from kvbaton.transports.core.span_tables import Rows
+from kvbaton.transports.core.mover import Rows
 from kvbaton.transports.core.transport import Spans
 
 ROW_BYTES_MAX = 256 << 10

@@ -29,8 +29,7 @@ from kvbaton.protocol.machines.producer import Producer
 from kvbaton.protocol.machines.push_writer import Writer
 from kvbaton.protocol.machines.quotas import Buckets
 from kvbaton.protocol.wire.codec import read
-from kvbaton.transports.core.loans import Loans
-from kvbaton.transports.core.written import WriteRecords
+from kvbaton.transports.core.loans import Loans, WriteRecords
 from kvbaton_proof.sim.mutants.mutation import Mutant, Switch, both, swap
 from kvbaton_proof.sim.world.sim_transport import SimTransport
 
