@@ -216,17 +216,17 @@ bench-router: $(VENV)/.serve $(ROUTER_VENV)/.ready ## benchmark the router again
 
 # What is generated, then the site, in build/site: strict, so a broken link or anchor fails it.
 docs: $(VENV)/.dev docs-env ## generate pages and build the site
-	$(BIN)/python tools/protocol_docs.py
-	$(BIN)/python tools/metrics_docs.py
-	$(BIN)/python tools/grafana_dashboard.py
-	$(BIN)/python tools/reasons_docs.py
-	$(BIN)/python tools/glossary_docs.py
-	$(BIN)/python tools/commands_docs.py
-	$(BIN)/python tools/settings_docs.py
-	$(BIN)/python tools/compatibility_docs.py
-	$(BIN)/python tools/docs_diagrams.py
-	$(BIN)/python tools/docs_pictures.py
-	$(BIN)/python tools/llms_docs.py
+	$(BIN)/python tools/docs/protocol_docs.py
+	$(BIN)/python tools/docs/metrics_docs.py
+	$(BIN)/python tools/docs/grafana_dashboard.py
+	$(BIN)/python tools/docs/reasons_docs.py
+	$(BIN)/python tools/docs/glossary_docs.py
+	$(BIN)/python tools/docs/commands_docs.py
+	$(BIN)/python tools/docs/settings_docs.py
+	$(BIN)/python tools/docs/compatibility_docs.py
+	$(BIN)/python tools/docs/docs_diagrams.py
+	$(BIN)/python tools/docs/docs_pictures.py
+	$(BIN)/python tools/docs/llms_docs.py
 	@$(MAKE) --no-print-directory docs-build
 
 docs-build: docs-env
@@ -248,11 +248,12 @@ dist: $(DIST_VENV)/.ready ## build sdist and wheels, and try each wheel in a fre
 	KVBATON_MOVER=must $(DIST_VENV)/bin/python -m build --outdir build/wheel .
 	PATH=$(DIST_VENV)/bin:$$PATH $(DIST_VENV)/bin/auditwheel repair --wheel-dir dist build/wheel/*-abi3-*.whl
 	KVBATON_MOVER=none $(DIST_VENV)/bin/pip wheel -q --no-deps --wheel-dir dist build/wheel/*.tar.gz
+	$(DIST_VENV)/bin/pip wheel -q --no-deps --wheel-dir dist packages/kvbaton-proof packages/kvbaton-mori
 	cp build/wheel/*.tar.gz dist/
 	$(DIST_VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(DIST_VENV)/bin/hadolint --ignore DL3008 --failure-threshold warning deploy/Containerfile*
 	$(DIST_VENV)/bin/twine check --strict dist/*
-	$(DIST_VENV)/bin/python tools/try_wheel.py dist/*.whl
+	$(DIST_VENV)/bin/python tools/try_wheel.py dist/kvbaton-*.whl --proof dist/kvbaton_proof-*.whl
 	@ls -l dist
 
 $(DIST_VENV)/.ready: Makefile

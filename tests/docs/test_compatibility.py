@@ -13,7 +13,9 @@ from docs_commands import ROOT
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compatibility_docs", ROOT / "tools" / "compatibility_docs.py")
+    spec = importlib.util.spec_from_file_location(
+        "compatibility_docs", ROOT / "tools" / "docs" / "compatibility_docs.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["compatibility_docs"] = module
@@ -26,7 +28,7 @@ def makefile() -> str:
 
 
 def test_the_page_is_what_the_generator_makes(tool: ModuleType) -> None:
-    assert tool.PAGE.read_text() == tool.page(tool.PAGE.read_text()), "run: python tools/compatibility_docs.py"
+    assert tool.PAGE.read_text() == tool.page(tool.PAGE.read_text()), "run: python tools/docs/compatibility_docs.py"
 
 
 def test_each_row_is_proven_by_tests_that_exist_and_are_run(tool: ModuleType) -> None:

@@ -40,7 +40,7 @@ SLACK_S = 10
 
 def rendered(*arguments: str) -> subprocess.CompletedProcess[str]:
     assert PYTHON.exists(), "the checker is not here: make docs-env"
-    command = [PYTHON, ROOT / "tools" / "docs_kubernetes.py", *arguments]
+    command = [PYTHON, ROOT / "tools" / "docs" / "docs_kubernetes.py", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 

@@ -111,7 +111,7 @@ def test_milliseconds_are_those_of_a_clock_that_moves(lines: Lines) -> None:
             for _ in range(10):
                 assert (await c.get("/workers"))[0] == 200
         took_ms = [line["ms"] for line in access(lines) if line["path"] == "/workers"]
-        assert len(took_ms) == 10 and min(took_ms) > 0 and any(ms % 1 for ms in took_ms)
+        assert len(took_ms) == 10 and any(ms % 1 > 0 for ms in took_ms)
 
     server_loop.run(asyncio.wait_for(story(), 60))
 

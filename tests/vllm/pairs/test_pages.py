@@ -32,7 +32,7 @@ def page(
         run.close()
 
 
-@pytest.mark.parametrize("page", ["docs/vllm-store.md"], indirect=True)
+@pytest.mark.parametrize("page", ["docs/store.md"], indirect=True)
 def test_what_one_engine_put_another_loads(page: PageRun, plain: Engine) -> None:
     page.until_ready()
     plain.wait_ready()
@@ -53,7 +53,7 @@ def test_what_one_engine_put_another_loads(page: PageRun, plain: Engine) -> None
     come_to_rest(writer, reader)
 
 
-@pytest.mark.parametrize("page", ["docs/vllm-one-host.md"], indirect=True)
+@pytest.mark.parametrize("page", ["docs/vllm-guide.md"], indirect=True)
 def test_a_pair_started_by_hand_hands_over(page: PageRun) -> None:
     page.to_the_end()
     workers, answer, _, delivered, *drained = page.said[-6:]

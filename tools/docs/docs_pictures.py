@@ -1,6 +1,6 @@
 """Draws the two pictures of the documentation that no table of the code holds: who there is, and who says what when.
 
-    python tools/docs_pictures.py
+    python tools/docs/docs_pictures.py
 
 Laws: a picture is a function of the lists below; a test compares the files with what this draws, and holds every
 message in the sequence to the classes of the protocol. Rows are laid out by their number, so that nothing overlaps when
@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-FOLDER = Path(__file__).parents[1] / "docs" / "diagrams"
+FOLDER = Path(__file__).parents[2] / "docs" / "diagrams"
 CHAR_PX = 6.7  # of a letter at 13 px
 STYLE = (
     "text{font:13px ui-sans-serif,system-ui,sans-serif;fill:#1b1f24}.small{font-size:11px;fill:#57606a}"

@@ -1,6 +1,6 @@
 """Writes deploy/grafana/kvbaton.json: Grafana's dashboard of a cluster, one for embedded workers and for vLLM.
 
-    python tools/grafana_dashboard.py
+    python tools/docs/grafana_dashboard.py
 
 A test compares the file with what this makes, and asks a real Prometheus every question that is in it.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PAGE = Path(__file__).parents[1] / "deploy" / "grafana" / "kvbaton.json"
+PAGE = Path(__file__).parents[2] / "deploy" / "grafana" / "kvbaton.json"
 SCHEMA_VERSION = 39
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WORKER = 'instance=~"$worker"'

@@ -1,6 +1,6 @@
 """Draws the protocol's state machines as SVG, from the tables that the code runs.
 
-    python tools/docs_diagrams.py
+    python tools/docs/docs_diagrams.py
 
 Law: the pictures are a function of the tables alone. A test compares the files with what this draws, so that no picture
 shows a state machine of yesterday. No library lays them out: each state is a column, each kind of step a row of its
@@ -23,7 +23,7 @@ from kvbaton.protocol.machines.push_write import OUTLET
 from kvbaton.protocol.machines.puts import PUT
 from kvbaton.protocol.table import Table
 
-FOLDER = Path(__file__).parents[1] / "docs" / "diagrams"
+FOLDER = Path(__file__).parents[2] / "docs" / "diagrams"
 MACHINES: Mapping[str, Table[Any, Any]] = {
     machine.name: machine for machine in (LEASE, READER, OUTLET, INTAKE, LINK, PUT)
 }

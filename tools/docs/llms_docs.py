@@ -1,6 +1,6 @@
 """Writes docs/llms.txt: the documentation's pages with one sentence each, for programs that read before they answer.
 
-    python tools/llms_docs.py
+    python tools/docs/llms_docs.py
 
 The order is that of mkdocs.yml. A test compares the file with what this makes, so that no page is missing.
 """
@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "llms.txt"
 BASE = "https://github.com/kvbaton/kvbaton/blob/main"
 SENTENCE_CHARS_MAX = 200
-_NAV = re.compile(r"^  - (?P<section>\w[\w ]*):\s*(?P<only>\S+)?$|^      - (?:[^:]+: )?(?P<page>[\w/.-]+\.md)\??$")
+_NAV = re.compile(r"^  - (?P<section>\w[\w ]*):\s*(?P<only>\S+)?$|^      - (?:[^:]+: )?(?P<page>[\w/.-]+\.md)$")
 
 
 def text() -> str:

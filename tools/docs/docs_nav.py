@@ -1,8 +1,7 @@
 """A hook of MkDocs: completes the navigation, so that a new page needs no line in mkdocs.yml.
 
-`FOLDER/*` stands for every page of that folder (its index first; of the lab the newest first), `PAGE?` for one that may
-not be there. Pages of docs/ itself that no entry names come at the end of Reference. Everything else that is nowhere is
-still a warning, and fails a strict build.
+`FOLDER/*` stands for every page of that folder, its index first. Pages of docs/ itself that no entry names come at the
+end of Reference. Everything else that is nowhere is still a warning, and fails a strict build.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ def on_config(config: Any) -> Any:
 
 
 def completed(nav: list[Any], docs: Path) -> list[Any]:
-    nav = _there(nav, docs)
     named = set(_pages(nav))
     loose = sorted(page.name for page in docs.glob("*.md") if page.name not in named)
     found = []
@@ -36,21 +34,9 @@ def completed(nav: list[Any], docs: Path) -> list[Any]:
 
 
 def _folder(docs: Path, name: str) -> list[str]:
-    pages = sorted((page.name for page in (docs / name).glob("*.md")), reverse=name == "lab")
+    pages = sorted(page.name for page in (docs / name).glob("*.md"))
     first = [page for page in pages if page == "index.md"]
     return [f"{name}/{page}" for page in [*first, *(page for page in pages if page != "index.md")]]
-
-
-def _there(nav: Any, docs: Path) -> Any:
-    """Without pages that may be missing and are."""
-    if isinstance(nav, dict):
-        return {title: _there(what, docs) for title, what in nav.items()}
-    if isinstance(nav, list):
-        found = [_there(entry, docs) for entry in nav]
-        return [entry for entry in found if entry != "" and entry not in ([], {})]
-    if nav.endswith("?"):
-        return nav.removesuffix("?") if (docs / nav.removesuffix("?")).exists() else ""
-    return nav
 
 
 def _pages(nav: Any) -> list[str]:

@@ -1,6 +1,6 @@
 """Renders the overlays of deploy/kubernetes and holds every object to the schemas of Kubernetes.
 
-    .venv-docs/bin/python tools/docs_kubernetes.py [OVERLAY ...] [--json] [--plain FILE]
+    .venv-docs/bin/python tools/docs/docs_kubernetes.py [OVERLAY ...] [--json] [--plain FILE]
 
 Laws: this is no kustomize. It knows the fields that our files use (resources, namespace, images, configMapGenerator
 with files and without suffixes, patches of whole files merged by name) and refuses any other, so that it can never
@@ -21,7 +21,7 @@ from typing import Any
 import kubernetes_validate
 import yaml
 
-FOLDER = Path(__file__).parents[1] / "deploy" / "kubernetes"
+FOLDER = Path(__file__).parents[2] / "deploy" / "kubernetes"
 VERSIONS = ("1.30", "1.37")  # the oldest that has native sidecars by default for sure, and the newest there is
 FIELDS = {
     "apiVersion", "kind", "namespace", "resources", "images", "configMapGenerator", "generatorOptions", "patches",
