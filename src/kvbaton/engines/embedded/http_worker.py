@@ -40,7 +40,7 @@ from kvbaton.engines.embedded.server_plan import (
 )
 from kvbaton.observe.metrics.exposition import Family
 from kvbaton.observe.metrics.handoff_metrics import HandoffMetrics
-from kvbaton.observe.metrics.worker_metrics import render_worker
+from kvbaton.observe.metrics.process_metrics import render_worker
 from kvbaton.protocol.errors import MEANING, Blame, Reason
 
 

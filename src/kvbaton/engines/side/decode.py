@@ -25,7 +25,7 @@ from kvbaton.engines.side.load_admission import LoadAdmission
 from kvbaton.engines.side.protocols import PinPool, SideRequests
 from kvbaton.node.doorway import Doorway, LoadReport, MatchState
 from kvbaton.node.prompt_account import PromptAccount
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.content import digest
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import Reason
