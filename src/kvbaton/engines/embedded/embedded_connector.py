@@ -21,6 +21,7 @@ from kvbaton.engines.embedded.engine_request import EngineRequest, RequestStatus
 from kvbaton.engines.embedded.hooks import (
     BlockIds,
     Chunk,
+    Connector,
     LoadOrder,
     LoadOutcome,
     Match,
@@ -70,7 +71,7 @@ class EmbeddedSides:
     stored: NoStore
 
 
-class EmbeddedConnector:
+class EmbeddedConnector(Connector):
     """Hands KV over for one engine, in both roles, and keeps the account of its prompts. Alive once it has a pool."""
 
     def __init__(
