@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvbaton.engines.side.second_loads import SecondLoads
+from kvbaton.engines.side.store import SecondLoads
 
 
 def request(name: str, tokens: int) -> Any:
