@@ -7,7 +7,7 @@ written by hand).
 
 What nobody sees any more is printed and left as it is: find out whether the world, the test or the mutant is wrong.
 What has gone from the code is told and taken out. The rule of a line is the first whose `Where` in
-tools/protocol_rules.txt names its function, or the class or module's own, unless the line has one already.
+tools/docs/protocol_rules.txt names its function, or the class or module's own, unless the line has one already.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvbaton_proof.sim.mutants.handwritten import MUTANTS
 from kvbaton_proof.sim.mutants.hunting import NOBODY, Catch, run_mutants
 from kvbaton_proof.sim.mutants.mutating import Place
 
-RULES = Path(__file__).with_name("protocol_rules.txt")
+RULES = Path(__file__).parent / "docs" / "protocol_rules.txt"
 FILE = Path(kept.__file__).with_name(kept.FILE)
 SEEDS_MAX = 100
 OF_MODULE = {

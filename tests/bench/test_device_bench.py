@@ -29,8 +29,7 @@ from kvbaton_proof.bench.device.device_world import (
 )
 from kvbaton_proof.bench.kit.handoff_side import Want
 from kvbaton_proof.bench.kit.run_facts import Stopwatch
-
-from ..transports.fake_gpu import FakeGpu
+from tests.transports.device.fake_gpu import FakeGpu
 
 
 def size(**changes: object) -> Size:

@@ -15,8 +15,7 @@ from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton_proof.bench.device import device_checksums, device_share
 from kvbaton_proof.bench.device.device_checksums import Cost
 from kvbaton_proof.bench.device.device_share import Mover, Row
-
-from ..transports.fake_gpu import FakeGpu
+from tests.transports.device.fake_gpu import FakeGpu
 
 SIZE = 1 << 16
 WEAVE = Weave(array("q", (0, 5, 64, 256, 9, 32)), array("q", (0, 0, 4096, 77)))

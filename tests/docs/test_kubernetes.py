@@ -40,7 +40,7 @@ SLACK_S = 10
 
 def rendered(*arguments: str) -> subprocess.CompletedProcess[str]:
     assert PYTHON.exists(), "the checker is not here: make docs-env"
-    command = [PYTHON, ROOT / "tools" / "docs_kubernetes.py", *arguments]
+    command = [PYTHON, ROOT / "tools" / "docs" / "docs_kubernetes.py", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
@@ -211,7 +211,7 @@ def test_ports_that_are_named_are_those_that_are_opened(objects: list[Object]) -
 
 
 def test_probes_ask_for_paths_that_are_served(objects: list[Object]) -> None:
-    worker_paths = {resource.canonical for resource in worker_app(_Nobody()).router.resources()}  # type: ignore[arg-type]
+    worker_paths = set(worker_app(_Nobody()).routes)  # type: ignore[arg-type]
     security = (ROOT / "docs" / "security.md").read_text()  # a test holds its table of the router's paths to the router
     router_paths = set(re.findall(r"\| `(/[\w/]+)` \|", security.split("<!-- http router -->")[1].split("<!--")[0]))
     served = {"router": router_paths, "worker": worker_paths, "engine": VLLM_PATHS}

@@ -40,10 +40,10 @@ from kvbaton.transports.staged.staged_transport import StagedConfig, StagedTrans
 from kvbaton.transports.tcp import tcp_transport
 from kvbaton.transports.tcp.tcp_server import STREAMS_PER_PEER_MAX
 from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpConfig, TcpEndpoint, TcpTransport
+from tests.transports.device.fake_gpu import FakeGpu
+from tests.transports.tcp.blocking import DEADLINE_S, D, P, exactly, is_closed, play, request
 
 from ..ranks.rank_rig import Rig, until
-from .blocking import DEADLINE_S, D, P, exactly, is_closed, play, request
-from .fake_gpu import FakeGpu
 
 SIZE = 1 << 16
 CROWD = 2

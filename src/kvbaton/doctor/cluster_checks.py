@@ -5,7 +5,7 @@ together for no longer than `ROUNDS` timeouts, and are reported in the order in 
 
 Alerts of `deploy/prometheus/rules.yml` that fire now, as far as one or two looks at the figures can tell.
 
-Law: pure. A threshold is the rule's own (`tests/cli/test_doctor_alerts.py` compares them); what is no number fires
+Law: pure. A threshold is the rule's own (`tests/doctor/test_doctor_alerts.py` compares them); what is no number fires
 nothing. Alerts on what happened in the last minutes need a Prometheus, but for the share of 5xx between two looks.
 
 Whether a running cluster really disaggregates: the share of prompt tokens that D computed for want of a P, and why.

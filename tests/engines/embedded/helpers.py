@@ -80,7 +80,7 @@ def finish(subject: Engine, steps_max: int = 2000) -> list[Output]:
         if done:
             break
     assert not subject.scheduler.sequences, "requests are left"
-    assert subject.pool.free_count == subject.config.cache.blocks - 1 - len(set(_lent(subject)))
+    assert subject.pool.free_blocks == subject.config.cache.blocks - 1 - len(set(_lent(subject)))
     return outputs
 
 

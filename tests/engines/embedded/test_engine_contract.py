@@ -31,7 +31,7 @@ class Embedded:
     def __init__(self, doorway: Doorway) -> None:
         self.doorway = doorway
         self.memory: Sequence[memoryview] = [memoryview(bytearray(GEOMETRY.region_bytes))]
-        connector = EmbeddedConnector(doorway, CONFIG.model.groups, CONFIG.cache.block_tokens, "recompute")
+        connector = EmbeddedConnector(doorway, CONFIG)
         self._engine = Engine(CONFIG, connector, list(self.memory))
         self._said: dict[RequestId, list[int]] = {}
         self._finished: dict[RequestId, str] = {}

@@ -28,7 +28,7 @@ from kvbaton.store.store_server import StoreServer
 from kvbaton.store.tcp_server_side import LineServer
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.shared_memory import DeviceMemory
-from tests.transports.fake_gpu import FakeGpu
+from tests.transports.device.fake_gpu import FakeGpu
 
 GOOD: dict[str, Any] = {"name": "p0", "keys": "/keys"}
 MOONCAKE = "mooncake://10.0.0.1:50051"

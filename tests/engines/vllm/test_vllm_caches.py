@@ -17,7 +17,7 @@ from kvbaton.engines.vllm.memory.layer_events import DeviceClock, HostClock, spo
 from kvbaton.transports import catalogue
 from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.cuda.cuda_driver import CudaError
-from tests.transports.fake_gpu import FakeGpu
+from tests.transports.device.fake_gpu import FakeGpu
 
 
 @dataclass

@@ -61,7 +61,7 @@ class PathSite:
         self.room = ClientQuotas(HELD_BYTES_MAX, holder="this server", setting="")
         self.guards: list[Guard] = []
         self.malformed = 0
-        self._routes = routes
+        self.routes = routes
 
     def name_of(self, given: str) -> str:
         return checked_request_id(given)
@@ -74,9 +74,9 @@ class PathSite:
             raise ApiError(417, said, param="Expect")
 
     def handler(self, method: str, path: str) -> Handler:
-        methods = self._routes.get(path)
+        methods = self.routes.get(path)
         if methods is None:
-            said = f"{method} {path[:200]}: no such path; there are {', '.join(self._routes)}"
+            said = f"{method} {path[:200]}: no such path; there are {', '.join(self.routes)}"
             raise ApiError(404, said, code="not_found")
         return handler_of(methods, method, path)
 

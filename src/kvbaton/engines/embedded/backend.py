@@ -174,9 +174,7 @@ class EngineBackend:
         if not self._thread.running:
             raise RefusedError("stopping", "this worker is stopping")
         self._check_ticket(request)
-        asked = _engine_request(request)
-        if self._doorway is not None and request.handoff is not None and request.handoff.do_remote_decode:
-            self._doorway.times.accepted(asked.request_id)
+        asked = _engine_request(request, None if self._doorway is None else self._doorway.config.wall())
         queue = self._thread.add(asked)
         try:
             while True:
@@ -190,8 +188,6 @@ class EngineBackend:
                     return
         finally:
             self._thread.forget(asked.request_id)
-            if self._doorway is not None:
-                self._doorway.times.left(asked.request_id)
 
     def _check_ticket(self, request: GenerateRequest) -> None:
         """A ticket that this cluster did not sign is the caller's fault, and refused at once. Late ones are policy."""
@@ -207,7 +203,7 @@ class EngineBackend:
                 raise RefusedError("handoff", str(error), str(error.reason), "kv_transfer_params.ticket") from None
 
 
-def _engine_request(request: GenerateRequest) -> EngineRequest:
+def _engine_request(request: GenerateRequest, arrived_at: float | None) -> EngineRequest:
     sampling = Sampling(
         max_tokens=request.max_tokens,
         min_tokens=request.min_tokens,
@@ -217,7 +213,7 @@ def _engine_request(request: GenerateRequest) -> EngineRequest:
         logprobs=request.logprobs,
     )
     name, handoff = RequestId(request.request_id), request.handoff
-    return EngineRequest(name, request.prompt, sampling, request.cache_salt, handoff, request.said)
+    return EngineRequest(name, request.prompt, sampling, request.cache_salt, handoff, request.said, arrived_at)
 
 
 def _finished(output: Output) -> Finished:

@@ -43,7 +43,7 @@ class BlockPool:
         self._on_reuse = on_reuse
 
     @property
-    def free_count(self) -> int:
+    def free_blocks(self) -> int:
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
@@ -105,11 +105,15 @@ class BlockPool:
         self._key_of.clear()
         self._block_of.clear()
         self.era += 1
-        for block in range(1, len(self.epoch)):  # whoever reads what was granted of them is told that it is over
+        self.overwritten(range(1, len(self.epoch)))
+        return count
+
+    def overwritten(self, blocks: Iterable[int]) -> None:
+        """Whoever reads what was granted of these is told that it is over."""
+        for block in blocks:
             self.epoch[block] += 1
             if self._on_reuse is not None:
                 self._on_reuse(block)
-        return count
 
     def validate(self, held: dict[int, int]) -> None:
         """Raise AssertionError unless references are exactly `held` (block to count) and the indexes agree."""

@@ -59,7 +59,7 @@ class KvCache:
         self._slide(tables, next_position)
         wanted = [self._missing(table, group, tokens, next_position) for table, group in self._each(tables)]
         count = sum(sum(row) for row in wanted)
-        if count > self.pool.free_count:
+        if count > self.pool.free_blocks:
             return False
         blocks = iter(self.pool.allocate(count))
         for table, row in zip(tables, wanted, strict=True):

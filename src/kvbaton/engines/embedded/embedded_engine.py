@@ -87,7 +87,7 @@ class Engine:
         loading = states.count(RequestState.LOADING) + states.count(RequestState.LEAVING)
         running = len(self.scheduler.running)
         waiting = len(states) - running - loading
-        return EngineStats(running, waiting, loading, self.pool.free_count, self.config.cache.blocks - 1)
+        return EngineStats(running, waiting, loading, self.pool.free_blocks, self.config.cache.blocks - 1)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False, and nothing done, while any block is held."""

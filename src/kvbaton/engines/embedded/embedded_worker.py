@@ -12,7 +12,6 @@ import logging
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -32,10 +31,8 @@ from kvbaton.control.registry.registry_group import RegistryGroup
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.announcing import Herald, announcement
 from kvbaton.engines.embedded.backend import MODEL_NAME, EngineBackend, EngineThread
-from kvbaton.engines.embedded.embedded_admission import AdmittingConnector, pinned_blocks
+from kvbaton.engines.embedded.embedded_connector import EmbeddedConnector
 from kvbaton.engines.embedded.embedded_engine import Engine
-from kvbaton.engines.embedded.embedded_storing import NO_STATS
-from kvbaton.engines.embedded.embedded_turns import TurningConnector
 from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig, ModelConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest, Sampling
 from kvbaton.engines.embedded.http_worker import worker_app
@@ -44,6 +41,7 @@ from kvbaton.engines.embedded.kv_memory import KvGeometry
 from kvbaton.engines.embedded.store_access import open_store
 from kvbaton.engines.embedded.worker_draining import DrainingDoor, DrainSettings, Stopping, drain
 from kvbaton.engines.embedded.worker_options import DIALECTS, WorkerOptions
+from kvbaton.engines.side.guard import faults
 from kvbaton.node.cluster_node import (
     TICKET_TTL_S,
     ClusterNode,
@@ -104,15 +102,13 @@ class EmbeddedWorker:
         doorway = make_doorway(facts, keyring)
         views = [region.view for region in self.regions]
         self.store = open_store(options, keyring, facts, views, doorway) if options.store else None
-        storing = self.store.storing if self.store is not None else None
-        self.turning = TurningConnector(doorway, config, options.turns, storing=storing)
+        shelf = self.store.shelf if self.store is not None else None
         doorway.budget = budget_of(config.cache.blocks - 1, options.pin_share, options.pin_wait_s)
-        needed = partial(pinned_blocks, config.model.groups, options.block_tokens)
-        self.admitting = AdmittingConnector(
-            self.turning, doorway.budget, needed, decodes=options.role != "prefill", holder_of=doorway.holder_of
+        self.connector = EmbeddedConnector(
+            doorway, config, decodes=options.role != "prefill", turns=options.turns, shelf=shelf
         )
         self.fullness = Fullness()
-        self.engine = Engine(config, self.admitting, views)
+        self.engine = Engine(config, self.connector, views)
         self.thread = EngineThread(self.engine, doorway)
         self.node = ClusterNode(
             facts,
@@ -120,7 +116,7 @@ class EmbeddedWorker:
             [self._make_transports(rank_peer(facts.me, rank), region) for rank, region in enumerate(self.regions)],
             doorway,
             _cluster_settings(options),
-            store=self.store.shelf if self.store is not None else None,
+            store=shelf,
             gauges=self._gauges,
             member=member,
         )
@@ -139,7 +135,7 @@ class EmbeddedWorker:
         self.node.end_store()
         ended = self.thread.stop()
         if self.store is not None and ended:
-            self.store.settle(self.engine.connector)
+            self.store.settle(self.connector)
         self.node.stop()
         if self.store is not None:
             self.store.close()
@@ -167,7 +163,7 @@ class EmbeddedWorker:
             **node_figures.figures(ledger, node.control.counters, time.monotonic(), engine.blocks),
             "data_refused_total": node_figures.data_refused(node.ranks),
             **node.doorway.budget.figures(engine.blocks),
-            **self.admitting.prompts.figures(),
+            **self.connector.prompts.figures(),
             "full": int(self._is_full()),
             "peers": max(len(node.book) - 1, 0),
             "pins": node.doorway.pinned_blocks,
@@ -184,9 +180,8 @@ class EmbeddedWorker:
             "planes": list(self.planes),
             "links": {str(link.worker): link.transport.name for link in links if link.transport is not None},
             "versions": {str(link.worker): link.version for link in links if link.transport is not None},
-            **(self.store.storing.stats() if self.store is not None else NO_STATS),
-            **self.turning.stats(),
-            "faults_total": node.loop.faults + self.thread.faults,
+            **self.connector.stats(),
+            "faults_total": node.loop.faults + self.thread.faults + faults.total(),
         }
 
     def _gauges(self) -> Mapping[str, float]:
@@ -198,8 +193,8 @@ class EmbeddedWorker:
             "waiting": engine.waiting,
             "loading": engine.loading,
             "full": float(self._is_full()),
-            **(self.admitting.prompts.gauges() if self.options.role != "prefill" else {}),
-            **({"store_pins": self.store.storing.stats()["store_pins"]} if self.store is not None else {}),
+            **(self.connector.prompts.gauges() if self.options.role != "prefill" else {}),
+            **({"store_pins": self.connector.store_pins} if self.store is not None else {}),
         }
 
     def _is_full(self) -> bool:

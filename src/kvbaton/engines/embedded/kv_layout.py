@@ -10,7 +10,7 @@ import numpy as np
 from kvbaton.engines.embedded.engine_config import ModelConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest
 from kvbaton.engines.embedded.kv_memory import ITEM_BYTES, KvGeometry
-from kvbaton.protocol.content import Content, digest
+from kvbaton.protocol.content import Content
 from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind, Place, Rank, Share, planes
 
 
@@ -65,11 +65,10 @@ def compat_key(model: ModelConfig, version: str) -> dict[str, str]:
     }
 
 
-def content_digest(request: EngineRequest, upto: int | None = None, tokens: Sequence[int] | None = None) -> bytes:
-    """The content digest of a request's KV, or of its first `upto` tokens only; the same in every process.
+def content_of(request: EngineRequest, upto: int, tokens: Sequence[int] | None = None) -> Content:
+    """All that shapes the KV of a request's first `upto` tokens; the same in every process.
 
     `tokens` are prompt and answer, where the answer is part of it.
     """
     tokens = request.prompt if tokens is None else tokens
-    upto = len(tokens) if upto is None else upto
-    return digest(Content(tokens[:upto], upto, salt=request.cache_salt))
+    return Content(tokens[:upto], upto, salt=request.cache_salt)

@@ -229,7 +229,7 @@ class Scheduler:
         sequence.era = self.cache.pool.era
         tables = self.cache.adopt(hit)
         computed = min(known, all_tokens - 1)
-        fits = self.cache.missing(tables, all_tokens, computed) <= self.cache.pool.free_count
+        fits = self.cache.missing(tables, all_tokens, computed) <= self.cache.pool.free_blocks
         if not fits or not self.cache.grow(tables, known, computed):
             self.cache.release(tables)
             return False

@@ -301,7 +301,9 @@ class SchedulerSide:
         live.resets.scheduled(scheduled.num_scheduled_tokens)
         prompt_counting.begun(self.reporting.prompts, scheduled)
         leaving = self._leaving(live, scheduled)
-        ends_prompts = live.stored.ends_prompts(step, scheduled, partial(self._tables, scheduled))
+        for request_id in scheduled.preempted_req_ids or ():
+            live.stored.preempted(request_id)
+        ends_prompts = live.stored.ends_prompts(step, scheduled.num_scheduled_tokens, partial(self._tables, scheduled))
         return BatonStep(step, self._failures(live), leaving, ends_prompts, live.is_awaited)
 
     @guarded(makes(tuple))
@@ -321,12 +323,9 @@ class SchedulerSide:
         prefill = live.prefill
         for request_id in scheduled.preempted_req_ids or ():
             prefill.preempted(request_id)
-        found = []
-        for request_id in prefill.prompts.keys() & scheduled.num_scheduled_tokens.keys():
-            leaving = self._chunk(live, scheduled, request_id)
-            if leaving is not None:
-                found.append(leaving)
-        return tuple(found)
+        ours = prefill.prompts.keys() & scheduled.num_scheduled_tokens.keys()
+        chunks = (self._chunk(live, scheduled, request_id) for request_id in ours)
+        return tuple(leaving for leaving in chunks if leaving is not None)
 
     @guarded(returns(None))
     def _chunk(self, live: ConnectorParts, scheduled: Any, request_id: str) -> Leaving | None:

@@ -17,7 +17,7 @@ ticket that nobody will use is given back to P. The deadline covers everything.
     nobody can be paired                            D alone; with fallback `strict` 503 with Retry-After
     the deadline passes                             504, or an error event
 
-docs/router.md has the same table with what an operator sees; tests/e2e/test_failure_matrix.py has a test for each row.
+docs/router.md has the same table with what an operator sees; tests/e2e/router/test_failure_matrix.py tests each row.
 """
 
 from __future__ import annotations
