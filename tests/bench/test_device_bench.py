@@ -11,7 +11,7 @@ import pytest
 
 from kvbaton.cli.main import main
 from kvbaton.control import keyring
-from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.cuda import cuda_driver
 from kvbaton_proof.bench.device import device_page
 from kvbaton_proof.bench.device.device_nixl import Reads

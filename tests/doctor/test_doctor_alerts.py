@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.doctor import alert_checks, cluster_checks
-from kvbaton.doctor.alert_checks import CRITICAL, RULES, WARNING, gauges_of, router_alerts, worker_alerts
+from kvbaton.doctor import cluster_checks
+from kvbaton.doctor.cluster_checks import CRITICAL, RULES, WARNING, gauges_of, router_alerts, worker_alerts
 from tests.cli.talker import talker, whole
 
 RULES_PAGE = Path(__file__).parents[2] / "deploy" / "prometheus" / "rules.yml"
@@ -66,8 +66,8 @@ def test_thresholds_and_severities_are_the_rules_own() -> None:
     blocks = dict(re.findall(r"- alert: (\w+)\n(.*?)(?=\n      - alert|\Z)", RULES_PAGE.read_text(), re.DOTALL))
     for rule in RULES:
         assert f"> {rule.share_max}" in blocks[rule.name] and "severity: warning" in blocks[rule.name]
-    assert f"> {alert_checks.ERRORS_SHARE_MAX}\n" in blocks["KvbatonRouterErrors"]
-    assert f"> {alert_checks.ERRORS_MAX}\n" in blocks["KvbatonRouterErrors"]
+    assert f"> {cluster_checks.ERRORS_SHARE_MAX}\n" in blocks["KvbatonRouterErrors"]
+    assert f"> {cluster_checks.ERRORS_MAX}\n" in blocks["KvbatonRouterErrors"]
     for name in ("KvbatonRouterErrors", "KvbatonNoPair"):
         assert "severity: critical" in blocks[name] and f"\n## {name}\n" in DOCS.read_text()
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.doctor.alone_checks import alone_findings, by_label, share_line
-from kvbaton.doctor.cluster_checks import SeenWorkerState, findings, lines
-from kvbaton.observe.flight.prompt_share import PromptShare, share_of
-from kvbaton.observe.flight.worker_reports import WorkerGauges
+from kvbaton.doctor.cluster_checks import SeenWorkerState, alone_findings, by_label, findings, lines, share_line
+from kvbaton.observe.flight.worker_reports import PromptShare, WorkerGauges, share_of
 
 
 def test_a_cluster_that_runs_on_d_alone_is_told_so_with_the_reason_and_the_next_step() -> None:

@@ -18,12 +18,12 @@ import msgspec
 import pytest
 
 from kvbaton.cli.main import main
-from kvbaton.control import key_rotation, keyring
+from kvbaton.control import key_room, keyring
 from kvbaton.doctor import machine_checks, port_checks
 from kvbaton.engines.vllm.launch.launching import CONNECTOR, PYTHON_VARIABLE
 from kvbaton.observe.codes.entry import Severity
 from kvbaton.observe.codes.findings import SEVERITY
-from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.child_process import free_ports
 from kvbaton.transports import catalogue
 from kvbaton.transports.core import mover
 
@@ -185,11 +185,11 @@ def two_clusters(place: Place) -> None:
 
 
 def half_rotated(place: Place) -> None:
-    key_rotation.rotate(place.keys, "p0")
+    key_room.rotate(place.keys, "p0")
 
 
 def tickets_half_rotated(place: Place) -> None:
-    key_rotation.prepare_tickets(place.keys)
+    key_room.prepare_tickets(place.keys)
 
 
 def other_weights(place: Place) -> None:

@@ -21,8 +21,7 @@ from kvbaton.node.doorway import Doorway, DoorwayConfig, LoadReport, Match, Matc
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import Node
 from kvbaton.node.node_loop import QUEUED_MAX, NodeLoop
-from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.effects import Copy
+from kvbaton.protocol.effects import Capabilities, Copy
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, Departed, Event, Groups, StoreEnded
 from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind, Place, Rank, Share, planes

@@ -22,10 +22,10 @@ from kvbaton.ranks.rank_values import NotStorable, RankValues, Run
 from kvbaton.store.content_keys import Space, chain
 from kvbaton.store.interface import Backend, OrderEnded, OrderId
 from kvbaton.store.memory_backend import MemoryBackend
-from kvbaton.store.value_trust import ALONE
+from kvbaton.store.value_header import ALONE
 from kvbaton.testing.store_harness import FaultyBackend
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton.transports.cuda.cuda_table import PIECE_BYTES, ROW_BYTES_MAX, ROWS_MAX
 from kvbaton.transports.staged.staged_slots import SLOT_BYTES

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
-from kvbaton.engines.embedded.kv_layout import engine_layout
-from kvbaton.engines.embedded.kv_memory import KvGeometry
+from kvbaton.engines.embedded.memory.kv_layout import engine_layout
+from kvbaton.engines.embedded.memory.kv_memory import KvGeometry
 from kvbaton.protocol.content import Content
 from kvbaton.protocol.errors import Reason
 from kvbaton.ranks.rank_store import LocalRankStore, rank_store_settings

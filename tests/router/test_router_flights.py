@@ -15,8 +15,7 @@ from aiohttp import web
 from kvbaton.observe.codes.code_catalogue import find
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.flight.flight_records import Flight
-from kvbaton.observe.flight.joining import joined
-from kvbaton.observe.flight.journey import REFUSED
+from kvbaton.observe.flight.journey import REFUSED, joined
 from kvbaton.observe.flight.terminal_timeline import brief, draw
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, WorkerId
 from kvbaton.protocol.wire.ticket import Ticket, seal, unseal

@@ -15,8 +15,7 @@ from kvbaton.protocol.wire.ticket import unseal
 from kvbaton.router.flow.attempt import RoutedCall
 from kvbaton.router.flow.dialect_table import TicketMinter
 from kvbaton.router.turns import turn_names
-from kvbaton.router.turns.turn_book import TurnBook
-from kvbaton.router.turns.turn_table import TurnTable
+from kvbaton.router.turns.turn_book import TurnBook, TurnTable
 from kvbaton.router.workers.directory import ListedEngine
 from tests.router.fake_workers import QUICK, cluster
 

@@ -341,7 +341,7 @@ def test_a_mutant_that_never_returns_is_seen_and_the_next_world_is_well(monkeypa
     monkeypatch.setattr("kvbaton_proof.sim.looking.SEED_CPU_S", 2.0)
     name = next(
         place.name
-        for place in mutating.places("protocol.clock")
+        for place in mutating.places("protocol.machines.context")
         if place.function == "Timers.pop_due" and place.operator == "turn" and "due > now" in place.what
     )
     with mutating.switched(name):

@@ -11,8 +11,7 @@ from kvbaton.control.keyring import Keyring
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.store.memory_backend import MemoryBackend
-from kvbaton.store.store_client import InvitationClient, ServerSilent
-from kvbaton.store.store_messages import Dial, Invited, encode, reply, request
+from kvbaton.store.store_client import Dial, InvitationClient, Invited, ServerSilent, encode, reply, request
 from kvbaton.store.store_server import StoreServer
 from kvbaton.store.tcp_server_side import LineServer
 from kvbaton.testing.transport_harness import poll

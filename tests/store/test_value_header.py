@@ -9,8 +9,18 @@ import pytest
 from kvbaton.control.signing import Signer
 from kvbaton.ranks.store_trust import RankStoreTrust
 from kvbaton.store import value_header
-from kvbaton.store.value_header import DIGESTS, FRAME_BYTES, ORIGINS_MAX, claimed, held, seal_all, writers_of
-from kvbaton.store.value_trust import ALONE, StoreTrust, writer_id
+from kvbaton.store.value_header import (
+    ALONE,
+    DIGESTS,
+    FRAME_BYTES,
+    ORIGINS_MAX,
+    StoreTrust,
+    claimed,
+    held,
+    seal_all,
+    writer_id,
+    writers_of,
+)
 
 SIZE = 40
 P0, P1 = writer_id("p0 key"), writer_id("p1 key")

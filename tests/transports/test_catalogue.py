@@ -14,8 +14,7 @@ from kvbaton.transports.catalogue_entry import loads
 from kvbaton.transports.checksum import checksum_device
 from kvbaton.transports.checksum.checksum_portions import Checksum
 from kvbaton.transports.checksum.checksum_transport import SummedTransport
-from kvbaton.transports.core.device_memory import DeviceMemory
-from kvbaton.transports.core.shared_memory import allocate
+from kvbaton.transports.core.shared_memory import DeviceMemory, allocate
 from kvbaton.transports.core.transport import HostTransport
 from kvbaton.transports.cuda import cuda_transport
 from kvbaton.transports.staged import staged_transport

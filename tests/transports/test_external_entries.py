@@ -18,7 +18,7 @@ from tests.transports.example_package import install
 Publish = Callable[..., None]
 
 ENTRY = """
-from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.effects import Capabilities
 from kvbaton.transports.catalogue_entry import CatalogueEntry
 
 CAN = Capabilities({name!r}, one_sided=True, can_write=False, can_fence=False, cancels=True, same_host=True)

@@ -27,7 +27,7 @@ from kvbaton.protocol.machines.inbound import INTAKE
 from kvbaton.protocol.machines.lease import LEASE, READER
 from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.machines.pairing_state import LINK
-from kvbaton.protocol.machines.push_write import OUTLET
+from kvbaton.protocol.machines.push_writer import OUTLET
 from kvbaton.protocol.machines.puts import PUT
 from kvbaton.protocol.table import Table, Verdict
 from kvbaton.protocol.wire import messages as m

@@ -114,7 +114,7 @@ def _yaml(text: str) -> dict[str, Any]:
     import yaml
 
     try:  # the loader in Python: the one in C overruns its stack on lists in lists in lists
-        return msgspec.convert(yaml.load(text, Loader=yaml.SafeLoader), dict[str, Any])
+        return msgspec.convert(yaml.safe_load(text), dict[str, Any])
     except (msgspec.ValidationError, yaml.YAMLError, RecursionError, ValueError) as error:
         raise UnreadableError(f"neither JSON nor a command nor YAML: {' '.join(str(error).split())[:200]}") from None
 

@@ -15,8 +15,8 @@ import pytest
 from kvbaton.api.http import http_client
 from kvbaton.api.http.answer_reader import READ_BYTES_MAX, UNREAD_BYTES_MAX
 from kvbaton.api.http.http_client import Exchange, Origin, Pool, header, origin, request_bytes
-from kvbaton.api.http.http_types import HEADERS_BYTES_MAX
-from kvbaton.api.http.wire_errors import (
+from kvbaton.api.http.http_types import (
+    HEADERS_BYTES_MAX,
     BrokenError,
     GarbageError,
     LateError,

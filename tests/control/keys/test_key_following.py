@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.control import key_files, key_following, key_rotation, keyring
-from kvbaton.control.key_following import LOOK_S, Following
-from kvbaton.control.keyring import Keyring
+from kvbaton.control import key_files, key_room, keyring
+from kvbaton.control.keyring import LOOK_S, Following, Keyring
 from kvbaton.control.registry import RegistryServer
 from kvbaton.control.zmq import ZmqControl
 from tests.control.rig import Post, exchange, posted, repeat_until_answered, steady_bind, until
@@ -24,7 +23,7 @@ def minted(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(key_following, "LOOK_S", 0.02)
+    monkeypatch.setattr(keyring, "LOOK_S", 0.02)
     yield
 
 
@@ -32,7 +31,7 @@ class TestFollowing:
     def test_what_did_not_change_is_not_read_again(self, minted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         followed = Following(keyring.load(minted, "p0"), 0.0)
         assert followed.look(0.0) is None, "as it was loaded"
-        monkeypatch.setattr(key_following, "reload", lambda _: pytest.fail("nothing changed"))
+        monkeypatch.setattr(keyring, "reload", lambda _: pytest.fail("nothing changed"))
         assert followed.look(LOOK_S) is None
         assert followed.next_look == 2 * LOOK_S
 
@@ -50,10 +49,10 @@ class TestFollowing:
         (minted / "public" / "d0.json").write_text("{")
         with caplog.at_level(logging.ERROR):
             assert [followed.look(now) for now in (2.0, 4.0, 6.0)] == [None] * 3
-        said = [record for record in caplog.records if record.name == key_following.__name__]
+        said = [record for record in caplog.records if record.name == keyring.__name__]
         assert followed.keyring == before and len(said) == 1
         assert "stay as they were" in caplog.text and before.secret not in caplog.text
-        key_rotation.rotate(minted, "router")
+        key_room.rotate(minted, "router")
         (minted / "public" / "d0.json").unlink()
         fresh = followed.look(8.0)
         assert fresh is not None and "d0" not in fresh.peers and fresh.also.keys() == {"router"}
@@ -76,7 +75,7 @@ class TestLive:
         p0, d0 = pair(minted)
         with posted(p0, d0):
             exchange(d0, p0)
-            key_rotation.remove(minted, "d0")
+            key_room.remove(minted, "d0")
             until(lambda: p0.control.counters["keys_changed"], p0)
             p0.inbox.clear()
             refused = p0.control.counters["refused"]
@@ -98,14 +97,14 @@ class TestLive:
         p0, d0 = pair(minted)
         with posted(p0, d0):
             exchange(d0, p0)
-            key_rotation.rotate(minted, "d0")
+            key_room.rotate(minted, "d0")
             until(lambda: p0.control.counters["keys_changed"], p0, d0)
             exchange(d0, p0)  # the process before, with its old secret
             again = Post(keyring.load(minted, "d0"))
             with posted(again):
                 again.control.set_directory({p0.name: (p0.control.endpoint, "")})
                 exchange(again, p0)
-                key_rotation.finish(minted, "d0")
+                key_room.finish(minted, "d0")
                 until(lambda: p0.control.counters["keys_changed"] == 2, p0, again)
                 exchange(again, p0)
                 p0.inbox.clear()
@@ -117,14 +116,14 @@ class TestLive:
     def test_a_callee_is_found_under_whichever_key_it_has(self, minted: Path) -> None:
         p0, d0 = pair(minted)
         with posted(d0):
-            key_rotation.rotate(minted, "p0")
+            key_room.rotate(minted, "p0")
             until(lambda: d0.control.counters["keys_changed"], d0)
             with posted(p0):
                 repeat_until_answered(d0, p0)  # it was not restarted: the first key that is tried is the wrong one
             again = Post(keyring.load(minted, "p0"), bind=p0.control.endpoint)
             with posted(again):
                 repeat_until_answered(d0, again)
-                key_rotation.finish(minted, "p0")
+                key_room.finish(minted, "p0")
                 until(lambda: d0.control.counters["keys_changed"] == 2, d0, again)
                 repeat_until_answered(d0, again)
 
@@ -132,7 +131,7 @@ class TestLive:
         heard: list[Keyring] = []
         control = ZmqControl(keyring.load(minted, "p0"))
         control.on_keys = heard.append
-        key_rotation.prepare_tickets(minted)
+        key_room.prepare_tickets(minted)
         until(lambda: control.wait(0.01) or heard)
         assert len(heard[-1].ticket_keys) == 2
         control.close()
@@ -151,7 +150,7 @@ class TestLive:
         server.on_keys = heard.append
         server.start()
         try:
-            key_rotation.prepare_tickets(minted)
+            key_room.prepare_tickets(minted)
             until(lambda: heard)
         finally:
             server.close()
@@ -159,13 +158,13 @@ class TestLive:
 
 def test_stamps_tell_files_that_were_replaced_edited_and_removed(minted: Path) -> None:
     stamps = [key_files.stamp(minted)]
-    key_rotation.rotate(minted, "p0")
+    key_room.rotate(minted, "p0")
     stamps.append(key_files.stamp(minted))
     with open(minted / "public" / "d0.json", "a") as file:
         file.write("\n")
     stamps.append(key_files.stamp(minted))
-    key_rotation.prepare_tickets(minted)
+    key_room.prepare_tickets(minted)
     stamps.append(key_files.stamp(minted))
-    key_rotation.remove(minted, "router")
+    key_room.remove(minted, "router")
     stamps.append(key_files.stamp(minted))
     assert len(set(stamps)) == 5

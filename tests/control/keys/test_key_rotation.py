@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvbaton.control import key_files, key_modes, key_rotation, keyring
+from kvbaton.control import key_files, key_room, keyring
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.key_report import fingerprint, report
 
@@ -22,66 +22,66 @@ def minted(tmp_path: Path) -> Path:
 class TestTickets:
     def test_a_key_verifies_before_it_signs_and_after_it_signed(self, minted: Path) -> None:
         old = keyring.load(minted, "p0").ticket_keys
-        assert key_rotation.prepare_tickets(minted)
+        assert key_room.prepare_tickets(minted)
         prepared = keyring.load(minted, "p0").ticket_keys
         assert prepared[0] == old[0] and len(prepared) == 2
-        key_rotation.promote_tickets(minted, wall=lambda: 1000.0)
+        key_room.promote_tickets(minted, wall=lambda: 1000.0)
         promoted = keyring.load(minted, "p0").ticket_keys
         assert promoted == (prepared[1], old[0])
-        assert key_rotation.finish_tickets(minted, wall=lambda: 1000.0 + key_rotation.TICKETS_LIVE_S) == 1
+        assert key_room.finish_tickets(minted, wall=lambda: 1000.0 + key_room.TICKETS_LIVE_S) == 1
         assert keyring.load(minted, "p0").ticket_keys == (prepared[1],)
 
     def test_finishing_waits_for_what_the_old_key_signed(self, minted: Path) -> None:
-        key_rotation.prepare_tickets(minted)
-        key_rotation.promote_tickets(minted, wall=lambda: 1000.0)
+        key_room.prepare_tickets(minted)
+        key_room.promote_tickets(minted, wall=lambda: 1000.0)
         with pytest.raises(ControlError, match="may live for another 100 s; finish after that"):
-            key_rotation.finish_tickets(minted, live_s=150.0, wall=lambda: 1050.0)
+            key_room.finish_tickets(minted, live_s=150.0, wall=lambda: 1050.0)
         assert len(keyring.load(minted, "p0").ticket_keys) == 2
 
     def test_preparing_twice_is_preparing_once(self, minted: Path) -> None:
-        assert key_rotation.prepare_tickets(minted)
+        assert key_room.prepare_tickets(minted)
         before = keyring.load(minted, "p0").ticket_keys
-        assert not key_rotation.prepare_tickets(minted)
+        assert not key_room.prepare_tickets(minted)
         assert keyring.load(minted, "p0").ticket_keys == before
 
     def test_there_must_be_something_to_promote(self, minted: Path) -> None:
         with pytest.raises(ControlError, match="no key that was prepared"):
-            key_rotation.promote_tickets(minted)
+            key_room.promote_tickets(minted)
 
     def test_the_keys_are_bounded(self, minted: Path) -> None:
         for _ in range(key_files.TICKET_KEYS_MAX - 1):
-            key_rotation.prepare_tickets(minted)
-            key_rotation.promote_tickets(minted)
+            key_room.prepare_tickets(minted)
+            key_room.promote_tickets(minted)
         with pytest.raises(ControlError, match="holds 8 keys, the most; finish"):
-            key_rotation.prepare_tickets(minted)
+            key_room.prepare_tickets(minted)
 
     def test_finishing_without_a_rotation_changes_nothing(self, minted: Path) -> None:
         before = keyring.load(minted, "p0").ticket_keys
-        assert key_rotation.finish_tickets(minted) == 0
+        assert key_room.finish_tickets(minted) == 0
         assert keyring.load(minted, "p0").ticket_keys == before
 
     def test_the_file_stays_private(self, minted: Path) -> None:
-        key_rotation.prepare_tickets(minted)
-        key_rotation.promote_tickets(minted)
+        key_room.prepare_tickets(minted)
+        key_room.promote_tickets(minted)
         assert (minted / "tickets.json").stat().st_mode & 0o777 == 0o600
 
 
 class TestIdentities:
     def test_the_old_key_is_let_in_until_it_is_finished(self, minted: Path) -> None:
         old = keyring.load(minted, "p0")
-        key_rotation.rotate(minted, "p0")
+        key_room.rotate(minted, "p0")
         new = keyring.load(minted, "p0")
         assert new.secret != old.secret and new.peers["p0"] == new.public != old.public
         assert new.also == {"p0": (old.public,)}
         assert keyring.reload(old).also == new.also and keyring.reload(old).secret == old.secret
-        assert key_rotation.finish(minted, "p0")
+        assert key_room.finish(minted, "p0")
         assert keyring.load(minted, "p0").also == {}
-        assert not key_rotation.finish(minted, "p0")
+        assert not key_room.finish(minted, "p0")
 
     def test_a_second_rotation_waits_for_the_first(self, minted: Path) -> None:
-        key_rotation.rotate(minted, "p0")
+        key_room.rotate(minted, "p0")
         with pytest.raises(ControlError, match="p0 is being rotated; restart it, then finish"):
-            key_rotation.rotate(minted, "p0")
+            key_room.rotate(minted, "p0")
 
     def test_a_rotation_that_was_broken_off_can_be_repeated(self, minted: Path) -> None:
         old = keyring.load(minted, "p0")
@@ -89,35 +89,35 @@ class TestIdentities:
         key_files.replace(minted / "public" / "p0.json", key_files.Public("p0", lost, (old.public,)))
         assert keyring.load(minted, "p0").public == old.public, "it can be started in between"
         with pytest.raises(ControlError, match="still the old one"):
-            key_rotation.finish(minted, "p0")
-        key_rotation.rotate(minted, "p0")
+            key_room.finish(minted, "p0")
+        key_room.rotate(minted, "p0")
         assert keyring.load(minted, "p0").also == {"p0": (old.public,)}
 
     def test_it_is_done_where_the_secret_is(self, minted: Path) -> None:
         (minted / "secret" / "p0.json").unlink()
         with pytest.raises(ControlError, match=r"secret/p0\.json is not here"):
-            key_rotation.rotate(minted, "p0")
+            key_room.rotate(minted, "p0")
 
     def test_a_secret_of_somebody_else_is_not_replaced(self, minted: Path) -> None:
         key_files.replace(minted / "public" / "p0.json", key_files.Public("p0", zmq.curve_keypair()[0].decode()))
         with pytest.raises(ControlError, match="does not belong to its secret"):
-            key_rotation.rotate(minted, "p0")
+            key_room.rotate(minted, "p0")
 
     def test_elsewhere_it_can_be_finished(self, minted: Path) -> None:
-        key_rotation.rotate(minted, "p0")
+        key_room.rotate(minted, "p0")
         (minted / "secret" / "p0.json").unlink()
-        assert key_rotation.finish(minted, "p0")
+        assert key_room.finish(minted, "p0")
 
-    @pytest.mark.parametrize("action", [key_rotation.rotate, key_rotation.finish, key_rotation.remove])
+    @pytest.mark.parametrize("action", [key_room.rotate, key_room.finish, key_room.remove])
     def test_an_unknown_name_is_named(self, minted: Path, action: object) -> None:
         with pytest.raises(ControlError, match="there is no x9; see: kvbaton keys show"):
             action(minted, "x9")  # type: ignore[operator]
 
     def test_who_is_removed_is_gone_with_its_secret(self, minted: Path) -> None:
-        key_rotation.remove(minted, "d0")
+        key_room.remove(minted, "d0")
         assert "d0" not in keyring.load(minted, "p0").peers
         assert not (minted / "secret" / "d0.json").exists()
-        key_rotation.remove(minted, "p0")
+        key_room.remove(minted, "p0")
 
     def test_an_old_key_that_another_has_is_refused(self, minted: Path) -> None:
         p0, d0 = keyring.load(minted, "p0"), keyring.load(minted, "d0")
@@ -129,8 +129,8 @@ class TestIdentities:
 class TestReport:
     def test_names_and_fingerprints_but_no_secret(self, minted: Path) -> None:
         ring = keyring.load(minted, "p0")
-        key_rotation.rotate(minted, "d0")
-        key_rotation.prepare_tickets(minted)
+        key_room.rotate(minted, "d0")
+        key_room.prepare_tickets(minted)
         (minted / "secret" / "router.json").unlink()
         found = report(minted)
         shown = {one.name: one for one in found.identities}
@@ -176,7 +176,7 @@ class TestReport:
     def test_whom_the_file_system_lets_in_is_a_problem(
         self, minted: Path, path: str, mode: int, said: str, fix: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(key_modes, "_is_own_group", lambda _: False)
+        monkeypatch.setattr(key_files, "_is_own_group", lambda _: False)
         target = minted.parent if path == ".." else minted / path
         if not target.exists():
             target.write_text("{}")
@@ -190,7 +190,7 @@ class TestReport:
         minted.parent.chmod(0o1777)  # as /tmp: sticky
         (minted / "public").chmod(0o755)
         (minted / "public" / "p0.json").chmod(0o644)
-        monkeypatch.setattr(key_modes, "_is_own_group", lambda _: True)
+        monkeypatch.setattr(key_files, "_is_own_group", lambda _: True)
         minted.chmod(0o770)
         assert report(minted).problems == ()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvbaton.control import key_files, key_modes, key_rotation, keyring
+from kvbaton.control import key_files, key_room, keyring
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.joining.join_token import JoinToken, token_from
 from kvbaton.protocol.ids import WorkerId
@@ -194,7 +194,7 @@ def test_a_secret_that_root_gave_to_the_group_of_another_user_is_taken(
     token.write_text(JoinToken.new(zmq.curve_keypair()[0].decode()).text)
     token.chmod(mode)
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    found = [opening.found for opening in key_modes.openings(mount) if "others could read" in opening.found]
+    found = [opening.found for opening in key_files.openings(mount) if "others could read" in opening.found]
     if good:
         assert keyring.load(mount, "p0").name == "p0" and not found
         assert token_from(str(token)) is not None
@@ -279,8 +279,8 @@ def test_a_key_is_for_what_its_file_says_or_its_name(tmp_path: Path) -> None:
     assert [found.role_of(WorkerId(name)).value for name in names] == [
         "prefill", "prefill", "decode", "router", "operator", "both", "both", "store", "both",
     ]  # fmt: skip
-    key_rotation.rotate(tmp_path / "cluster", "d0")
-    key_rotation.finish(tmp_path / "cluster", "d0")
+    key_room.rotate(tmp_path / "cluster", "d0")
+    key_room.finish(tmp_path / "cluster", "d0")
     assert keyring.reload(found).role_of(WorkerId("d0")).value == "decode"
     with pytest.raises(ControlError, match="role of x: got 'king', expected one of prefill"):
         keyring.add(tmp_path / "cluster", "x:king")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvbaton.control import key_rotation, keyring
+from kvbaton.control import key_room, keyring
 from kvbaton.control.key_report import report
 from kvbaton.control.signing import SIGNATURE_BYTES, Signer, verify
 from kvbaton.protocol.ids import WorkerId
@@ -49,12 +49,12 @@ def test_who_is_minted_is_known_by_its_signing_key(minted: Path) -> None:
 
 def test_while_a_key_is_rotated_both_sign_and_afterwards_the_new_one(minted: Path) -> None:
     old = keyring.load(minted, "p0")
-    key_rotation.rotate(minted, "p0")
+    key_room.rotate(minted, "p0")
     new, d0 = keyring.load(minted, "p0"), keyring.load(minted, "d0")
     assert d0.signing_keys(P0) == (new.signer.public, old.signer.public) and new.signer.public != old.signer.public
-    key_rotation.finish(minted, "p0")
+    key_room.finish(minted, "p0")
     assert keyring.reload(d0).signing_keys(P0) == (new.signer.public,)
-    key_rotation.remove(minted, "p0")
+    key_room.remove(minted, "p0")
     assert keyring.reload(d0).signing_keys(P0) == () and not list(minted.rglob("p0*"))
 
 

@@ -19,11 +19,10 @@ import zmq
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.plain import Fleet, PlainListener, PlainSettings
 from kvbaton.control.plain import announcement_listener as plain_listener
-from kvbaton.control.plain.announced_roster import WORKERS_MAX
-from kvbaton.control.plain.announcement_listener import MESSAGES_PER_WINDOW_MAX, WINDOW_S
+from kvbaton.control.plain.announcement_listener import MESSAGES_PER_WINDOW_MAX, WINDOW_S, WORKERS_MAX
 from kvbaton.control.plain.announcements import MESSAGE_BYTES_MAX
 from kvbaton.control.plain.announcer import MoriioAnnouncer, MoriioRegistration, p2p_nccl_registration, registration
-from kvbaton.observe.codes.saying import FIRST
+from kvbaton.observe.codes.entry import FIRST
 from tests.control.rig import steady_bind, until
 
 LOOPBACK = "tcp://127.0.0.1:0"

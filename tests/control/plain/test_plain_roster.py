@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from kvbaton.control.plain import AnnouncedWorker, Announcement, Fleet, PlainFault, PlainSettings
-from kvbaton.control.plain.announced_roster import WORKERS_MAX, PlainRoster
+from kvbaton.control.plain.announcement_listener import WORKERS_MAX, PlainRoster
 from kvbaton.control.plain.announcements import Role
 from kvbaton.protocol.ids import Incarnation
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.control import key_following, key_rotation, keyring
+from kvbaton.control import key_room, keyring
 from kvbaton.control.joining import admission_files as book
 from kvbaton.control.joining.certificate import verified
 from kvbaton.control.registry import RegistryServer
@@ -111,7 +111,7 @@ async def test_members_that_joined_hand_over_and_outlive_their_registry(tmp_path
 async def test_ticket_keys_reach_members_that_joined_and_removal_ends_their_sessions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(key_following, "LOOK_S", 0.1)
+    monkeypatch.setattr(keyring, "LOOK_S", 0.1)
 
     keys = tmp_path / "keys"
 
@@ -127,14 +127,14 @@ async def test_ticket_keys_reach_members_that_joined_and_removal_ends_their_sess
             await acquainted(p, d, minted)
             await delivers(p, d, "pull")
             old = d.node.keyring.ticket_keys
-            for step in (key_rotation.prepare_tickets, key_rotation.promote_tickets):
+            for step in (key_room.prepare_tickets, key_room.promote_tickets):
                 step(keys)
                 await until(lambda: {each.node.doorway.config.ticket_keys for each in (p, d, minted)} == now())
             assert d.node.keyring.ticket_keys[0] != old[0]
             await delivers(p, d, "pull", "stream")
             await delivers(minted, d, "pull")
 
-            key_rotation.remove(keys, "d-joined")
+            key_room.remove(keys, "d-joined")
             await until(lambda: not any(WorkerId("d-joined") in each.node.keyring.peers for each in (p, minted)))
             await until(lambda: [each.registration.worker for each in house.registry.workers()] == ["p-joined", "p0"])
             sessions = p.node.ledger.sessions.by_number
@@ -149,7 +149,7 @@ async def test_what_a_member_that_joined_gave_is_forgotten_on_other_hosts_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By engines that have no key directory, or a copy of it in which nobody has joined."""
-    monkeypatch.setattr(key_following, "LOOK_S", 0.1)
+    monkeypatch.setattr(keyring, "LOOK_S", 0.1)
 
     with gatehouse(tmp_path / "keys") as house:
         keyring.add(tmp_path / "keys", "d0:decode")

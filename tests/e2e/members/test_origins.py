@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.control import key_rotation
+from kvbaton.control import key_room
 from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker, reference_answers
 from tests.e2e.pair import pair
 from tests.e2e.store.storehouse import House, house, key_directory, some_store
@@ -35,9 +35,9 @@ async def until(happens: Callable[[], bool]) -> None:
 async def test_a_rotated_key_resets_nothing(tmp_path):
     async with pair(tmp_path) as both:
         await both.answer(PROMPT, "pull")
-        key_rotation.rotate(tmp_path / "keys", "p0")
+        key_room.rotate(tmp_path / "keys", "p0")
         await until(lambda: bool(both.d.node.keyring.also))
-        key_rotation.finish(tmp_path / "keys", "p0")
+        key_room.finish(tmp_path / "keys", "p0")
         await until(lambda: not both.d.node.keyring.also)
         await both.decode(PROMPT, None)
         assert both.d.stats()["cache_resets_total"] == 0
@@ -51,7 +51,7 @@ async def test_an_answer_under_way_puts_nothing_back(tmp_path):
         lies(both.p)
         under_way = asyncio.create_task(both.decode(PROMPT, params, 400))
         await until(lambda: both.d.stats()["running"] == 1)
-        key_rotation.remove(tmp_path / "keys", "p0")
+        key_room.remove(tmp_path / "keys", "p0")
         await until(lambda: both.d.stats()["cache_resets_total"] == 1)
         long = await under_way
         assert long[:200] != right
@@ -85,7 +85,7 @@ async def test_what_was_computed_on_a_lie_and_put_by_another_counts_no_more_eith
             await poison(all_three, PROMPT)
             await all_three.answer("d0", more)
             await all_three.until(puts(all_three, "d0", 1))
-            key_rotation.remove(directory, "p0")
+            key_room.remove(directory, "p0")
             await until(lambda: "p0" in all_three["e0"].node.keyring.removed_names)
             assert await all_three.answer("e0", more) == reference_answers([more], 12)[0]
             assert all_three.stat("e0", "store_hits_blocks_total") == 0

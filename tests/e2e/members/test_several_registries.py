@@ -23,7 +23,7 @@ import pytest
 
 from kvbaton.control import keyring as keys
 from kvbaton.engines.embedded.embedded_worker import reference_answers
-from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.child_process import free_ports
 from tests.e2e.cluster import eventually, get_json, some_prompts
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -31,8 +31,8 @@ from kvbaton.engines.embedded.embedded_worker import reference_answers
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.app import Router, router_app
 from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.workers.directories import RegistryDirectory
 from kvbaton.router.workers.directory import ListedEngine, WorkerListState
-from kvbaton.router.workers.registered import RegistryDirectory
 from tests.e2e import warm_workers
 from tests.e2e.cluster import eventually, get_json, wait_for
 from tests.e2e.router.faulty import Door, Seen, open_door, passes

@@ -89,7 +89,7 @@ class House:
         worker = self.workers.pop(name)
         await asyncio.to_thread(worker.stop)
         assert worker.store is not None
-        assert worker.node.doorway.put_blocks == worker.store.shelf.pins == worker.store.storing.held_blocks == 0
+        assert worker.connector.store_pins == worker.store.shelf.pins == 0
 
 
 def key_directory(tmp_path: Path) -> Path:

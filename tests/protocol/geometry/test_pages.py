@@ -7,19 +7,22 @@ import random
 import pytest
 
 from kvbaton.protocol.geometry.layout import (
+    Band,
     Cell,
     EngineLayout,
     Group,
     GroupKind,
+    PageTable,
     Place,
     Plane,
     Rank,
     Share,
+    _merged,
+    pages,
     places,
     planes,
     validate,
 )
-from kvbaton.protocol.geometry.pages import Band, PageTable, _merged, pages
 
 BLOCKS, TOKENS, HEADS, BYTES = 5, 4, 2, 8
 PAGE = 2 * TOKENS * HEADS * BYTES

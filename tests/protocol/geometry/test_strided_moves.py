@@ -6,13 +6,11 @@ from array import array
 
 import pytest
 
-from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.effects import Direction, StartCopy
+from kvbaton.protocol.effects import Capabilities, Direction, StartCopy
 from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind, Rank, Share, places, planes
 from kvbaton.protocol.geometry.plan import plan
 from kvbaton.protocol.geometry.progress import Rect, nothing, whole
-from kvbaton.protocol.geometry.spans import BlockLists, Move, SpanSide, segments
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import BlockLists, Move, SpanSide, Weave, segments
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.machines.context import Identity, LedgerContext, Parts
 from kvbaton.protocol.machines.movement import Cargo, Route, moves

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import Weave
 
 
 def test_a_weave_is_every_row_at_every_shift() -> None:

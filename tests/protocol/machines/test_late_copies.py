@@ -7,7 +7,7 @@ from pair import Pair
 from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, Reader, ReservationId, WorkerId
 from kvbaton.protocol.machines.context import Parts
-from kvbaton.protocol.machines.push_write import Outlet
+from kvbaton.protocol.machines.push_writer import Outlet
 
 
 def test_the_end_of_a_write_whose_outlet_is_gone_is_late():

@@ -16,7 +16,7 @@ from kvbaton.protocol.effects import DropHold, Report, Send, Unpin
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.progress import GroupProgress
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, ReservationId, WorkerId
-from kvbaton.protocol.machines import consumer_book
+from kvbaton.protocol.machines import inbound
 from kvbaton.protocol.machines import ledger as ledger_module
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire import messages as m
@@ -346,7 +346,7 @@ def test_a_time_is_handled_once_whatever_arms_it_again(
     pair.pull(copies=False)
     ledger = pair.d.ledger
     (link,) = ledger.consumer.links.by_worker.values()
-    monkeypatch.setattr(consumer_book, "DURATION_S_MIN", ttl_s)
+    monkeypatch.setattr(inbound, "DURATION_S_MIN", ttl_s)
     ledger.consumer.on_renewed(link, m.Renewed(LeaseId(1), 1, ttl_s, 0), pair.d.now)
     now = pair.d.now + 10.0
     for _ in range(3):

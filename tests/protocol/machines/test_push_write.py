@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.protocol.machines.push_write import OUTLET, OutletEvent, OutletState
+from kvbaton.protocol.machines.push_writer import OUTLET, OutletEvent, OutletState
 from kvbaton.protocol.table import Verdict
 
 

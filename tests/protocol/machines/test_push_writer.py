@@ -14,8 +14,7 @@ from kvbaton.protocol import events as ev
 from kvbaton.protocol.effects import CancelCopy, Direction, Disconnect, StartCopy, Unpin
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import LeaseId, ReservationId, WorkerId
-from kvbaton.protocol.machines.push_write import OutletState
-from kvbaton.protocol.machines.push_writer import Revocations
+from kvbaton.protocol.machines.push_writer import OutletState, Revocations
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.codec import pack_blocks
 from kvbaton.protocol.wire.messages import (

@@ -12,7 +12,7 @@ from party import Load
 
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
-from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.effects import Capabilities
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, Departed
 from kvbaton.protocol.geometry.progress import GroupProgress, whole

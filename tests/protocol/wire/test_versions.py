@@ -12,7 +12,7 @@ from party import Load
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import HandoffId, ReservationId
 from kvbaton.protocol.wire import messages as m
-from kvbaton.protocol.wire.v1 import Abandon1, newer, older
+from kvbaton.protocol.wire.codec import Abandon1, from_v1, in_v1
 from kvbaton.protocol.wire.versions import NUMBER_MAX, SPOKEN, Versions, named, settle, version_bit, versions_in
 
 V1, V12, V2, V23, V3 = Versions(1, 1), Versions(1, 2), Versions(2, 2), Versions(2, 3), Versions(3, 3)
@@ -48,7 +48,7 @@ class TestRange:
 
     def test_what_version_1_has_no_field_for_is_left_out(self) -> None:
         told = m.Abandon(HandoffId("h"), 2, "aborted")
-        assert older(told) == Abandon1(HandoffId("h"), 2) and newer(older(told)) == m.Abandon(HandoffId("h"), 2)
+        assert in_v1(told) == Abandon1(HandoffId("h"), 2) and from_v1(in_v1(told)) == m.Abandon(HandoffId("h"), 2)
 
     def test_bits_of_versions_fit_a_card_and_meet_no_feature(self) -> None:
         assert not Versions(1, 16).bits & int(m.ALL_FEATURES) and Versions(1, 16).bits < 1 << 62

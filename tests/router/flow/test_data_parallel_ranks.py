@@ -14,8 +14,8 @@ from aiohttp import web
 
 from kvbaton.api.http import http_server
 from kvbaton.api.params import Mode
+from kvbaton.control.addressing import data_parallel_name, engine_and_rank
 from kvbaton.control.plain import AnnouncedWorker, Announcement, Fleet
-from kvbaton.control.rank_names import data_parallel_name, engine_and_rank
 from kvbaton.control.registry import Registration, RosterEntry, WorkerState
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.wire.ticket import unseal
@@ -25,11 +25,10 @@ from kvbaton.router.policy import Pair
 from kvbaton.router.processes.process_link import WorkerOutcome
 from kvbaton.router.processes.router_child import ChildHealth
 from kvbaton.router.router_settings import Fallback, RouterSettings
-from kvbaton.router.workers.announced import RANKS_LISTED_MAX, AnnouncedDirectory
 from kvbaton.router.workers.available import AvailableWorkers
+from kvbaton.router.workers.directories import RANKS_LISTED_MAX, AnnouncedDirectory, RegistryDirectory
 from kvbaton.router.workers.directory import ListedEngine, StaticDirectory, WorkerListState
 from kvbaton.router.workers.health import Health
-from kvbaton.router.workers.registered import RegistryDirectory
 from tests.aiohttp_server import serving
 from tests.router.fake_workers import (
     KEY,

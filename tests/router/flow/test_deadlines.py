@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvbaton.router.flow.deadlines import Deadline, Deadlines
+from kvbaton.router.flow.choosing import Deadline, Deadlines
 from tests.async_tests import Run
 
 FAR_S = 600.0

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from kvbaton.api.bodies import NESTING_MAX
 from kvbaton.api.params import Mode
-from kvbaton.api.shapes import NESTING_MAX
 from kvbaton.router.router_settings import Fallback
 from tests.router.fake_workers import QUICK, Cluster, FakeWorker, cluster, run, until
 

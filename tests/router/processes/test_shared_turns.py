@@ -10,7 +10,7 @@ import pytest
 from kvbaton.protocol.ids import Incarnation, PeerId, TransferId, WorkerId, handoff_id
 from kvbaton.router.processes.shared_counts import SharedCounts
 from kvbaton.router.processes.shared_turns import WAYS, SharedTurns, turns_bytes
-from kvbaton.router.turns.turn_table import TURNS_MAX, KnownTurn
+from kvbaton.router.turns.turn_book import TURNS_MAX, KnownTurn
 
 A, B = (PeerId(WorkerId(name), Incarnation(1)) for name in "ab")
 KEY = b"of one router..."

@@ -10,7 +10,7 @@ from kvbaton.api.params import Mode
 from kvbaton.api.request_ids import parse_address
 from kvbaton.control.plain import AnnouncedWorker, Announcement, Fleet
 from kvbaton.protocol.ids import Incarnation, WorkerId, is_worker_id
-from kvbaton.router.workers.announced import AnnouncedDirectory, Directories, worker_name
+from kvbaton.router.workers.directories import AnnouncedDirectory, Directories, worker_name
 from kvbaton.router.workers.directory import ListedEngine, StaticDirectory, WorkerListState
 
 ZMQ = "host:10.0.0.1,handshake:6301,notify:61005"

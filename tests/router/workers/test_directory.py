@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvbaton.api.params import Mode
 from kvbaton.control.registry import Registration, RosterEntry, WorkerState
 from kvbaton.protocol.ids import Incarnation, WorkerId
+from kvbaton.router.workers.directories import RegistryDirectory
 from kvbaton.router.workers.directory import ListedEngine, WorkerListState
-from kvbaton.router.workers.registered import RegistryDirectory
 
 
 class Registry:

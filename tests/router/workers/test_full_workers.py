@@ -9,8 +9,8 @@ import msgspec
 from kvbaton.api.params import Mode
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router import policy
+from kvbaton.router.workers.directories import FULL_S, LOOK_S, NOTED_MAX, FullWorkers
 from kvbaton.router.workers.directory import ListedEngine, StaticDirectory, WorkerListState
-from kvbaton.router.workers.full_workers import FULL_S, LOOK_S, NOTED_MAX, FullWorkers
 
 
 def engine(name: str, role: str, incarnation: int = 1, **more: object) -> ListedEngine:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from kvbaton.control import key_rotation, keyring
+from kvbaton.control import key_room, keyring
 from kvbaton.control.registry import Registration, RegistryGroup, RegistryServer
 from kvbaton.local_cluster.router_front import Sources, dialled, run_router
 from kvbaton.protocol.ids import Incarnation, WorkerId
@@ -59,8 +59,8 @@ def test_a_ticket_key_that_changed_before_the_router_listened_is_the_one_that_si
     keys, name = tmp_path / "keys", WorkerId("registry-a")
     keyring.mint(keys, [name, "router-1"])
     loaded = keyring.load(keys, "router-1")
-    key_rotation.prepare_tickets(keys)
-    key_rotation.promote_tickets(keys)
+    key_room.prepare_tickets(keys)
+    key_room.promote_tickets(keys)
     elsewhere = RegistryServer(keyring.load(keys, name))
     elsewhere.start()
 

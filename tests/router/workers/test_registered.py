@@ -11,8 +11,8 @@ from kvbaton.api.params import Mode
 from kvbaton.control.registry import Registration, RosterEntry, WorkerState
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router import policy
+from kvbaton.router.workers.directories import RegistryDirectory
 from kvbaton.router.workers.directory import ListedEngine, WorkerListState
-from kvbaton.router.workers.registered import RegistryDirectory
 
 
 class Registry:

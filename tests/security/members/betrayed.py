@@ -28,7 +28,7 @@ from kvbaton.control import keyring as keys
 from kvbaton.control.registry import RegistryServer, RegistrySettings
 from kvbaton.engines.embedded.embedded_worker import reference_answers
 from kvbaton.engines.embedded.worker_options import WorkerOptions, argv_of
-from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.child_process import free_ports
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton_proof.chaos.board import Board, Counts
 from kvbaton_proof.chaos.judged_request import Prompt, Way, ask

@@ -8,15 +8,15 @@ import msgspec
 import pytest
 
 from kvbaton.control.registry import registry_messages as registry
+from kvbaton.protocol.wire import codec
 from kvbaton.protocol.wire import messages as m
-from kvbaton.protocol.wire import v1
 from kvbaton.protocol.wire.codec import Envelope, FoldedHello, FoldedWelcome
 from kvbaton.protocol.wire.ticket import Ticket
-from kvbaton.store import store_messages, tcp_connection
+from kvbaton.store import store_client, tcp_connection
 from kvbaton.transports.checksum import checksum_transport
 from kvbaton.transports.cuda import cuda_listener
 from kvbaton.transports.local import region_listener
-from kvbaton.transports.mooncake import mooncake_endpoint
+from kvbaton.transports.mooncake import mooncake_engine
 from kvbaton.transports.nixl import nixl_endpoint
 from kvbaton.transports.shm import shm_transport
 from kvbaton.transports.staged import staged_listener
@@ -25,7 +25,7 @@ from tests.wire_numbers import numbers_in, put
 
 ROOTS: dict[str, Any] = {
     "a message": m.Message,
-    "a message of version 1": v1.MESSAGES,
+    "a message of version 1": codec.MESSAGES,
     "an envelope": Envelope,
     "a folded Hello": FoldedHello,
     "a folded Welcome": FoldedWelcome,
@@ -33,8 +33,8 @@ ROOTS: dict[str, Any] = {
     "a word to the registry": registry.ToRegistry,
     "a word of the registry": registry.FromRegistry,
     "an answer to an operator": registry.ToOperator,
-    "a request to a store": store_messages.Dial,
-    "a reply of a store": store_messages.Invited,
+    "a request to a store": store_client.Dial,
+    "a reply of a store": store_client.Invited,
     "an item on a store's line": tcp_connection.Item,
     "an endpoint of tcp": tcp_transport.TcpEndpoint,
     "an endpoint of staged": staged_listener.StagedEndpoint,
@@ -43,7 +43,7 @@ ROOTS: dict[str, Any] = {
     "a region of shm": region_listener.SocketPlace,
     "an endpoint of cuda": cuda_listener.CudaEndpoint,
     "regions of cuda": cuda_listener.Shared,
-    "an endpoint of mooncake": mooncake_endpoint.MooncakeEndpoint,
+    "an endpoint of mooncake": mooncake_engine.MooncakeEndpoint,
     "an endpoint of nixl": nixl_endpoint.NixlEndpoint,
     "an endpoint of sums": checksum_transport.SumEndpoint,
 }

@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 
 from kvbaton.api.http.http_server import serving
-from kvbaton.control import key_following, key_rotation
+from kvbaton.control import key_room
 from kvbaton.control import keyring as keys
 from kvbaton.engines.embedded import embedded_worker as engine_worker
 from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker, reference_answers
@@ -159,7 +159,7 @@ async def town(directory: Path) -> AsyncIterator[Town]:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_following, "LOOK_S", 0.1)
+    monkeypatch.setattr(keys, "LOOK_S", 0.1)
 
 
 async def test_all_keys_are_renewed_under_load_and_no_request_is_lost(tmp_path: Path) -> None:
@@ -183,10 +183,10 @@ async def test_all_keys_are_renewed_under_load_and_no_request_is_lost(tmp_path: 
 async def _tickets(made: Town, where: str) -> None:
     """New keys verify, then sign, then are the only ones."""
     old = keys.load(where, "p0").ticket_keys
-    await made.loaded_again(lambda: key_rotation.prepare_tickets(where))
-    await made.loaded_again(lambda: key_rotation.promote_tickets(where))
+    await made.loaded_again(lambda: key_room.prepare_tickets(where))
+    await made.loaded_again(lambda: key_room.promote_tickets(where))
     # Every ticket that the old key signed belongs to a request that was answered: nothing is left to wait for.
-    await made.loaded_again(lambda: key_rotation.finish_tickets(where, live_s=0.0))
+    await made.loaded_again(lambda: key_room.finish_tickets(where, live_s=0.0))
     new = keys.load(where, "p0").ticket_keys
     assert len(new) == 1 and new != old
     assert all(worker.node.doorway.config.ticket_keys == new for worker in made.workers.values())
@@ -194,23 +194,23 @@ async def _tickets(made: Town, where: str) -> None:
 
 async def _router(made: Town, where: str) -> None:
     """The router uses its old secret until it is started again; workers find it under that one."""
-    await made.loaded_again(lambda: key_rotation.rotate(where, "router"))
+    await made.loaded_again(lambda: key_room.rotate(where, "router"))
     assert len(made.front.directory.snapshot()) == len(ROLES), "all are listed still"
 
 
 async def _worker(made: Town, where: str, name: str) -> None:
-    await made.loaded_again(lambda: key_rotation.rotate(where, name))
+    await made.loaded_again(lambda: key_room.rotate(where, name))
     before = made.workers[name].node.control
     await made.stop(name)
     await made.start(name)
     assert made.workers[name].node.control is not before
-    await made.loaded_again(lambda: key_rotation.finish(where, name))
+    await made.loaded_again(lambda: key_room.finish(where, name))
 
 
 async def test_a_worker_whose_name_was_removed_is_no_longer_listed_nor_heard(tmp_path: Path) -> None:
     async with town(tmp_path) as made:
         await made.until(lambda: len(made.front.directory.snapshot()) == len(ROLES))
-        key_rotation.remove(made.keys, "p1")
+        key_room.remove(made.keys, "p1")
         await made.until(lambda: WorkerId("p1") not in [each.name for each in made.front.directory.snapshot()])
         client = asyncio.create_task(made.asked(0))
         await made.until(lambda: made.served[0] >= 6 or made.failures)

@@ -10,16 +10,15 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.checksum.checksum_device import PART_BYTES, PIECE_BYTES, DeviceSums
 from kvbaton.transports.checksum.checksum_memory import Tell
 from kvbaton.transports.checksum.checksum_portions import Checksum, portions
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport, parse
-from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.loans import EVERYTHING, lend_everything
-from kvbaton.transports.core.shared_memory import allocate
+from kvbaton.transports.core.shared_memory import DeviceMemory, allocate
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction
 from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton.transports.net.connection_handshake import greet

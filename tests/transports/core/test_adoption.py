@@ -18,7 +18,7 @@ import pytest
 
 from kvbaton.protocol.ids import JobId
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.core import adoption
+from kvbaton.transports.core import shared_memory
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.shared_memory import Region, adopt, allocate, region_of
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction
@@ -98,7 +98,7 @@ def test_memory_that_holds_little_costs_little() -> None:
         before = time.thread_time()
         with adopted(buffer) as region:
             assert time.thread_time() - before < 0.5
-            assert committed(region) <= 2 * adoption.PIECE_BYTES
+            assert committed(region) <= 2 * shared_memory.PIECE_BYTES
             assert buffer[123_456_789] == 5 and buffer[0] == 0
 
 
@@ -106,11 +106,11 @@ def test_where_the_page_map_is_hidden_everything_is_looked_at(monkeypatch: pytes
     def hidden(*_: object) -> bytes:
         raise PermissionError("hidden")
 
-    monkeypatch.setattr(adoption.os, "pread", hidden)
+    monkeypatch.setattr(shared_memory.os, "pread", hidden)
     buffer = np.zeros(SIZE, np.uint8)
     buffer[77] = 7
     with adopted(buffer) as region:
-        assert buffer[77] == 7 and committed(region) <= 2 * adoption.PIECE_BYTES
+        assert buffer[77] == 7 and committed(region) <= 2 * shared_memory.PIECE_BYTES
 
 
 def test_it_can_neither_grow_nor_shrink_and_once_sealed_only_the_owner_writes() -> None:
@@ -133,9 +133,9 @@ def test_closing_leaves_the_memory_to_its_owner_who_frees_it() -> None:
     region.close()
     assert int(buffer[::4096].sum()) == 3 * len(buffer[::4096])
     address = buffer.ctypes.data // PAGE * PAGE
-    assert any(found.start <= address < found.stop for found in adoption.mappings())
+    assert any(found.start <= address < found.stop for found in shared_memory.mappings())
     del region, buffer
-    names = [found.name for found in adoption.mappings() if found.start <= address < found.stop]
+    names = [found.name for found in shared_memory.mappings() if found.start <= address < found.stop]
     assert not any("memfd:kvbaton" in name for name in names), "free() unmaps it"
 
 
@@ -207,12 +207,12 @@ class TestRefusals:
 
     @pytest.mark.parametrize("name", ["[heap]", "[stack]"])
     def test_the_heap_and_the_stack(self, name: str) -> None:
-        found = next(found for found in adoption.mappings() if found.name == name)
+        found = next(found for found in shared_memory.mappings() if found.name == name)
         with pytest.raises(ValueError, match=name[1:-1]):
             adopt(found.stop - 2 * PAGE, PAGE)
 
     def test_read_only_memory(self) -> None:
-        found = next(found for found in adoption.mappings() if found.access.startswith("r-"))
+        found = next(found for found in shared_memory.mappings() if found.access.startswith("r-"))
         with pytest.raises(ValueError, match="not read-write"):
             adopt(found.start, PAGE)
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvbaton.protocol.effects import Direction, Loan
 from kvbaton.protocol.events import CopyEnded
-from kvbaton.protocol.geometry.pages import Band, PageTable
+from kvbaton.protocol.geometry.layout import Band, PageTable
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId, rank_peer
 from kvbaton.transports.core import loans
 from kvbaton.transports.core.loans import Loans, engine_of

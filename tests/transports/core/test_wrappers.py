@@ -11,13 +11,12 @@ import pytest
 
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.core.delayed import DelayedTransport, faulty, misplaced
-from kvbaton.transports.core.late_identity import UnnamedTransport
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.transport import CopyEnded, Transport, TransportEvent
+from kvbaton.transports.core.wrapped import DelayedTransport, UnnamedTransport, faulty, misplaced
 from kvbaton.transports.tcp.tcp_transport import TcpTransport
 
 P, D = PeerId(WorkerId("p#0"), Incarnation(1)), PeerId(WorkerId("d#0"), Incarnation(2))

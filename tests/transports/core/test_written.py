@@ -7,8 +7,8 @@ from array import array
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbaton.protocol.geometry.strided_spans import Area
-from kvbaton.transports.core import written
+from kvbaton.protocol.geometry.spans import Area
+from kvbaton.transports.core import loans
 
 ROWS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=6)
 SHIFTS = st.lists(st.integers(0, 40), min_size=1, max_size=4)
@@ -27,8 +27,8 @@ def test_lists_and_arrays_miss_the_same(
     landed = {byte for piece in pieces for start, size in piece for byte in range(start, start + size)}
     due = [(start + shift, size) for shift in shifts for start, size in rows]
     missing = sum(size for start, size in due if not landed.issuperset(range(start, start + size)))
-    assert written._missing_few(area, record) == written._missing(area, written.runs_of(record)) == missing
-    whole = written.WriteRecord([area])
+    assert loans._missing_few(area, record) == loans._missing(area, loans.runs_of(record)) == missing
+    whole = loans.WriteRecord([area])
     for each in record:
         whole.add(0, each)
     assert whole.missing_bytes() == missing

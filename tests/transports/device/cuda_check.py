@@ -28,8 +28,8 @@ from kvbaton.testing.transport_case import READ, SMALL_BYTES, Case, Cases, copy,
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports import catalogue
 from kvbaton.transports.catalogue import SUMS
-from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.core.transport import Copy
 from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport
 from tests.transports.device import device_death

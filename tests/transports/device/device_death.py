@@ -7,7 +7,7 @@ from typing import cast
 from kvbaton.protocol.errors import Reason
 from kvbaton.testing import Log, TransportHarness
 from kvbaton.testing.transport_case import READ, SMALL_BYTES, Cases, copy, fill
-from kvbaton.transports.core.device_memory import mapped_bytes_of
+from kvbaton.transports.core.shared_memory import mapped_bytes_of
 from tests.transports.device.device_harness import DeviceHarness
 
 CASES = Cases()

@@ -8,13 +8,13 @@ from __future__ import annotations
 import ctypes
 from typing import cast
 
-from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.effects import Capabilities
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
 from kvbaton.testing.transport_harness import Drives
 from kvbaton.transports.checksum.checksum_transport import summed
-from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.cuda import cuda_transport
 from kvbaton.transports.cuda.cuda_driver import Gpu
 from kvbaton.transports.nixl import nixl_transport

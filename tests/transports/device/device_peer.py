@@ -18,7 +18,7 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.catalogue import SUMS
 from kvbaton.transports.checksum.checksum_device import DeviceSums
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
-from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.core.transport import DeviceTransport, Transport
 from kvbaton.transports.cuda.cuda_driver import CudaError, CudaGpu, Gpu
 from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport

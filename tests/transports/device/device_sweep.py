@@ -22,8 +22,8 @@ from array import array
 from multiprocessing.connection import Connection
 
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceTransport, Direction
 from kvbaton.transports.staged.staged_listener import Carrier
 from kvbaton.transports.staged.staged_transport import StagedConfig, StagedTransport

@@ -8,13 +8,13 @@ import unittest
 from array import array
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.testing import Log, TransportHarness
 from kvbaton.testing.transport_case import READ, SMALL_BYTES, copy, fill
 from kvbaton.transports.checksum.checksum_device import digest_of
-from kvbaton.transports.cuda import cuda_launch
+from kvbaton.transports.cuda import cuda_runner
 from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu
-from kvbaton.transports.cuda.cuda_launch import Tables
+from kvbaton.transports.cuda.cuda_runner import Tables
 from kvbaton.transports.cuda.cuda_table import LaunchGroup
 from tests.transports.device.device_harness import DeviceHarness, DeviceView
 
@@ -70,12 +70,12 @@ def copies_are_right_by_many_launches(share: float) -> None:
         for slot in range(200):
             size = rng.choice((0, 1, 4, 15, 16, 17, 33, 127, 2000, 8191, 8192))
             places.append((slot * 10_000 + rng.randrange(32), slot * 10_000 + rng.randrange(32), size))
-        before = cuda_launch.LAUNCH_BYTES
-        cuda_launch.LAUNCH_BYTES = 10_000
+        before = cuda_runner.LAUNCH_BYTES
+        cuda_runner.LAUNCH_BYTES = 10_000
         try:
             bench.tables.launch([LaunchGroup(bench.far, bench.near, triples(places))], 0, bench.stream)
         finally:
-            cuda_launch.LAUNCH_BYTES = before
+            cuda_runner.LAUNCH_BYTES = before
         bench.wait()
         for to, at, size in places:
             wanted[to : to + size] = bench.data[at : at + size]

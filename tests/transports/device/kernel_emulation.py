@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.transports.checksum.checksum_device import digest_of
-from kvbaton.transports.core.span_tables import Rows
+from kvbaton.transports.core.mover import Rows
 from kvbaton.transports.cuda import cuda_driver
 from kvbaton.transports.cuda.cuda_table import LaunchGroup, write_table
 

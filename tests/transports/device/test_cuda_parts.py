@@ -16,18 +16,18 @@ import numpy as np
 import pytest
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
 from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.shared_memory import DeviceMemory, RegisteredDevice
 from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceEvent, Direction, Loan, Spans
 from kvbaton.transports.cuda import cuda_client, cuda_driver, cuda_transport
 from kvbaton.transports.cuda.cuda_client import CudaRemote
 from kvbaton.transports.cuda.cuda_driver import CudaError, CudaGpu
 from kvbaton.transports.cuda.cuda_event_wait import quiet_event
-from kvbaton.transports.cuda.cuda_launch import SMALL_NUMBERS, Tables
 from kvbaton.transports.cuda.cuda_listener import SAMPLE_BYTES, Allocation, CudaEndpoint, CudaPlace, Exported, Shared
+from kvbaton.transports.cuda.cuda_runner import SMALL_NUMBERS, Tables
 from kvbaton.transports.cuda.cuda_table import (
     GROUP_NUMBERS,
     PIECE_BYTES,
@@ -538,7 +538,7 @@ def test_a_driver_without_a_device_says_so(monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_device_planes_need_no_device_library_to_be_imported() -> None:
     """No module of them names PyTorch, Triton or CuPy."""
     transports = Path(cuda_transport.__file__).parents[1]
-    device = transports / "core" / "device_memory.py"
+    device = transports / "core" / "shared_memory.py"
     for path in [*transports.glob("cuda/*.py"), *transports.glob("staged/*.py"), device]:
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -10,16 +10,16 @@ from collections.abc import Iterator
 import pytest
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.protocol.ids import JobId
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction, Spans
-from kvbaton.transports.cuda import cuda_client, cuda_mover
+from kvbaton.transports.cuda import cuda_client, cuda_transport
 from kvbaton.transports.cuda.cuda_driver import CudaError
-from kvbaton.transports.cuda.cuda_launch import SMALL_NUMBERS
 from kvbaton.transports.cuda.cuda_listener import Exported
+from kvbaton.transports.cuda.cuda_runner import SMALL_NUMBERS
 from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport
 from tests.transports.device.fake_gpu import FakeGpu
 from tests.transports.tcp.blocking import D, P
@@ -135,7 +135,7 @@ def test_what_takes_a_while_to_begin_is_left_to_the_mover(rig: Rig, what: str, m
     rows = [(0, 0, 1)] * (SMALL_NUMBERS // 3 if what == "numbers" else 2)
     weave = Weave(array("q", (0, 0, 64)), array("q", (0, 0))) if what == "spans and a weave" else None
     if what == "bytes":
-        monkeypatch.setattr(cuda_mover, "QUICK_BYTES", 1)
+        monkeypatch.setattr(cuda_transport, "QUICK_BYTES", 1)
     assert rig.d.submit(read(2, *rows, weave=weave)) and rig.end().reason is None
     assert rig.gpu.who("move_rows") == {False}
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvbaton.protocol.geometry.strided_spans import Weave
-from kvbaton.transports.cuda import cuda_driver, cuda_launch
+from kvbaton.protocol.geometry.spans import Weave
+from kvbaton.transports.cuda import cuda_driver, cuda_runner
 from kvbaton.transports.cuda.cuda_driver import THREADS, CudaGpu
-from kvbaton.transports.cuda.cuda_launch import Tables, rows_a_launch
+from kvbaton.transports.cuda.cuda_runner import Tables, rows_a_launch
 from kvbaton.transports.cuda.cuda_table import LaunchGroup
 from tests.transports.device.fake_gpu import FakeGpu
 
@@ -99,7 +99,7 @@ def test_launches_on_one_stream_wait_for_each_other_as_it_is(driver: Driver) -> 
 def test_a_long_copy_is_several_launches_that_move_every_byte_once(
     monkeypatch: pytest.MonkeyPatch, woven: bool
 ) -> None:
-    monkeypatch.setattr(cuda_launch, "LAUNCH_BYTES", 1000)
+    monkeypatch.setattr(cuda_runner, "LAUNCH_BYTES", 1000)
     gpu = FakeGpu()
     source, target = gpu.allocate(1 << 16), gpu.allocate(1 << 16)
     gpu.regions[source].view[:] = random.Random(1).randbytes(1 << 16)

@@ -15,9 +15,9 @@ import pytest
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.refusals import refusals_of
+from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction, FenceEnded, TransportEvent
 from kvbaton.transports.local.region_listener import LENGTH
 from kvbaton.transports.net import connection_handshake

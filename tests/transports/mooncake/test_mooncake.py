@@ -24,8 +24,15 @@ from kvbaton.testing.transport_harness import DEADLINE_S, poll
 from kvbaton.transports.core.shared_memory import Region
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested
 from kvbaton.transports.mooncake import mooncake_engine, mooncake_link
-from kvbaton.transports.mooncake.mooncake_endpoint import MooncakeEndpoint, MooncakePlace, parse
-from kvbaton.transports.mooncake.mooncake_engine import MooncakeEngine, MooncakeMissing, SliceState, address_of
+from kvbaton.transports.mooncake.mooncake_engine import (
+    MooncakeEndpoint,
+    MooncakeEngine,
+    MooncakeMissing,
+    MooncakePlace,
+    SliceState,
+    address_of,
+    parse,
+)
 from kvbaton.transports.mooncake.mooncake_transport import CAPABILITIES, MooncakeConfig, MooncakeTransport
 from tests.transports.mooncake.mooncake_harness import MooncakeHarness
 from tests.transports.process_harness import allocated_in

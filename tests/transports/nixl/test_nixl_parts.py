@@ -19,15 +19,26 @@ import pytest
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.jobs import CopyJob, Jobs
-from kvbaton.transports.core.span_tables import Rows
+from kvbaton.transports.core.mover import Rows
+from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction, Spans, TransportEvent
 from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton.transports.nixl import nixl_agent
-from kvbaton.transports.nixl.nixl_agent import Agent, Indices, NixlError, load_bindings
+from kvbaton.transports.nixl.nixl_agent import (
+    GRIDS_MAX,
+    Agent,
+    Grid,
+    Indices,
+    Lists,
+    NixlError,
+    NixlPlace,
+    grid_of,
+    load_bindings,
+    merged,
+    without_empty,
+)
 from kvbaton.transports.nixl.nixl_endpoint import Life, NixlEndpoint, name_agent, pack, parse, this_life
-from kvbaton.transports.nixl.nixl_lists import GRIDS_MAX, Grid, Lists, NixlPlace, grid_of, merged, without_empty
 from kvbaton.transports.nixl.nixl_mover import NixlLink, NixlMover
 from kvbaton.transports.nixl.nixl_transport import (
     DEVICE_PARAMETERS,

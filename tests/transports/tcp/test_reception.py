@@ -12,9 +12,8 @@ import pytest
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.net import reception
-from kvbaton.transports.net.connection_handshake import Admitted, greet
-from kvbaton.transports.net.reception import Reception
+from kvbaton.transports.net import connection_handshake
+from kvbaton.transports.net.connection_handshake import Admitted, Reception, greet
 from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.tcp.tcp_server import prepare
 from tests.transports.tcp.blocking import D, P, is_closed, play
@@ -106,7 +105,7 @@ def test_who_is_refused_at_the_door_is_not_heard(make: Callable[..., Rig]) -> No
 def test_running_out_of_descriptors_pauses_the_listening_without_spinning(
     make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reception, "ACCEPT_PAUSE_S", 0.01)
+    monkeypatch.setattr(connection_handshake, "ACCEPT_PAUSE_S", 0.01)
     rig = make()
     failures: list[int] = []
     listener = rig.reception.listen(lambda: pytest.fail("listens already"))

@@ -17,8 +17,7 @@ from kvbaton.protocol.errors import ProtocolError
 from kvbaton.security import records, sealing
 from kvbaton.security.records import HEAD, OVERHEAD_BYTES, RECORD_BYTES, Seals
 from kvbaton.security.sealing import agree, is_loopback, is_required, is_required_on
-from kvbaton.transports.net.sealed_stream import SealedStream
-from kvbaton.transports.net.stream_socket import Bytes
+from kvbaton.transports.net.stream_socket import Bytes, SealedStream
 from tests.transports.tcp.blocking import tcp_pair
 
 SECRET = bytes(range(32))

@@ -41,11 +41,9 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.flow import dialect_table, kv_params
 from kvbaton.router.flow.aggregated_words import check_kept, word_for, word_params
-from kvbaton.router.flow.attempt import ChosenRoute, RoutedCall, Tries
-from kvbaton.router.flow.choosing import Chooser
-from kvbaton.router.flow.deadlines import Deadline, Deadlines
+from kvbaton.router.flow.attempt import ChosenRoute, RoutedCall, Tries, is_of_the_handoff, not_the_clients
+from kvbaton.router.flow.choosing import Chooser, Deadline, Deadlines
 from kvbaton.router.flow.dialect_table import TicketMinter
-from kvbaton.router.flow.refused_kv import is_of_the_handoff, not_the_clients
 from kvbaton.router.flow.reply import Replies, Reply
 from kvbaton.router.flow.request_admission import LargeBodies
 from kvbaton.router.flow.worker_calls import EventStream, Leg, LegError, Legs, WorkerAnswer
@@ -61,8 +59,7 @@ from kvbaton.router.router_flights import (
 )
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.router_stats import RouterStats, count
-from kvbaton.router.turns.turn_book import TurnBook
-from kvbaton.router.turns.turn_table import TurnTable
+from kvbaton.router.turns.turn_book import TurnBook, TurnTable
 from kvbaton.router.workers.available import AvailableWorkers
 from kvbaton.router.workers.directory import ListedEngine
 from kvbaton.router.workers.prefixes import Prefixes, beginning, pieces, prompt_text

@@ -19,8 +19,17 @@ from pathlib import Path
 import msgspec
 
 from kvbaton.control.plain.announcer import MoriioAnnouncer, registration
-from kvbaton.processes.child_process import GUARD, KVBATON_ARGV, Child, ChildError, Program, end, ready, start
-from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.child_process import (
+    GUARD,
+    KVBATON_ARGV,
+    Child,
+    ChildError,
+    Program,
+    end,
+    free_ports,
+    ready,
+    start,
+)
 from kvbaton_proof.bench.router.router_backends import HOST
 from kvbaton_proof.bench.router.router_client import get
 from kvbaton_proof.bench.router.router_rows import DIRECT, KVBATON_2, MORIIO, NIXL, OURS, THEIRS, TOY

@@ -20,7 +20,7 @@ from kvbaton.protocol.content import Content
 from kvbaton.store.content_keys import Space, chain, keys, prefix
 from kvbaton.store.interface import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pieces, Put, StoreSettings
 from kvbaton.store.threaded_store import KeptStore
-from kvbaton.store.value_trust import ALONE, StoreTrust
+from kvbaton.store.value_header import ALONE, StoreTrust
 
 TIMEOUT_S = 30.0
 BLOCK_TOKENS = 4

@@ -21,13 +21,12 @@ import msgspec
 
 from kvbaton.control import keyring as keys
 from kvbaton.control.key_room import key_room
-from kvbaton.processes.child_process import KVBATON_ARGV
-from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.child_process import KVBATON_ARGV, free_ports
 from kvbaton.ranks.store_address import opener, store_place
 from kvbaton.ranks.store_trust import trust_of
 from kvbaton.store.interface import Backend
 from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
-from kvbaton.store.value_trust import StoreTrust
+from kvbaton.store.value_header import StoreTrust
 from kvbaton_proof.bench.kit.bench_peers import KVBATON
 from kvbaton_proof.bench.kit.piped_children import PipedProgram
 

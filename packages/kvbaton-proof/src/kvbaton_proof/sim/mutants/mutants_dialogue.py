@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvbaton.protocol.machines import consumer_book, consumer_push, producer, push_writer
+from kvbaton.protocol.machines import consumer_filling, inbound, producer, push_writer
 from kvbaton_proof.sim.mutants.mutation import Mutant, swap
 
 
@@ -48,15 +48,15 @@ def _mute_when_revoked(original: Any) -> Any:
 
 DIALOGUE_MUTANTS: tuple[Mutant, ...] = (
     Mutant("accepted_unheard", "13", "D repeats an offer that was accepted",
-           swap(consumer_push.Pushes, "on_accepted", _nothing)),
+           swap(consumer_filling.Pushes, "on_accepted", _nothing)),
     Mutant("renewal_unanswered", "9", "P does not say for how long it renewed a lease",
            swap(producer.Producer, "on_renew", _nothing)),
     Mutant("ready_untold", "10", "a reader hears what is ready when it asks, and not when it is",
            swap(producer.Producer, "_tell_ready", _nothing)),
     Mutant("asks_again_late", "9", "what was lost is asked for again after twice the time",
-           swap(consumer_book.ConsumerBook, "pulse", _slowly)),
+           swap(inbound.ConsumerBook, "pulse", _slowly)),
     Mutant("asks_again_soon", "9", "what is on its way is asked for again after half the time",
-           swap(consumer_book.ConsumerBook, "pulse", _hastily)),
+           swap(inbound.ConsumerBook, "pulse", _hastily)),
     Mutant("commit_answered_once", "6", "who asks again whether its copy was good hears nothing",
            swap(producer.Producer, "on_commit", _once)),
     Mutant("mute_when_revoked", "13", "a Revoke of what was never written is not answered: D fences",

@@ -15,15 +15,13 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from kvbaton.node.doorway import Doorway
-from kvbaton.protocol.clock import Timers
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.geometry import layout, spans
-from kvbaton.protocol.machines import claims, consumer_push, ledger
+from kvbaton.protocol.machines import claims, consumer_filling, ledger
 from kvbaton.protocol.machines.claims import Claims
-from kvbaton.protocol.machines.consumer_book import ConsumerBook
-from kvbaton.protocol.machines.consumer_pull import Pulls
-from kvbaton.protocol.machines.consumer_push import Pushes
-from kvbaton.protocol.machines.inbound import Source
+from kvbaton.protocol.machines.consumer_filling import Pulls, Pushes
+from kvbaton.protocol.machines.context import Timers
+from kvbaton.protocol.machines.inbound import ConsumerBook, Source
 from kvbaton.protocol.machines.lease import ReaderEvent, ReaderState
 from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.machines.pairing_source import Sessions
@@ -31,8 +29,7 @@ from kvbaton.protocol.machines.producer import Producer
 from kvbaton.protocol.machines.push_writer import Writer
 from kvbaton.protocol.machines.quotas import Buckets
 from kvbaton.protocol.wire.codec import read
-from kvbaton.transports.core.loans import Loans
-from kvbaton.transports.core.written import WriteRecords
+from kvbaton.transports.core.loans import Loans, WriteRecords
 from kvbaton_proof.sim.mutants.mutation import Mutant, Switch, both, swap
 from kvbaton_proof.sim.world.sim_transport import SimTransport
 
@@ -225,7 +222,7 @@ LIAR_MUTANTS: tuple[Mutant, ...] = (
     Mutant("written_under_another_loan", "35", "what a P wrote in one handoff counts in its next one",
            swap(WriteRecords, "lend", _record_goes_on)),
     Mutant("last_block_not_due", "35", "what a push must fill ends one block too early",
-           swap(consumer_push.__dict__, "due", _one_block_less)),
+           swap(consumer_filling.__dict__, "due", _one_block_less)),
     # --- rules 11, 19 and 21
     Mutant("preempted_in_silence", "11", "P's request is gone, and its readers are left to find out",
            swap(Producer, "on_source_ended", _nobody_told)),

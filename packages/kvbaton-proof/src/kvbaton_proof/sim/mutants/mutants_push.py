@@ -7,9 +7,9 @@ from typing import Any
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.progress import nothing
 from kvbaton.protocol.geometry.spans import SpanSide
-from kvbaton.protocol.machines import consumer_pull, consumer_push, pairing_target, push_writer
+from kvbaton.protocol.machines import consumer_filling, pairing_target, push_writer
 from kvbaton.protocol.machines.movement import Cargo, Route, moves, start
-from kvbaton.protocol.machines.push_write import OutletState
+from kvbaton.protocol.machines.push_writer import OutletState
 from kvbaton.protocol.wire import messages as m
 from kvbaton_proof.sim.mutants.mutation import Mutant, swap
 
@@ -128,9 +128,9 @@ PUSH_MUTANTS: tuple[Mutant, ...] = (
     Mutant("writer_remembers_sessions", "18", "P remembers every session that it has ever written in",
            swap(push_writer.Writer, "_forget_if_over", _sessions_kept)),
     Mutant("nothing_is_streamed", "30", "D reads when P has computed all, and not before",
-           swap(consumer_pull.Pulls, "read_on", _only_when_all_is_there)),
+           swap(consumer_filling.Pulls, "read_on", _only_when_all_is_there)),
     Mutant("nothing_is_pushed", "16", "D copies what P could write",
-           swap(consumer_push.Pushes, "is_possible", _never_possible)),
+           swap(consumer_filling.Pushes, "is_possible", _never_possible)),
     Mutant("quiesced_while_writing", "13", "P says quiet while its writes move",
            swap(push_writer.Writer, "on_rest", _quiesced_while_writing)),
     Mutant("revoke_overtakes_offer", "13", "an unknown Revoke is forgotten",

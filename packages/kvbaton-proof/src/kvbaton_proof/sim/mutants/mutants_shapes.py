@@ -8,12 +8,11 @@ import msgspec
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry import plan
-from kvbaton.protocol.machines import consumer_pull, producer, push_writer
+from kvbaton.protocol.machines import consumer_filling, producer, push_writer
 from kvbaton.protocol.machines.consumer import Consumer
-from kvbaton.protocol.machines.consumer_book import ConsumerBook
-from kvbaton.protocol.machines.inbound import IntakeState
+from kvbaton.protocol.machines.inbound import ConsumerBook, IntakeState
 from kvbaton.protocol.machines.lease import LeaseState
-from kvbaton.protocol.machines.push_write import OutletState
+from kvbaton.protocol.machines.push_writer import OutletState
 from kvbaton.ranks.engine_store import EngineStore
 from kvbaton.ranks.rank_host import RankHost
 from kvbaton.ranks.rank_link import RankLink
@@ -127,7 +126,7 @@ def _one_failure_ends_all(original: Any) -> Any:
 
 SHAPE_MUTANTS: tuple[Mutant, ...] = (
     Mutant("nothing_behind_a_missing_group", "25", "groups behind one that D has not are left uncopied",
-           both(swap(consumer_pull.__dict__, "moves", _ends_at_a_missing_group),
+           both(swap(consumer_filling.__dict__, "moves", _ends_at_a_missing_group),
                 swap(push_writer.__dict__, "moves", _ends_at_a_missing_group))),
     Mutant("tokens_of_one_context_rank", "25", "all ranks of a context group are given the tokens of the first",
            swap(plan.__dict__, "_holdings", _of_the_first_context_rank)),
@@ -138,7 +137,7 @@ SHAPE_MUTANTS: tuple[Mutant, ...] = (
     Mutant("pinned_is_written", "6, 7", "likewise, of what P writes",
            swap(push_writer.__dict__, "judge", _pinned_is_proven)),
     Mutant("half_good_is_good", "6", "of a block of D's the first tokens are good, so it is",
-           swap(consumer_pull.Pulls, "on_stale", _whole_in_target_blocks)),
+           swap(consumer_filling.Pulls, "on_stale", _whole_in_target_blocks)),
     Mutant("transfer_timed_as_a_whole", "9", "a transfer that goes on all the time runs out of it",
            swap(ConsumerBook, "progressed", _never)),
     Mutant("push_timed_as_a_whole", "9", "likewise, by P's clock",

@@ -10,7 +10,7 @@ from kvbaton.protocol import effects as fx
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.progress import nothing
 from kvbaton.protocol.ids import LeaseId
-from kvbaton.protocol.machines import consumer, consumer_book, consumer_pull
+from kvbaton.protocol.machines import consumer, consumer_filling
 from kvbaton.protocol.machines import inbound as intake
 from kvbaton.protocol.machines.context import Parts
 from kvbaton.protocol.machines.inbound import IntakeEvent, IntakeState
@@ -135,13 +135,13 @@ _OFFERED_FAILED = (IntakeState.OFFERED, IntakeEvent.FAILED)
 
 TARGET_MUTANTS: tuple[Mutant, ...] = (
     Mutant("release_under_own_id", "1", "seed 004: released under D's id",
-           swap(consumer_pull.Pulls, "send_commit", _releases_under_own_id)),
+           swap(consumer_filling.Pulls, "send_commit", _releases_under_own_id)),
     Mutant("handshake_failure_unreported", "17", "seed 002: a failed handshake is not reported",
            swap(consumer.Consumer, "on_link_down", _handshake_failure_unreported)),
     Mutant("rest_at_first_failed_rank", "17", "seed 002, left open there: siblings still move",
            swap(Parts, "at_rest", _rest_at_first_failure)),
     Mutant("report_without_load", "20", "seed 000: a read reported that the engine did not wait for",
-           swap(consumer_book.ConsumerBook, "tell_end", _report_without_load)),
+           swap(intake.ConsumerBook, "tell_end", _report_without_load)),
     Mutant("restart_taken_for_predecessor", "3", "a restarted peer, same address, same session",
            swap(Ledger, "_on_reset", _restart_unnoticed)),
     Mutant("revoked_without_quiet", "13, 14", "D frees what P may still write to",
@@ -149,15 +149,15 @@ TARGET_MUTANTS: tuple[Mutant, ...] = (
     Mutant("timed_out_means_rested", "18", "NIXL, Mooncake: late data into reused blocks",
            swap(Parts, "ended", _ended_means_rested)),
     Mutant("hold_dropped_at_end", "18", "D's blocks freed while not at rest",
-           swap(consumer_book.ConsumerBook, "tell_end", _hold_dropped_at_end)),
+           swap(intake.ConsumerBook, "tell_end", _hold_dropped_at_end)),
     Mutant("copies_again_after_commit", "5", "the second copy gets the first one's yes",
            swap(consumer.Consumer, "on_pulse", _copies_again_after_commit)),
     Mutant("commit_before_copied", "6", "a commit while bytes are on the way",
-           swap(consumer_pull.Pulls, "commit_if_copied", _commit_before_copied)),
+           swap(consumer_filling.Pulls, "commit_if_copied", _commit_before_copied)),
     Mutant("abort_unreported", "17, 20", "vLLM: an aborted load is never reported",
            swap(consumer.Consumer, "on_not_needed", _abort_unreported)),
     Mutant("reported_twice", "20", "vLLM: a second report kills the engine",
-           swap(consumer_book.ConsumerBook, "rest", _reported_twice)),
+           swap(intake.ConsumerBook, "rest", _reported_twice)),
     Mutant("push_without_deadline", "17", "MoRI-IO: D waits for write_done for ever",
-           swap(consumer_book.ConsumerBook, "wait", _deadline_forgotten)),
+           swap(intake.ConsumerBook, "wait", _deadline_forgotten)),
 )  # fmt: skip

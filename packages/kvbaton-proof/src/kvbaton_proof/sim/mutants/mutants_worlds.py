@@ -16,8 +16,7 @@ from kvbaton.protocol.geometry import spans
 from kvbaton.protocol.geometry.layout import GroupKind
 from kvbaton.protocol.machines import lease, ledger, producer
 from kvbaton.protocol.machines.consumer import Consumer
-from kvbaton.protocol.machines.consumer_pull import Pulls
-from kvbaton.protocol.machines.consumer_push import Pushes
+from kvbaton.protocol.machines.consumer_filling import Pulls, Pushes
 from kvbaton.protocol.machines.producer import Producer
 from kvbaton.protocol.machines.puts import Puts
 from kvbaton.protocol.wire.messages import Feature
