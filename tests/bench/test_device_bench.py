@@ -11,7 +11,7 @@ import pytest
 
 from kvbaton.cli.main import main
 from kvbaton.control import keyring
-from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.cuda import cuda_driver
 from kvbaton_proof.bench.device import device_page
 from kvbaton_proof.bench.device.device_nixl import Reads
@@ -29,8 +29,7 @@ from kvbaton_proof.bench.device.device_world import (
 )
 from kvbaton_proof.bench.kit.handoff_side import Want
 from kvbaton_proof.bench.kit.run_facts import Stopwatch
-
-from ..transports.fake_gpu import FakeGpu
+from tests.transports.device.fake_gpu import FakeGpu
 
 
 def size(**changes: object) -> Size:

@@ -323,7 +323,7 @@ def test_every_finding_of_doctor_is_in_the_catalogue_and_every_one_can_be_found(
 
 
 def docs_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reasons_docs", ROOT / "tools" / "reasons_docs.py")
+    spec = importlib.util.spec_from_file_location("reasons_docs", ROOT / "tools" / "docs" / "reasons_docs.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["reasons_docs"] = module
@@ -334,4 +334,4 @@ def docs_tool() -> ModuleType:
 def test_the_pages_are_up_to_date() -> None:
     tool = docs_tool()
     for path, text in tool.pages().items():
-        assert path.read_text() == text, f"{path} is out of date; run: python tools/reasons_docs.py"
+        assert path.read_text() == text, f"{path} is out of date; run: python tools/docs/reasons_docs.py"

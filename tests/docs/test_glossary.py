@@ -23,7 +23,7 @@ TABLE = """\
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("glossary_docs", ROOT / "tools" / "glossary_docs.py")
+    spec = importlib.util.spec_from_file_location("glossary_docs", ROOT / "tools" / "docs" / "glossary_docs.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["glossary_docs"] = module
@@ -32,7 +32,7 @@ def tool() -> ModuleType:
 
 
 def test_the_page_is_what_the_generator_makes(tool: ModuleType) -> None:
-    assert tool.PAGE.read_text() == tool.page(tool.SOURCE.read_text()), "run: python tools/glossary_docs.py"
+    assert tool.PAGE.read_text() == tool.page(tool.SOURCE.read_text()), "run: python tools/docs/glossary_docs.py"
 
 
 def test_each_noun_of_a_row_is_found_in_the_alphabet(tool: ModuleType) -> None:

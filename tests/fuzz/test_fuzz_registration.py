@@ -35,7 +35,7 @@ from kvbaton.api.request_ids import RequestIdError, parse_address
 from kvbaton.control.joining.join_messages import ClusterCard, MemberCard
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.plain import AnnouncedWorker, Announcement, Fleet, PlainFault, PlainSettings
-from kvbaton.control.plain.announced_roster import PlainRoster
+from kvbaton.control.plain.announcement_listener import PlainRoster
 from kvbaton.control.plain.announcements import RANKS_MAX, decode, payload_of
 from kvbaton.control.plain.announcer import p2p_nccl_registration, registration
 from kvbaton.control.registry import registry_messages as m
@@ -43,7 +43,7 @@ from kvbaton.control.registry import statements
 from kvbaton.control.signing import Signed
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.privileges import Role
-from kvbaton.router.workers.announced import RANKS_LISTED_MAX, AnnouncedDirectory
+from kvbaton.router.workers.directories import RANKS_LISTED_MAX, AnnouncedDirectory
 
 pytestmark = pytest.mark.timeout(TIMEOUT_S)
 plain, registry = Family(examples=400), Family(examples=1000)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("protocol_docs", ROOT / "tools" / "protocol_docs.py")
+    spec = importlib.util.spec_from_file_location("protocol_docs", ROOT / "tools" / "docs" / "protocol_docs.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules["protocol_docs"] = module

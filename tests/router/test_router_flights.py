@@ -11,7 +11,19 @@ import aiohttp
 import msgspec
 import pytest
 from aiohttp import web
-from fake_workers import (
+
+from kvbaton.observe.codes.code_catalogue import find
+from kvbaton.observe.flight.collector import Gathering
+from kvbaton.observe.flight.flight_records import Flight
+from kvbaton.observe.flight.journey import REFUSED, joined
+from kvbaton.observe.flight.terminal_timeline import brief, draw
+from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, WorkerId
+from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
+from kvbaton.router.flow import kv_params
+from kvbaton.router.router_flights import LogBook, begun
+from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.workers.directory import ListedEngine
+from tests.router.fake_workers import (
     KEY,
     QUICK,
     Cluster,
@@ -28,19 +40,6 @@ from fake_workers import (
     speak,
     until,
 )
-
-from kvbaton.observe.codes.code_catalogue import find
-from kvbaton.observe.flight.collector import Gathering
-from kvbaton.observe.flight.flight_records import Flight
-from kvbaton.observe.flight.joining import joined
-from kvbaton.observe.flight.journey import REFUSED
-from kvbaton.observe.flight.terminal_timeline import brief, draw
-from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, WorkerId
-from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
-from kvbaton.router.flow import kv_params
-from kvbaton.router.router_flights import LogBook, begun
-from kvbaton.router.router_settings import RouterSettings
-from kvbaton.router.workers.directory import ListedEngine
 
 BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "abcd"}]}

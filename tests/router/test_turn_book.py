@@ -7,7 +7,6 @@ from collections import Counter
 
 import msgspec
 import pytest
-from fake_workers import QUICK, cluster, run
 
 from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import Mode
@@ -16,9 +15,9 @@ from kvbaton.protocol.wire.ticket import unseal
 from kvbaton.router.flow.attempt import RoutedCall
 from kvbaton.router.flow.dialect_table import TicketMinter
 from kvbaton.router.turns import turn_names
-from kvbaton.router.turns.turn_book import TurnBook
-from kvbaton.router.turns.turn_table import TurnTable
+from kvbaton.router.turns.turn_book import TurnBook, TurnTable
 from kvbaton.router.workers.directory import ListedEngine
+from tests.router.fake_workers import QUICK, cluster, run
 
 KEY = b"k" * 32
 P = ListedEngine(WorkerId("p0"), "prefill", "http://p", Incarnation(1))

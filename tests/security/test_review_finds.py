@@ -16,8 +16,8 @@ from kvbaton.api.api_errors import ApiError
 from kvbaton.api.http import http_server, http_types
 from kvbaton.api.http.http_types import Request
 from kvbaton.api.tokens import HEADER, guard, is_good, token
-from kvbaton.control import key_files, key_rotation, keyring
-from kvbaton.control.key_following import Following
+from kvbaton.control import key_files, key_room, keyring
+from kvbaton.control.keyring import Following
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.app import router_app
@@ -90,8 +90,8 @@ def test_a_directory_that_does_not_know_its_own_process_changes_nothing(minted: 
         for path in (minted / "public").iterdir():
             path.unlink()
     else:
-        key_rotation.rotate(minted, "p0")
-        key_rotation.finish(minted, "p0")
+        key_room.rotate(minted, "p0")
+        key_room.finish(minted, "p0")
     assert followed.look(2.0) is None and set(followed.keyring.peers) == {"router", "p0", "d0"}
 
 

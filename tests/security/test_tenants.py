@@ -18,7 +18,7 @@ from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker, reference_a
 from kvbaton.engines.embedded.http_worker import Finished, Token
 from kvbaton.engines.embedded.server_plan import GenerateRequest
 from tests.e2e.pair import pair
-from tests.e2e.storehouse import house, key_directory, some_store
+from tests.e2e.store.storehouse import house, key_directory, some_store
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

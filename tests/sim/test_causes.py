@@ -92,7 +92,7 @@ def test_gets_and_lookups_of_ranks_are_no_faults():
     [
         "node.turn_keeping:TurnTaker.ask:early:1",
         "node.turn_keeping:TurnKeeper.keep:always:1",
-        "protocol.machines.consumer_push:Pushes.is_possible:early:2",
+        "protocol.machines.consumer_filling:Pushes.is_possible:early:2",
         "nothing_is_streamed",
     ],
 )

@@ -11,7 +11,7 @@ from kvbaton_proof.sim.mutants.mutants_target import DIALOGUE_MUTANTS
 from kvbaton_proof.sim.promises import HANG, RULE, WRONG
 
 SEEN = {
-    "protocol.machines.consumer_push:Pushes.on_accepted:early:1": (RULE, "says Offer again, and was answered"),
+    "protocol.machines.consumer_filling:Pushes.on_accepted:early:1": (RULE, "says Offer again, and was answered"),
     "protocol.machines.producer:Producer.on_renew:early:1": (HANG, "does not answer Renew"),
     "protocol.machines.producer:Producer._tell_ready:always:1": (HANG, "is ready than"),
     "asks_again_late": (HANG, "and does not say"),

@@ -354,7 +354,7 @@ def test_a_mutant_that_never_returns_is_seen_and_the_next_world_is_well(monkeypa
     monkeypatch.setattr("kvbaton_proof.sim.looking.SEED_CPU_S", 2.0)
     name = next(
         place.name
-        for place in mutating.places("protocol.clock")
+        for place in mutating.places("protocol.machines.context")
         if place.function == "Timers.pop_due" and place.operator == "turn" and "due > now" in place.what
     )
     with mutating.switched(name):
@@ -380,14 +380,15 @@ def judged(name: str, *tests: str) -> under_test.Verdict:
 
 def test_what_survives_worlds_can_be_seen_by_tests():
     """And what is switched on there is on: a test that holds on the clean tree fails."""
-    assert not judged("protocol.machines.push_writer:Writer._step:always:2", "tests/protocol/test_lease.py").caught
-    verdict = judged("protocol.machines.lease:judge:guard:1", "tests/protocol/test_lease.py")
-    assert verdict.caught and verdict.test.startswith("tests/protocol/test_lease.py::")
+    tests = "tests/protocol/machines/test_lease.py"
+    assert not judged("protocol.machines.push_writer:Writer._step:always:2", tests).caught
+    verdict = judged("protocol.machines.lease:judge:guard:1", tests)
+    assert verdict.caught and verdict.test.startswith(f"{tests}::")
 
 
 def test_a_mutant_is_judged_by_the_tests_of_its_module_first():
     assert under_test.tests_of(["protocol.machines.lease"]) == (
-        "tests/protocol/test_lease.py", "tests/protocol", "tests/scenarios",
+        "tests/protocol/machines/test_lease.py", "tests/protocol", "tests/scenarios",
     )  # fmt: skip
     assert under_test.tests_of(["node.epochs", "ranks.rank_host"])[:2] == (
         "tests/node/test_epochs.py", "tests/ranks/test_rank_host.py",

@@ -51,7 +51,7 @@ CAPABILITIES = {
 class PeerProcess:
     """Calls into `peer_process.py`, or into a script like it, each with a deadline."""
 
-    def __init__(self, script: str = "peer_process.py", *arguments: str, **env: str) -> None:
+    def __init__(self, script: str = "peer_process", *arguments: str, **env: str) -> None:
         self.process = forked(script, *arguments, **env)
         self._read = b""
 

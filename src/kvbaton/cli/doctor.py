@@ -18,7 +18,7 @@ import kvbaton
 from kvbaton.cli.arguments import planes_choice, seconds
 from kvbaton.cli.flags import router_way
 from kvbaton.cli.screen import Screen, Style, stdout
-from kvbaton.control.registry.registry_places import registry_places
+from kvbaton.control.addressing import registry_places
 from kvbaton.doctor import (
     cluster_checks,
     config_checks,
@@ -35,7 +35,7 @@ from kvbaton.doctor.config_checks import ConfiguredEngine
 from kvbaton.doctor.finding import Finding, ordered
 from kvbaton.doctor.router_checks import SeenRouter
 from kvbaton.observe.codes.entry import Severity
-from kvbaton.processes.operator_errors import CommandError
+from kvbaton.processes.operator_control import CommandError
 from kvbaton.transports import catalogue as planes
 from kvbaton.transports.core.host_identity import boot_id
 

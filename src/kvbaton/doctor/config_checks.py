@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from kvbaton.control.addressing import ControlError
+from kvbaton.control.addressing import ControlError, data_parallel_name
 from kvbaton.control.joining.join_token import TOKEN_ENV
-from kvbaton.control.rank_names import data_parallel_name
 from kvbaton.control.registry.registry_messages import DP_SIZE_MAX
 from kvbaton.doctor.config_reading import Launch
 from kvbaton.doctor.finding import Finding, finding
 from kvbaton.engines.vllm.config import supported
 from kvbaton.engines.vllm.config.connector_settings import FIELD, ConnectorSettings
 from kvbaton.engines.vllm.launch.launching import CONNECTOR
-from kvbaton.processes.operator_errors import CommandError
+from kvbaton.processes.operator_control import CommandError
 from kvbaton.protocol.settings import Settings
 from kvbaton.security.sealing import MISSING, Encrypt, check, is_loopback
 

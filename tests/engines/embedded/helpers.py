@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvbaton.engines.embedded import tokenizer
-from kvbaton.engines.embedded.block_cache import BlockPool
 from kvbaton.engines.embedded.embedded_engine import Engine
 from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig, ModelConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest, Output, RequestStatus, Sampling
 from kvbaton.engines.embedded.hooks import BlockIds, LoadOrder, LoadOutcome, Match, Nothing, NotYet, NullConnector
-from kvbaton.engines.embedded.model import Model
+from kvbaton.engines.embedded.memory.block_cache import BlockPool
+from kvbaton.engines.embedded.model.decoder import Model
 from kvbaton.protocol.ids import RequestId
 
 TINY = ModelConfig(layers=2, d_model=32, d_hidden=32, heads=4, kv_heads=2, head_dim=8)
@@ -80,7 +80,7 @@ def finish(subject: Engine, steps_max: int = 2000) -> list[Output]:
         if done:
             break
     assert not subject.scheduler.sequences, "requests are left"
-    assert subject.pool.free_count == subject.config.cache.blocks - 1 - len(set(_lent(subject)))
+    assert subject.pool.free_blocks == subject.config.cache.blocks - 1 - len(set(_lent(subject)))
     return outputs
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbaton.engines.embedded.attention import QUERIES_MAX, TILES_MAX, AttentionPiece, attend, plan
-from kvbaton.engines.embedded.kv_memory import Floats
+from kvbaton.engines.embedded.memory.kv_memory import Floats
+from kvbaton.engines.embedded.model.attention import QUERIES_MAX, TILES_MAX, AttentionPiece, attend, plan
 
 BLOCK = 8
 BIAS = np.random.default_rng(9).standard_normal(4096).astype(np.float32)

@@ -6,20 +6,20 @@ import random
 
 import pytest
 
-from kvbaton.engines.embedded.block_cache import BlockPool, HashChain, OutOfBlocksError
+from kvbaton.engines.embedded.memory.block_cache import BlockPool, HashChain, OutOfBlocksError
 
 
 def test_a_pool_hands_out_each_block_but_the_null_block() -> None:
     pool = BlockPool(5)
     assert sorted(pool.allocate(4)) == [1, 2, 3, 4]
-    assert pool.free_count == 0
+    assert pool.free_blocks == 0
 
 
 def test_a_pool_that_has_too_few_hands_out_none() -> None:
     pool = BlockPool(5)
     with pytest.raises(OutOfBlocksError, match="5 blocks requested, 4 free of 4"):
         pool.allocate(5)
-    assert pool.free_count == 4
+    assert pool.free_blocks == 4
     assert pool.epoch == [0] * 5
 
 
@@ -121,8 +121,8 @@ def test_the_books_agree_whatever_is_done(seed: int) -> None:
     held: list[int] = []
     for turn in range(300):
         deed = rng.choice(("allocate", "touch", "free", "publish"))
-        if deed == "allocate" and pool.free_count:
-            held += pool.allocate(rng.randint(1, pool.free_count))
+        if deed == "allocate" and pool.free_blocks:
+            held += pool.allocate(rng.randint(1, pool.free_blocks))
         elif deed == "touch":
             block = rng.randrange(1, 12)
             pool.touch([block])

@@ -11,7 +11,7 @@ from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.engine_config import ModelConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest, RejectedError, RequestStatus, Sampling
 from kvbaton.engines.embedded.hooks import BlockIds, Chunk, NullConnector
-from kvbaton.engines.embedded.model import Model
+from kvbaton.engines.embedded.model.decoder import Model
 from kvbaton.protocol.ids import RequestId
 
 from .helpers import SLIDING, TINY, answer_alone, answers, engine, finish, naive_logits, prompt, request, step
@@ -223,7 +223,7 @@ def test_stats_add_up() -> None:
 
 def test_an_engine_lives_in_memory_that_others_can_see() -> None:
     from kvbaton.engines.embedded.embedded_engine import Engine
-    from kvbaton.engines.embedded.kv_memory import KvGeometry
+    from kvbaton.engines.embedded.memory.kv_memory import KvGeometry
 
     config = engine().config
     geometry = KvGeometry(config.model, config.cache)

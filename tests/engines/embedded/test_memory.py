@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvbaton.engines.embedded.engine_config import CacheConfig, Layout, ModelConfig
-from kvbaton.engines.embedded.kv_memory import KvGeometry, KvMemory, allocate_regions
+from kvbaton.engines.embedded.memory.kv_memory import KvGeometry, KvMemory, allocate_regions
 
 MODEL = ModelConfig(layers=3, heads=4, kv_heads=2, head_dim=8)
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from kvbaton.engines.embedded import tokenizer
-from kvbaton.engines.embedded.attention import AttentionPiece
 from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
-from kvbaton.engines.embedded.kv_memory import Floats, KvGeometry, KvMemory, allocate_regions
-from kvbaton.engines.embedded.model import Model
+from kvbaton.engines.embedded.memory.kv_memory import Floats, KvGeometry, KvMemory, allocate_regions
+from kvbaton.engines.embedded.model.attention import AttentionPiece
+from kvbaton.engines.embedded.model.decoder import Model
 
 from .helpers import SLIDING, naive_logits, prompt
 

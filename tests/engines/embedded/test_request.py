@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.engines.embedded.block_cache import HashChain
 from kvbaton.engines.embedded.engine_request import HOLDING, NEXT, RequestState, Sequence
+from kvbaton.engines.embedded.memory.block_cache import HashChain
 
 from .helpers import prompt, request
 

@@ -196,11 +196,11 @@ def test_an_aborted_load_keeps_its_blocks_until_it_is_reported(ok: bool) -> None
     subject.abort(RequestId("a"))
     for _ in range(5):
         step(subject)
-        assert subject.pool.free_count == 60
+        assert subject.pool.free_blocks == 60
         assert subject.has_work()
     connector.reports = [report("a", ok)]
     assert step(subject) == []
-    assert subject.pool.free_count == 63
+    assert subject.pool.free_blocks == 63
     assert not subject.has_work()
     assert len(connector.ends) == 1
 

@@ -10,12 +10,12 @@ import itertools
 import numpy as np
 import pytest
 
-from kvbaton.engines.embedded.attention import AttentionPiece
 from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
 from kvbaton.engines.embedded.engine_request import Sampling
-from kvbaton.engines.embedded.kv_memory import KvGeometry, KvMemory, allocate_regions
-from kvbaton.engines.embedded.model import Model
-from kvbaton.engines.embedded.sampling import choose
+from kvbaton.engines.embedded.memory.kv_memory import KvGeometry, KvMemory, allocate_regions
+from kvbaton.engines.embedded.model.attention import AttentionPiece
+from kvbaton.engines.embedded.model.decoder import Model
+from kvbaton.engines.embedded.model.sampling import choose
 
 from .helpers import SLIDING, TINY, Prompt, prompt
 

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from kvbaton.engines.embedded.block_cache import BlockPool, HashChain
-from kvbaton.engines.embedded.block_tables import KvCache, Tables
 from kvbaton.engines.embedded.engine_config import KvGroup
+from kvbaton.engines.embedded.memory.block_cache import BlockPool, HashChain
+from kvbaton.engines.embedded.memory.block_tables import KvCache, Tables
 
 FULL, SLIDING = KvGroup((0,), None), KvGroup((1,), 20)
 
@@ -32,7 +32,7 @@ def test_a_table_has_a_block_for_every_started_block_of_tokens() -> None:
         assert subject.grow(tables, tokens, 0)
         assert len(tables[0]) == blocks
     subject.release(tables)
-    assert subject.pool.free_count == 39
+    assert subject.pool.free_blocks == 39
 
 
 def test_groups_grow_together_or_not_at_all() -> None:
@@ -41,7 +41,7 @@ def test_groups_grow_together_or_not_at_all() -> None:
     assert subject.grow(tables, 16, 0)
     assert not subject.grow(tables, 24, 15)
     assert [len(table) for table in tables] == [2, 2]
-    assert subject.pool.free_count == 1
+    assert subject.pool.free_blocks == 1
 
 
 def test_a_window_lets_go_of_what_no_later_token_sees() -> None:
@@ -74,7 +74,7 @@ def test_a_published_prefix_is_found_and_shared() -> None:
     assert (hit.tokens, hit.tables) == (24, (tuple(tables[0][:3]),))
     other = subject.adopt(hit)
     subject.release(tables)
-    assert subject.pool.free_count == 36
+    assert subject.pool.free_blocks == 36
     subject.release(other)
 
 

@@ -20,15 +20,15 @@ from kvbaton.engines.vllm.memory.vllm_layout import GroupFacts, RankFacts
 from kvbaton.protocol.geometry.layout import Cell, GroupKind, Place, Plane
 from kvbaton.ranks import device_store
 from kvbaton.ranks.device_store import DeviceRankStore
-from kvbaton.ranks.store_interface import RankStoreInterface
+from kvbaton.ranks.engine_store import RankStoreInterface
 from kvbaton.ranks.store_trust import trust_of
 from kvbaton.store.interface import OrderEnded, OrderId
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.store_server import StoreServer
 from kvbaton.store.tcp_server_side import LineServer
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.core.device_memory import DeviceMemory
-from tests.transports.fake_gpu import FakeGpu
+from kvbaton.transports.core.shared_memory import DeviceMemory
+from tests.transports.device.fake_gpu import FakeGpu
 
 GOOD: dict[str, Any] = {"name": "p0", "keys": "/keys"}
 MOONCAKE = "mooncake://10.0.0.1:50051"

@@ -18,7 +18,7 @@ def asked(params: Any) -> Any:
 
 @pytest.fixture(name="before")
 def before_of(adapter: Callable[[str], ModuleType]) -> Callable[[bool], Any]:
-    return lambda fails: adapter("before_ranks").BeforeRanks(fails=fails)
+    return lambda fails: adapter("connector_parts").BeforeRanks(fails=fails)
 
 
 def test_a_promised_prompt_gets_blocks_and_one_report_that_it_failed(before: Callable[[bool], Any]) -> None:

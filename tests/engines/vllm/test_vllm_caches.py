@@ -15,9 +15,9 @@ from kvbaton.engines.vllm.memory import layer_events
 from kvbaton.engines.vllm.memory.caches import DeviceCache, cache_of, planes_over
 from kvbaton.engines.vllm.memory.layer_events import DeviceClock, HostClock, spoken_of
 from kvbaton.transports import catalogue
-from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.cuda.cuda_driver import CudaError
-from tests.transports.fake_gpu import FakeGpu
+from tests.transports.device.fake_gpu import FakeGpu
 
 
 @dataclass

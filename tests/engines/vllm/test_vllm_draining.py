@@ -11,8 +11,8 @@ import pytest
 
 from kvbaton.control.registry.member import HeldReport
 from kvbaton.control.registry.registry_messages import NOTHING
-from kvbaton.engines.vllm import server_draining
-from kvbaton.engines.vllm.server_draining import QUIET_S, DrainWatch, requests_in
+from kvbaton.engines.vllm import presence
+from kvbaton.engines.vllm.presence import QUIET_S, DrainWatch, requests_in
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -114,7 +114,7 @@ def test_a_server_that_cannot_be_asked_is_never_idle(server: Server) -> None:
 
 
 def test_the_registry_is_told_until_the_engine_closes(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_draining, "POLL_S", 0.01)
+    monkeypatch.setattr(presence, "POLL_S", 0.01)
     server.text = METRICS.format(running="1.0", waiting="0.0")
     client, closing = Client(), threading.Event()
     watch = DrainWatch(client, address(server), HeldReport, closing)  # type: ignore[arg-type]

@@ -14,8 +14,8 @@ from typing import Protocol
 
 import msgspec
 
-from kvbaton.engines.embedded.block_cache import BlockPool
 from kvbaton.engines.embedded.engine_request import EngineRequest, RequestStatus
+from kvbaton.engines.embedded.memory.block_cache import BlockPool
 from kvbaton.protocol.ids import RequestId
 
 BlockIds = tuple[tuple[int, ...], ...]

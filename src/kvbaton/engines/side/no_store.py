@@ -5,7 +5,7 @@ Law: `StoreSide` has the same methods, so no hook asks whether there is a store.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvbaton.engines.side.grouping import Tables
@@ -38,7 +38,16 @@ class NoStore:
     def take_verdicts(self) -> tuple[LoadVerdict, ...]:
         return ()
 
-    def ends_prompts(self, step: int, scheduled: Any, tables_of: Callable[[str], Tables]) -> bool:
+    def passed_over(self, request_id: str) -> None:
+        pass
+
+    def brought(self, request: Any) -> None:
+        pass
+
+    def preempted(self, request_id: str) -> None:
+        pass
+
+    def ends_prompts(self, step: int, chunks: Mapping[str, int], tables_of: Callable[[str], Tables]) -> bool:
         return False
 
     def computed(self, step: int) -> None:

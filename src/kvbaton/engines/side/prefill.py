@@ -10,6 +10,7 @@ granted is stale before the step that overwrites it runs (decision 0019).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,9 +148,12 @@ class PrefillSide:
         if prompt is not None:
             self._spoil(prompt, Reason.SOURCE_PREEMPTED)
 
-    def voided(self) -> None:
-        """Nothing of what is being computed may be handed over: weights were replaced. D computes it."""
+    def voided(self, of: Container[str] | None = None) -> None:
+        """Nothing of what is being computed (`of` these requests) may be handed over: weights were replaced. D computes
+        it."""
         for request_id, prompt in list(self.prompts.items()):
+            if of is not None and request_id not in of:
+                continue
             if prompt.lease is None and not prompt.spoilt:
                 self.tell_reader(prompt, Reason.SOURCE_ABORTED)
             self._spoil(prompt, Reason.SOURCE_ABORTED)

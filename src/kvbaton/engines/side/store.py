@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -37,8 +37,8 @@ class StoreSide(NoStore):
     """One engine's prompts, as the shared store knows them. One group of blocks (`rank_values` refuses others)."""
 
     __slots__ = (
-        "_asks", "_generation", "_promised", "_prompts", "clock", "counts", "grouping", "loads", "pool", "puts",
-        "requests", "second", "shelf",
+        "_asks", "_generation", "_promised", "_prompts", "_queues", "clock", "counts", "grouping", "loads", "pool",
+        "puts", "requests", "second", "shelf",
     )  # fmt: skip
 
     def __init__(
@@ -50,16 +50,20 @@ class StoreSide(NoStore):
         requests: SideRequests,
         blocks_total: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        queues: bool = True,
     ) -> None:
+        """`queues`: a look-up that the store has no room for waits for its turn; else its prompt is computed."""
         self.shelf = shelf
         self.pool = pool
         self.grouping = grouping
         self.requests = requests
         self.clock = clock
         self.counts: Counter[str] = Counter()
-        self.loads = StoredLoads(shelf, pool, self.counts)
+        self.loads = StoredLoads(shelf, pool, self.counts, grouping.block_tokens[0])
         self.puts = StoredPuts(door, pool, grouping, blocks_total, self.counts)
         self.second = SecondLoads(pool, grouping.block_tokens[0])
+        self._queues = queues
         self._prompts: dict[str, StoredPrompt] = {}
         self._asks: dict[AskId, str] = {}  # look-ups
         self._promised: set[str] = set()  # requests whose first source is a handoff
@@ -77,6 +81,7 @@ class StoreSide(NoStore):
             prompt = self._look_up(request, local_tokens)
         if prompt.phase is Phase.ASKING:
             self._ask(prompt)
+        if prompt.phase is Phase.ASKING:
             if self.clock() < prompt.until:
                 return NOT_YET
             self._forget(request.request_id)
@@ -94,6 +99,17 @@ class StoreSide(NoStore):
         prompt = self._prompts.get(request_id)
         return prompt is not None and prompt.phase is Phase.FOUND
 
+    def passed_over(self, request_id: str) -> None:
+        """What it has of this prompt is not enough: it is not loaded."""
+        if self.offers(request_id):
+            self._prompts[request_id].phase = Phase.OVER
+
+    def brought(self, request: Any) -> None:
+        """Another source has brought the beginning of a prompt. The rest is computed, and all of it put."""
+        if request.request_id not in self._prompts:
+            hashes = self._hashes(request, self.grouping.block_tokens[0])
+            self._prompts[request.request_id] = StoredPrompt(request, hashes, 0)
+
     def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:
         """vLLM has blocks for the request; with external tokens it now waits for a report."""
         prompt = self._prompts.get(request.request_id)
@@ -107,9 +123,9 @@ class StoreSide(NoStore):
         size = self.grouping.block_tokens[0]
         first, last = (self._upto(prompt) - external_tokens) // size, self._upto(prompt) // size
         [blocks] = self.grouping.cut(tables, (first,), (last,))
-        if self.loads.begin(request.request_id, first, prompt.hashes[first:last], blocks, self.clock()):
+        hashes, is_second = prompt.hashes[first:last], request.request_id in self._promised
+        if self.loads.begin(request.request_id, first, hashes, blocks, self.clock(), is_second_source=is_second):
             prompt.phase = Phase.LOADING
-            self.counts["second_source"] += request.request_id in self._promised
         else:
             self.loads.refuse(request.request_id)
 
@@ -134,12 +150,14 @@ class StoreSide(NoStore):
 
     # --- puts
 
+    @guarded(returns(None))
+    def preempted(self, request_id: str) -> None:
+        self.puts.drop(request_id)
+
     @guarded(returns(False))
-    def ends_prompts(self, step: int, scheduled: Any, tables_of: Callable[[str], Tables]) -> bool:
+    def ends_prompts(self, step: int, chunks: Mapping[str, int], tables_of: Callable[[str], Tables]) -> bool:
         """A step is about to be computed. True: it ends prompts that the store lacks, so its own end must be told."""
-        for request_id in scheduled.preempted_req_ids or ():
-            self.puts.drop(request_id)
-        return self.puts.scheduled(step, scheduled.num_scheduled_tokens, self._prompts, tables_of)
+        return self.puts.scheduled(step, chunks, self._prompts, tables_of)
 
     @guarded(returns(None))
     def computed(self, step: int) -> None:
@@ -222,6 +240,8 @@ class StoreSide(NoStore):
         if prompt.is_asked or len(self._asks) >= LOOKUPS_MAX:
             return
         ask = self.shelf.lookup(prompt.hashes)
+        if ask is None and not self._queues:
+            prompt.phase = Phase.OVER
         if ask is not None:
             prompt.is_asked = True
             self._asks[ask] = prompt.request.request_id

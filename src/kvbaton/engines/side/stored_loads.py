@@ -13,8 +13,11 @@ from dataclasses import dataclass, field
 
 from kvbaton.engines.side.instructions import LoadVerdict
 from kvbaton.engines.side.protocols import PinPool
+from kvbaton.protocol.effects import End
+from kvbaton.protocol.errors import Reason
 from kvbaton.ranks.engine_store import AskId, EngineStore, StoreTold
 
+FAILED = End(Reason.STORE_FAILED)
 GRACE_S = 1.0
 """Beyond the store's own time-out, for the way there and back."""
 
@@ -25,6 +28,7 @@ class _StoredLoad:
     first: int  # of the prompt's blocks, the first of these
     blocks: tuple[int, ...]
     until: float
+    is_second_source: bool
     is_reported: bool = False
     is_void: bool = False  # what it brings is not wanted any more, whatever it is
 
@@ -36,11 +40,21 @@ class StoredLoads:
     shelf: EngineStore
     pool: PinPool
     counts: Counter[str]
+    block_tokens: int
     _loads: dict[AskId, _StoredLoad] = field(default_factory=dict)
     _verdicts: list[LoadVerdict] = field(default_factory=list)
 
-    def begin(self, request_id: str, first: int, hashes: Sequence[bytes], ids: tuple[int, ...], now: float) -> bool:
-        """vLLM has blocks for a load. False: the store takes no more, and nothing is held or reported."""
+    def begin(
+        self,
+        request_id: str,
+        first: int,
+        hashes: Sequence[bytes],
+        ids: tuple[int, ...],
+        now: float,
+        *,
+        is_second_source: bool = False,
+    ) -> bool:
+        """The engine has blocks for a load. False: the store takes no more, and nothing is held or reported."""
         self.pool.touch(ids)
         ask = None
         try:
@@ -50,13 +64,14 @@ class StoredLoads:
                 self.pool.unpin(ids)
         if ask is None:
             return False
-        self._loads[ask] = _StoredLoad(request_id, first, ids, now + self.shelf.settings.get_timeout_s + GRACE_S)
+        until = now + self.shelf.settings.get_timeout_s + GRACE_S
+        self._loads[ask] = _StoredLoad(request_id, first, ids, until, is_second_source)
         self.counts["loads"] += 1
         return True
 
     def refuse(self, request_id: str) -> None:
         """A load that vLLM waits for and that was not begun."""
-        self._verdicts.append(LoadVerdict(request_id, failed=True))
+        self._verdicts.append(LoadVerdict(request_id, failed=True, end=FAILED))
 
     def __contains__(self, ask: AskId) -> bool:
         return ask in self._loads
@@ -76,7 +91,7 @@ class StoredLoads:
         if load is not None:
             self.pool.unpin(load.blocks)
             if not load.is_reported:
-                self._verdicts.append(LoadVerdict(load.request_id, failed=True))
+                self._verdicts.append(LoadVerdict(load.request_id, failed=True, end=FAILED))
 
     def on_time(self, now: float) -> None:
         """vLLM waits no longer for a load that is overdue; its blocks stay held."""
@@ -122,6 +137,9 @@ class StoredLoads:
 
     def _report(self, load: _StoredLoad, count: int) -> None:
         self.counts["loaded_blocks"] += count
+        self.counts["second_source"] += bool(count) and load.is_second_source
         bad = load.blocks[count:] if count else ()
-        self._verdicts.append(LoadVerdict(load.request_id, failed=not count, bad_blocks=bad))
+        good = End(Reason.STORE_FAILED, good_tokens=(load.first + count) * self.block_tokens)
+        end = End() if count == len(load.blocks) else good
+        self._verdicts.append(LoadVerdict(load.request_id, failed=not count, bad_blocks=bad, end=end))
         load.is_reported = True

@@ -83,7 +83,7 @@ class TurnSide:
             return False
         first_token, upto = self.taker.first_token(name, external_tokens)
         wanted = grouping.cut(tables, grouping.first(first_token), grouping.needed(upto), upto)
-        self._decode.begin_load(request.request_id, first_token, wanted)
+        self._decode.begin_load(request.request_id, first_token, wanted, promised=False)
         return True
 
     def broke(self, request: Any) -> None:

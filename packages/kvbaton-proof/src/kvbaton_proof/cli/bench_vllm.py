@@ -19,7 +19,7 @@ from kvbaton.cli.arguments import planes_choice, seconds, whole
 from kvbaton.cli.progress import note
 from kvbaton.cli.screen import stdout
 from kvbaton.processes.open_files import raise_file_limit
-from kvbaton.processes.operator_errors import CommandError
+from kvbaton.processes.operator_control import CommandError
 from kvbaton_proof.bench.vllm.vllm_rows import Level
 from kvbaton_proof.cli.bench_results import names_of, new_file, show
 
@@ -82,7 +82,7 @@ def _numbers(high: int) -> Callable[[str], tuple[int, ...]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    from kvbaton.local_cluster import vllm_cluster, vllm_engine
+    from kvbaton.local_cluster import vllm_engine
     from kvbaton_proof.bench.kit import run_facts
     from kvbaton_proof.bench.vllm import vllm_levels, vllm_rows, vllm_targets
     from kvbaton_proof.rig.servers import SERVED
@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
     versions = vllm_targets.versions(python)
     if vllm_targets.NIXL in args.targets and "nixl" not in versions:
         raise CommandError(f"{python} has no nixl; make vllm-nixl installs it, or remove nixl from --targets")
-    model = vllm_engine.tiny_model(python, vllm_cluster.TINY_KINDS[0], vllm_cluster.TINY_SEED)
+    model = vllm_engine.tiny_model(python, vllm_engine.TINY_KINDS[0], vllm_engine.TINY_SEED)
     server = vllm_engine.ServerOptions(python=python, model=str(model), served_name=SERVED, kv_gib=args.kv_gib)
     if args.input_len + args.output_len > server.max_model_len:
         raise CommandError(f"--input-len and --output-len: more than {server.max_model_len} tokens together")

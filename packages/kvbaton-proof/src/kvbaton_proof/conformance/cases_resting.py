@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvbaton.control import key_rotation
+from kvbaton.control import key_room
 from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.node.doorway import Doorway, LoadReport
 from kvbaton.protocol.effects import End
@@ -146,7 +146,7 @@ def with_keys_of_its_own(lab: Lab, shape: EngineShape) -> Iterator[tuple[LabEngi
 def remove(d: LabEngine, keys: Path, name: str) -> None:
     """And wait, without a step of D, until its node has an engine's duty of it."""
     presence = d.connector.scheduler.presence
-    key_rotation.remove(keys, name)
+    key_room.remove(keys, name)
     presence.node.control.look_soon()
     poll(lambda: presence.node.ledger.desk.counts["cache_resets"], "D's node to know")
     poll(lambda: presence.node.doorway.holding, "D's duty")

@@ -22,7 +22,7 @@ import msgspec
 
 from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceTransport, Direction, Spans
 from kvbaton_proof.bench.device import device_nixl

@@ -27,8 +27,18 @@ from pathlib import Path
 import msgspec
 
 from kvbaton.control.plain.announcer import MoriioAnnouncer, registration
-from kvbaton.processes.child_process import GUARD, KVBATON_ARGV, Child, ChildError, Program, Say, end, ready, start
-from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.child_process import (
+    GUARD,
+    KVBATON_ARGV,
+    Child,
+    ChildError,
+    Program,
+    Say,
+    end,
+    free_ports,
+    ready,
+    start,
+)
 from kvbaton.processes.operator_control import told_to_stop, unless_stopped
 from kvbaton_proof.bench.kit.cpu_meter import family
 from kvbaton_proof.bench.kit.piped_children import PipedChild

@@ -31,8 +31,7 @@ import msgspec
 
 from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
-from kvbaton.processes.child_process import KVBATON_ARGV
-from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.child_process import KVBATON_ARGV, free_ports
 from kvbaton.protocol.content import Content
 from kvbaton.ranks.store_address import opener, store_place
 from kvbaton.ranks.store_trust import trust_of
@@ -40,7 +39,7 @@ from kvbaton.store.content_keys import Space, chain, keys, prefix
 from kvbaton.store.interface import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pieces, Put, StoreSettings
 from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
 from kvbaton.store.threaded_store import KeptStore
-from kvbaton.store.value_trust import ALONE, StoreTrust
+from kvbaton.store.value_header import ALONE, StoreTrust
 from kvbaton_proof.bench.kit.piped_children import PipedProgram
 from kvbaton_proof.bench.kit.run_facts import KVBATON
 

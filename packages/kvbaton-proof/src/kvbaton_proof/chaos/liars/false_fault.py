@@ -23,10 +23,9 @@ from collections.abc import AsyncIterator
 import msgspec
 
 from kvbaton.api.params import Mode
-from kvbaton.control import key_rotation, keyring
-from kvbaton.control.key_following import LOOK_S
-from kvbaton.processes.child_process import Child, Program, end, start
-from kvbaton.processes.free_ports import free_ports
+from kvbaton.control import key_room, keyring
+from kvbaton.control.keyring import LOOK_S
+from kvbaton.processes.child_process import Child, Program, end, free_ports, start
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton_proof.chaos import fleet, members
 from kvbaton_proof.chaos.chaos_plan import Step
@@ -156,7 +155,7 @@ async def _traitor(scene: Scene, lie: str) -> AsyncIterator[str]:
         await _until(scene, name, listed=True)
         yield name
     finally:
-        key_rotation.remove(keys, name)
+        key_room.remove(keys, name)
         await end([child] if child is not None else [])
     await _until(scene, name, listed=False)
     await asyncio.sleep(REMOVED_S)

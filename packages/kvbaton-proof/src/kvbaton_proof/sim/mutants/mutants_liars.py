@@ -8,12 +8,12 @@ import math
 from typing import Any
 
 from kvbaton.node.doorway import Doorway
-from kvbaton.protocol.clock import Timers
-from kvbaton.protocol.machines import consumer_push
-from kvbaton.protocol.machines.consumer_book import ConsumerBook
+from kvbaton.protocol.machines import consumer_filling
+from kvbaton.protocol.machines.context import Timers
+from kvbaton.protocol.machines.inbound import ConsumerBook
 from kvbaton.protocol.machines.lease import ReaderEvent, ReaderState
 from kvbaton.protocol.machines.producer import Producer
-from kvbaton.transports.core.written import WriteRecords
+from kvbaton.transports.core.loans import WriteRecords
 from kvbaton_proof.sim.mutants.mutation import Mutant, both, swap
 from kvbaton_proof.sim.world.sim_transport import SimTransport
 
@@ -112,7 +112,7 @@ LIAR_MUTANTS: tuple[Mutant, ...] = (
     Mutant("written_under_another_loan", "35", "what a P wrote in one handoff counts in its next one",
            swap(WriteRecords, "lend", _record_goes_on)),
     Mutant("last_block_not_due", "35", "what a push must fill ends one block too early",
-           swap(consumer_push.__dict__, "due", _one_block_less)),
+           swap(consumer_filling.__dict__, "due", _one_block_less)),
     # --- rules 11, 19 and 21
     Mutant("chunks_unpinned", "11", "a chunk is listed and not pinned: P preempts, and D reads on",
            swap(Doorway, "pin", _unpinned_chunks)),

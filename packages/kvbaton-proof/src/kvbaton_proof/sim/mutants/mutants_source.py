@@ -15,10 +15,10 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Discarded
 from kvbaton.protocol.geometry.progress import nothing
 from kvbaton.protocol.geometry.spans import SpanSide
-from kvbaton.protocol.machines import claims, consumer_pull, pairing_target, producer, push_writer
+from kvbaton.protocol.machines import claims, consumer_filling, pairing_target, producer, push_writer
 from kvbaton.protocol.machines.lease import ReaderState
 from kvbaton.protocol.machines.movement import Cargo, Route, moves, start
-from kvbaton.protocol.machines.push_write import OutletState
+from kvbaton.protocol.machines.push_writer import OutletState
 from kvbaton.protocol.wire import messages as m
 from kvbaton_proof.sim.mutants.mutation import Mutant, swap
 
@@ -160,7 +160,7 @@ def _only_when_all_is_there(original: Any) -> Any:
 
 PUSH_MUTANTS: tuple[Mutant, ...] = (
     Mutant("nothing_is_streamed", "30", "D reads when P has computed all, and not before",
-           swap(consumer_pull.Pulls, "read_on", _only_when_all_is_there)),
+           swap(consumer_filling.Pulls, "read_on", _only_when_all_is_there)),
     Mutant("writes_after_written", "14", "P touches the spans again",
            swap(push_writer.Writer, "_repeat", _writes_again_after_written)),
     Mutant("fence_skipped", "14, 16", "silence, or a restart, taken for rest",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.machines import claims, consumer, consumer_push, ledger, producer
+from kvbaton.protocol.machines import claims, consumer, consumer_filling, ledger, producer
 from kvbaton.ranks import engine_store, rank_transport
 from kvbaton_proof.sim.mutants.mutation import Mutant, both, swap
 
@@ -89,7 +89,7 @@ SUCCESS_MUTANTS: tuple[Mutant, ...] = (
     Mutant("every_fifth_claim_is_busy", "27", "every fifth claim is refused as if there were no room",
            swap(claims.Claims, "_take_share", _every_fifth_is_busy)),
     Mutant("reasons_forgotten", "17", "whatever P refuses for, D fails for another reason",
-           both(*(swap(each.__dict__, "reason_of", _any_reason) for each in (consumer, consumer_push)))),
+           both(*(swap(each.__dict__, "reason_of", _any_reason) for each in (consumer, consumer_filling)))),
     Mutant("no_store_hits", "store", "what lies in the store is found by nobody",
            swap(engine_store.EngineStore, "_end", _never_any("lookup"))),
     Mutant("nothing_brought_from_a_store", "store", "what was found in the store is computed all the same",

@@ -11,7 +11,7 @@ from typing import Any
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol.geometry.progress import nothing
 from kvbaton.protocol.ids import LeaseId
-from kvbaton.protocol.machines import consumer, consumer_book, consumer_pull, producer
+from kvbaton.protocol.machines import consumer, consumer_filling, inbound, producer
 from kvbaton.protocol.machines import inbound as intake
 from kvbaton.protocol.machines.context import Parts
 from kvbaton.protocol.machines.inbound import IntakeEvent, IntakeState
@@ -44,9 +44,9 @@ def _once(original: Any) -> Any:
 
 DIALOGUE_MUTANTS: tuple[Mutant, ...] = (
     Mutant("asks_again_late", "9", "what was lost is asked for again after twice the time",
-           swap(consumer_book.ConsumerBook, "pulse", _slowly)),
+           swap(inbound.ConsumerBook, "pulse", _slowly)),
     Mutant("asks_again_soon", "9", "what is on its way is asked for again after half the time",
-           swap(consumer_book.ConsumerBook, "pulse", _hastily)),
+           swap(inbound.ConsumerBook, "pulse", _hastily)),
     Mutant("commit_answered_once", "6", "who asks again whether its copy was good hears nothing",
            swap(producer.Producer, "on_commit", _once)),
 )  # fmt: skip
@@ -126,17 +126,17 @@ def _deadline_forgotten(original: Any) -> Any:
 
 TARGET_MUTANTS: tuple[Mutant, ...] = (
     Mutant("push_without_deadline", "17", "MoRI-IO: D waits for write_done for ever",
-           swap(consumer_book.ConsumerBook, "wait", _deadline_forgotten)),
+           swap(inbound.ConsumerBook, "wait", _deadline_forgotten)),
     Mutant("release_under_own_id", "1", "seed 004: released under D's id",
-           swap(consumer_pull.Pulls, "send_commit", _releases_under_own_id)),
+           swap(consumer_filling.Pulls, "send_commit", _releases_under_own_id)),
     Mutant("rest_at_first_failed_rank", "17", "seed 002, left open there: siblings still move",
            swap(Parts, "at_rest", _rest_at_first_failure)),
     Mutant("revoked_without_quiet", "13, 14", "D frees what P may still write to",
            swap(intake.INTAKE.next, _OFFERED_FAILED, lambda original: IntakeState.SETTLING)),
     Mutant("hold_dropped_at_end", "18", "D's blocks freed while not at rest",
-           swap(consumer_book.ConsumerBook, "tell_end", _hold_dropped_at_end)),
+           swap(inbound.ConsumerBook, "tell_end", _hold_dropped_at_end)),
     Mutant("copies_again_after_commit", "5", "the second copy gets the first one's yes",
            swap(consumer.Consumer, "on_pulse", _copies_again_after_commit)),
     Mutant("reported_twice", "20", "vLLM: a second report kills the engine",
-           swap(consumer_book.ConsumerBook, "rest", _reported_twice)),
+           swap(inbound.ConsumerBook, "rest", _reported_twice)),
 )  # fmt: skip

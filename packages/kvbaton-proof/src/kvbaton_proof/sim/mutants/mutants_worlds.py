@@ -14,10 +14,9 @@ from kvbaton.protocol.effects import UnpinPut
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry import plan, spans
 from kvbaton.protocol.geometry.layout import GroupKind
-from kvbaton.protocol.machines import consumer_pull, lease, producer, push_writer
+from kvbaton.protocol.machines import consumer_filling, lease, producer, push_writer
 from kvbaton.protocol.machines.consumer import Consumer
-from kvbaton.protocol.machines.consumer_pull import Pulls
-from kvbaton.protocol.machines.consumer_push import Pushes
+from kvbaton.protocol.machines.consumer_filling import Pulls, Pushes
 from kvbaton.protocol.machines.inbound import IntakeState
 from kvbaton.protocol.machines.lease import LeaseState
 from kvbaton.protocol.machines.puts import Puts
@@ -117,7 +116,7 @@ def _one_failure_ends_all(original: Any) -> Any:
 
 SHAPE_MUTANTS: tuple[Mutant, ...] = (
     Mutant("nothing_behind_a_missing_group", "25", "groups behind one that D has not are left uncopied",
-           both(swap(consumer_pull.__dict__, "moves", _ends_at_a_missing_group),
+           both(swap(consumer_filling.__dict__, "moves", _ends_at_a_missing_group),
                 swap(push_writer.__dict__, "moves", _ends_at_a_missing_group))),
     Mutant("tokens_of_one_context_rank", "25", "all ranks of a context group are given the tokens of the first",
            swap(plan.__dict__, "_holdings", _of_the_first_context_rank)),
@@ -128,7 +127,7 @@ SHAPE_MUTANTS: tuple[Mutant, ...] = (
     Mutant("pinned_is_written", "6, 7", "likewise, of what P writes",
            swap(push_writer.__dict__, "judge", _pinned_is_proven)),
     Mutant("half_good_is_good", "6", "of a block of D's the first tokens are good, so it is",
-           swap(consumer_pull.Pulls, "on_stale", _whole_in_target_blocks)),
+           swap(consumer_filling.Pulls, "on_stale", _whole_in_target_blocks)),
     Mutant("judged_push_outlives_the_cache", "3, 35", "a push is delivered to a cache that was replaced meanwhile",
            swap(Consumer, "void", _judged_goes_on)),
     Mutant("rank_keeps_first_progress", "30", "a rank says how far it was, not how far it is",
