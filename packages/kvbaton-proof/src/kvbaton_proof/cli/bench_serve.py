@@ -21,7 +21,8 @@ from kvbaton.api.http.server_loop import run as run_loop
 from kvbaton.cli import progress
 from kvbaton.cli.arguments import planes_choice, seconds, url, whole
 from kvbaton.processes.open_files import raise_file_limit
-from kvbaton.processes.operator_errors import CommandError, StoppedError
+from kvbaton.processes.operator_control import StoppedError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.kit.run_facts import AGGREGATED, SINGLE
 from kvbaton_proof.bench.load.request_plan import REQUESTS, Lengths
 from kvbaton_proof.cli.bench_results import names_of, new_file, show
@@ -222,7 +223,7 @@ def _flag(name: str) -> str:
 def run(args: argparse.Namespace) -> int:
     from kvbaton_proof.bench.kit import run_facts
     from kvbaton_proof.bench.serve import serve_clusters, serve_report, serve_run
-    from kvbaton_proof.bench.vllm.vllm_targets import versions
+    from kvbaton_proof.bench.vllm.vllm_levels import versions
 
     check(args)
     files, record = _files(args), new_file("record", args.record)
