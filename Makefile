@@ -154,11 +154,11 @@ processes-planes:
 processes-routers:
 	$(PYTEST) tests/router tests/bench tests/control
 processes-commands:
-	$(PYTEST) tests/cli tests/store tests/mooncake_store
+	$(PYTEST) tests/cli tests/doctor tests/local_cluster tests/tools tests/store tests/mooncake_store
 
 # Whole clusters, what is seen of them, and what is written about them.
 # Those that load a cluster to its limits, or kill what it is made of, run alone: they assert on what a starved machine breaks.
-HEAVY := tests/e2e/test_cluster.py tests/e2e/test_several_registries.py tests/e2e/test_rolling_restart.py
+HEAVY := tests/e2e/test_cluster.py tests/e2e/members/test_several_registries.py tests/e2e/members/test_rolling_restart.py
 SEEING := tests/observe/metrics tests/observe/prometheus tests/observe/dashboard
 clusters: $(FOR_TESTS) ## tests of whole clusters: failures, security, chaos; of what they show; of the docs
 	KVBATON_TEST_ALL=1 $(PYTEST) -n 4 --dist loadfile tests/e2e tests/security tests/chaos tests/observe/tracing tests/docs $(SEEING) \
@@ -167,8 +167,8 @@ clusters: $(FOR_TESTS) ## tests of whole clusters: failures, security, chaos; of
 
 # Of these, NIXL, Mooncake and the shared store alone.
 planes: $(VENV)/.planes ## tests of NIXL, Mooncake and the stores alone
-	KVBATON_TEST_ALL=1 $(BIN)/pytest -n 2 tests/store tests/mooncake_store tests/transports/test_nixl.py tests/transports/test_nixl_parts.py \
-		tests/transports/test_mooncake.py tests/transports/test_nixl_sums.py
+	KVBATON_TEST_ALL=1 $(BIN)/pytest -n 2 tests/store tests/mooncake_store tests/transports/nixl/test_nixl.py tests/transports/nixl/test_nixl_parts.py \
+		tests/transports/mooncake/test_mooncake.py tests/transports/nixl/test_nixl_checksums.py
 
 # What an operator looks at: metrics and alert rules against a real Prometheus, the dashboard in a real Chromium.
 seeing: $(VENV)/.dev .tools/.ready ## metrics, alerts and dashboard in a real Prometheus and Chromium
@@ -216,17 +216,17 @@ bench-router: $(VENV)/.serve $(ROUTER_VENV)/.ready ## benchmark the router again
 
 # What is generated, then the site, in build/site: strict, so a broken link or anchor fails it.
 docs: $(VENV)/.dev docs-env ## generate pages and build the site
-	$(BIN)/python tools/protocol_docs.py
-	$(BIN)/python tools/metrics_docs.py
-	$(BIN)/python tools/grafana_dashboard.py
-	$(BIN)/python tools/reasons_docs.py
-	$(BIN)/python tools/glossary_docs.py
-	$(BIN)/python tools/commands_docs.py
-	$(BIN)/python tools/settings_docs.py
-	$(BIN)/python tools/compatibility_docs.py
-	$(BIN)/python tools/docs_diagrams.py
-	$(BIN)/python tools/docs_pictures.py
-	$(BIN)/python tools/llms_docs.py
+	$(BIN)/python tools/docs/protocol_docs.py
+	$(BIN)/python tools/docs/metrics_docs.py
+	$(BIN)/python tools/docs/grafana_dashboard.py
+	$(BIN)/python tools/docs/reasons_docs.py
+	$(BIN)/python tools/docs/glossary_docs.py
+	$(BIN)/python tools/docs/commands_docs.py
+	$(BIN)/python tools/docs/settings_docs.py
+	$(BIN)/python tools/docs/compatibility_docs.py
+	$(BIN)/python tools/docs/docs_diagrams.py
+	$(BIN)/python tools/docs/docs_pictures.py
+	$(BIN)/python tools/docs/llms_docs.py
 	@$(MAKE) --no-print-directory docs-build
 
 docs-build: docs-env
@@ -248,11 +248,12 @@ dist: $(DIST_VENV)/.ready ## build sdist and wheels, and try each wheel in a fre
 	KVBATON_MOVER=must $(DIST_VENV)/bin/python -m build --outdir build/wheel .
 	PATH=$(DIST_VENV)/bin:$$PATH $(DIST_VENV)/bin/auditwheel repair --wheel-dir dist build/wheel/*-abi3-*.whl
 	KVBATON_MOVER=none $(DIST_VENV)/bin/pip wheel -q --no-deps --wheel-dir dist build/wheel/*.tar.gz
+	$(DIST_VENV)/bin/pip wheel -q --no-deps --wheel-dir dist packages/kvbaton-proof packages/kvbaton-mori
 	cp build/wheel/*.tar.gz dist/
 	$(DIST_VENV)/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	$(DIST_VENV)/bin/hadolint --ignore DL3008 --failure-threshold warning deploy/Containerfile*
 	$(DIST_VENV)/bin/twine check --strict dist/*
-	$(DIST_VENV)/bin/python tools/try_wheel.py dist/*.whl
+	$(DIST_VENV)/bin/python tools/try_wheel.py dist/kvbaton-*.whl --proof dist/kvbaton_proof-*.whl
 	@ls -l dist
 
 $(DIST_VENV)/.ready: Makefile
@@ -272,15 +273,15 @@ conformance: $(VENV)/.dev $(VLLM_VENV)/.ready ## the connector held to vLLM's sc
 # One P and one D on real vLLM, every answer compared with one engine's: behind our router, and behind vllm-router.
 vllm-test: $(VLLM_VENV)/.planes $(ROUTER_VENV)/.ready ## real vLLM engines: answers, planes, store, routers
 	KVBATON_VLLM_ROUTER=$(ROUTER_VENV)/bin/vllm-router $(VLLM_BIN)/python -m pytest --junitxml=$(TIMES)/$@.xml \
-		tests/vllm/test_one_p_one_d.py tests/vllm/test_data_parallel.py tests/vllm/test_pages.py::test_what_one_engine_put_another_loads \
-		tests/vllm/test_multi_connector.py tests/vllm/test_route_table.py
+		tests/vllm/pairs/test_one_p_one_d.py tests/vllm/pairs/test_data_parallel.py tests/vllm/pairs/test_pages.py::test_what_one_engine_put_another_loads \
+		tests/vllm/pairs/test_multi_connector.py tests/vllm/installed/test_route_table.py
 
 vllm-full: $(VLLM_VENV)/.nixl $(VLLM_VENV)/.planes ## real vLLM engines: shapes, expiry, faults
-	$(VLLM_BIN)/python -m pytest -s -rA tests/vllm/test_shapes.py tests/vllm/test_expiry.py tests/vllm/test_faults.py \
-		tests/vllm/test_real_router_formats.py tests/vllm/test_conformance.py tests/vllm/test_store_mooncake.py \
-		tests/vllm/test_data_parallel_shapes.py tests/vllm/test_routers.py tests/vllm/test_pages.py tests/vllm/test_cache_specs.py \
-		tests/vllm/test_features.py tests/vllm/test_weights.py tests/vllm/test_upstream_tests.py tests/vllm/test_before_ranks.py \
-		tests/vllm/test_guards.py
+	$(VLLM_BIN)/python -m pytest -s -rA tests/vllm/pairs/test_shapes.py tests/vllm/pairs/test_expiry.py tests/vllm/pairs/test_faults.py \
+		tests/vllm/installed/test_real_router_formats.py tests/vllm/installed/test_conformance.py tests/vllm/pairs/test_store_mooncake.py \
+		tests/vllm/pairs/test_data_parallel_shapes.py tests/vllm/pairs/test_routers.py tests/vllm/pairs/test_pages.py tests/vllm/installed/test_cache_specs.py \
+		tests/vllm/pairs/test_features.py tests/vllm/installed/test_weights.py tests/vllm/installed/test_upstream_tests.py tests/vllm/installed/test_before_ranks.py \
+		tests/vllm/pairs/test_guards.py
 
 # vLLM's own tests of connectors, as they are and with ours in place of the ones that they name. Its package brings no
 # tests: VLLM_SOURCE is a checkout of its repository, which is only read (docs/lab/2026-11-18-upstream-tests.md).
@@ -304,7 +305,7 @@ vllm-matrix: $(VLLM_VENV)/.ready ## every supported vLLM with its neighbours
 	$(MAKE) vllm VLLM=0.31.0 VLLM_VENV=.venv-vllm-0.31
 	$(MAKE) vllm VLLM=0.30.0 VLLM_VENV=.venv-vllm-0.30
 	KVBATON_MATRIX="0.32=$(VLLM_BIN)/python 0.31=.venv-vllm-0.31/bin/python 0.30=.venv-vllm-0.30/bin/python" \
-		$(VLLM_BIN)/python -m pytest -s -rA tests/vllm/test_matrix.py
+		$(VLLM_BIN)/python -m pytest -s -rA tests/vllm/pairs/test_matrix.py
 
 # On a machine with a GPU, and a Python that has vLLM for it and kvbaton: all of it, 20 minutes on one H200
 # (docs/gpu-test.md). GPU_TEST=--quick takes 4; GPU_TEST="--part answers" runs one part.

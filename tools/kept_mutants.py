@@ -7,7 +7,7 @@ written by hand).
 
 What nobody sees any more is printed and left as it is: find out whether the world, the test or the mutant is wrong.
 What has gone from the code is told and taken out. The rule of a line is the first whose `Where` in
-tools/protocol_rules.txt names its function, or the class or module's own, unless the line has one already.
+tools/docs/protocol_rules.txt names its function, or the class or module's own, unless the line has one already.
 """
 
 from __future__ import annotations
@@ -24,24 +24,22 @@ from kvbaton_proof.sim.mutants.handwritten import MUTANTS
 from kvbaton_proof.sim.mutants.hunting import NOBODY, Catch, run_mutants
 from kvbaton_proof.sim.mutants.mutating import Place
 
-RULES = Path(__file__).with_name("protocol_rules.txt")
+RULES = Path(__file__).parent / "docs" / "protocol_rules.txt"
 FILE = Path(kept.__file__).with_name(kept.FILE)
 SEEDS_MAX = 100
 OF_MODULE = {
-    "node.doorway": "8", "node.epochs": "7", "node.node": "20", "protocol.bounded": "5", "protocol.clock": "26",
-    "protocol.compat": "27", "protocol.content": "2", "protocol.errors": "17", "protocol.geometry.layout": "27",
-    "protocol.geometry.pages": "28", "protocol.geometry.plan": "27", "protocol.geometry.progress": "10",
-    "protocol.geometry.spans": "31", "protocol.geometry.strided_spans": "31", "protocol.ids": "1",
-    "protocol.machines.claims": "9", "protocol.machines.consumer": "17",
-    "protocol.machines.consumer_book": "17", "protocol.machines.consumer_pull": "17",
-    "protocol.machines.consumer_push": "17", "protocol.machines.context": "18",
-    "protocol.machines.inbound": "17", "protocol.machines.lease": "6", "protocol.machines.ledger": "20",
+    "node.doorway": "8", "node.epochs": "7", "node.node": "20", "protocol.bounded": "5",
+    "protocol.machines.context": "18", "protocol.compat": "27", "protocol.content": "2", "protocol.errors": "17",
+    "protocol.geometry.layout": "27", "protocol.geometry.plan": "27", "protocol.geometry.progress": "10",
+    "protocol.geometry.spans": "31", "protocol.ids": "1", "protocol.machines.claims": "9",
+    "protocol.machines.consumer": "17", "protocol.machines.inbound": "17",
+    "protocol.machines.consumer_filling": "17", "protocol.machines.lease": "6", "protocol.machines.ledger": "20",
     "protocol.machines.movement": "27", "protocol.machines.pairing_source": "3",
     "protocol.machines.pairing_state": "24", "protocol.machines.pairing_target": "3",
-    "protocol.machines.producer": "9", "protocol.machines.push_write": "14", "protocol.machines.push_writer": "13",
-    "protocol.machines.puts": "store", "protocol.machines.quotas": "27", "protocol.privileges": "29",
-    "protocol.settings": "25", "protocol.table": "17", "protocol.wire.codec": "25", "protocol.wire.messages": "24",
-    "protocol.wire.ticket": "1", "protocol.wire.v1": "24", "protocol.wire.versions": "24",
+    "protocol.machines.producer": "9", "protocol.machines.push_writer": "14", "protocol.machines.puts": "store",
+    "protocol.machines.quotas": "27", "protocol.privileges": "29", "protocol.settings": "25",
+    "protocol.table": "17", "protocol.wire.codec": "25", "protocol.wire.messages": "24",
+    "protocol.wire.ticket": "1", "protocol.wire.versions": "24",
 }  # fmt: skip
 """Where no rule names the function."""
 

@@ -7,16 +7,17 @@ from collections.abc import Callable
 
 import pytest
 
-from kvbaton.api import shapes
+from kvbaton.api import bodies
 from kvbaton.api.api_errors import ApiError
-from kvbaton.api.bodies import BodyKind, parse
-from kvbaton.api.shapes import (
+from kvbaton.api.bodies import (
     CONTAINERS_MAX,
     EASY_BYTES,
     HARD_NUMBERS_MAX,
     NESTING_MAX,
     TEXTS_MAX,
     VALUES_MAX,
+    BodyKind,
+    parse,
     too_costly,
 )
 
@@ -126,4 +127,4 @@ def test_a_long_list_is_told_by_its_length_and_a_short_one_as_it_is() -> None:
     ):
         with pytest.raises(ApiError, match=f"model: got {told}, expected"):
             parse(BodyKind.COMPLETION, json.dumps({"prompt": "a", "model": value}).encode())
-    assert shapes.NESTING_MAX == NESTING_MAX
+    assert bodies.NESTING_MAX == NESTING_MAX

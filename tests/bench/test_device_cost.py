@@ -9,14 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from kvbaton.protocol.geometry.strided_spans import Weave
-from kvbaton.transports.cuda import cuda_launch
+from kvbaton.protocol.geometry.spans import Weave
+from kvbaton.transports.cuda import cuda_runner
 from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton_proof.bench.device import device_checksums, device_share
 from kvbaton_proof.bench.device.device_checksums import Cost
 from kvbaton_proof.bench.device.device_share import Mover, Row
-
-from ..transports.fake_gpu import FakeGpu
+from tests.transports.device.fake_gpu import FakeGpu
 
 SIZE = 1 << 16
 WEAVE = Weave(array("q", (0, 5, 64, 256, 9, 32)), array("q", (0, 0, 4096, 77)))
@@ -109,7 +108,7 @@ def test_every_file_of_a_kernel_is_a_line_of_one_run(
         monkeypatch.setattr(device_share, name, value)
     monkeypatch.setattr(device_share, "is_right", lambda *_: True)
     monkeypatch.setattr(device_share, "weave_of", lambda *_: WEAVE)
-    monkeypatch.setattr(cuda_launch, "LAUNCH_BYTES", cuda_launch.LAUNCH_BYTES)
+    monkeypatch.setattr(cuda_runner, "LAUNCH_BYTES", cuda_runner.LAUNCH_BYTES)
     files = [tmp_path / "t32l2.ptx", tmp_path / "t512l8.ptx"]
     for path, text in zip(files, ("one", last), strict=True):
         path.write_text(text)

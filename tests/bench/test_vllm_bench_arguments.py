@@ -8,7 +8,7 @@ import pytest
 
 from kvbaton.cli import main as cli
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton_proof.bench.vllm import vllm_targets
+from kvbaton_proof.bench.vllm import vllm_levels
 from kvbaton_proof.bench.vllm.vllm_rows import Level
 from kvbaton_proof.cli import bench_vllm
 
@@ -33,7 +33,7 @@ def test_requests_are_given_once_for_all_or_one_by_one() -> None:
 
 
 def test_the_targets_that_can_be_named_are_those_that_can_be_started() -> None:
-    assert tuple(vllm_targets.TARGETS) == bench_vllm.TARGETS
+    assert tuple(vllm_levels.TARGETS) == bench_vllm.TARGETS
     assert set(bench_vllm.DEFAULT_TARGETS) < set(bench_vllm.TARGETS)
 
 

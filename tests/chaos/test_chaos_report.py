@@ -7,8 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvbaton_proof.chaos.chaos_report import bare, markdown, page, write
-from kvbaton_proof.chaos.outcome import Member, Outcome, Row, Sample, Second, Seen
+from kvbaton_proof.chaos.outcome import Member, Outcome, Row, Sample, Second, Seen, bare, markdown, page, write
 
 OUTCOME = Outcome(
     plan="random", seed=7, engine="embedded", connector="kvbaton", seconds=4.0, requests=9, right=8, errors=1, wrong=0,

@@ -12,12 +12,12 @@ from typing import ClassVar
 
 import msgspec
 import pytest
-from talker import dripping, talker
 
 from kvbaton.cli import inspect
 from kvbaton.cli.main import main
 from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 from kvbaton.observe.flight.journey import Journey, join
+from tests.cli.talker import dripping, talker
 
 HANDOFF = f"{'ab' * 16}.0"
 NOW = 1_700_000_000.0

@@ -12,7 +12,7 @@ import zmq
 
 from kvbaton.cli.key_tokens import AFTERMATH
 from kvbaton.cli.main import main
-from kvbaton.control import key_rotation, keyring
+from kvbaton.control import key_room, keyring
 from kvbaton.control.joining import admission_files as book
 from kvbaton.control.joining.certificate import Membership
 from kvbaton.control.key_report import fingerprint, report
@@ -70,8 +70,8 @@ def test_tickets_are_rotated_in_two_commands_where_all_see_one_directory(
     assert new[1:] == old
     status, _, err = call(capsys, "rotate", minted, "--tickets", "--finish")
     assert status == 2 and "finish after that" in err and keyring.load(minted, "p0").ticket_keys == new
-    monkeypatch.setattr(key_rotation, "TICKETS_LIVE_S", 0.0)
-    monkeypatch.setattr(key_rotation.finish_tickets, "__defaults__", (0.0, key_rotation.time.time))
+    monkeypatch.setattr(key_room, "TICKETS_LIVE_S", 0.0)
+    monkeypatch.setattr(key_room.finish_tickets, "__defaults__", (0.0, key_room.time.time))
     status, out, _ = call(capsys, "rotate", minted, "--tickets", "--finish")
     assert status == 0 and "1 old key is gone" in out and keyring.load(minted, "p0").ticket_keys == new[:1]
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from kvbaton.cli import main as cli
-from kvbaton.control import key_rotation, keyring
+from kvbaton.control import key_room, keyring
 from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics.metric_names import Where
 from kvbaton.protocol.machines.origins import mark_of
@@ -124,7 +124,7 @@ def test_what_a_removed_member_wrote_or_gave_is_dropped_from_memory_and_disk(tmp
         figures = served.figures()
         assert figures["values"] and figures["disk_values"], "some are in memory, some on disk"
         assert backend.exists(names) == [True] * 24
-        key_rotation.remove(directory, "p0")
+        key_room.remove(directory, "p0")
         poll(lambda: sum(backend.exists(names)) == 8, 30.0)
         assert backend.exists(names) == [name.startswith("honest") for name in names]
     assert "[store-swept] dropped 16 values" in served.said.read_text()

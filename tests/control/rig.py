@@ -12,7 +12,7 @@ from kvbaton.control.addressing import ControlLimits
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.signing import Signer
 from kvbaton.control.zmq import LOOPBACK, ZmqControl
-from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.child_process import free_ports
 from kvbaton.protocol.ids import WorkerId
 
 DEADLINE_S = 30.0

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from kvbaton.control.addressing import check_authority, check_bind, check_endpoint
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.codes.entry import worth_saying
 
 
 @pytest.mark.parametrize(

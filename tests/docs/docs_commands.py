@@ -21,7 +21,7 @@ NEEDS = {
     "cluster": "a live cluster: it is run on one that the test starts",
     "minutes": "more time than a test has, or what it measures or installs",
     "vllm": "vLLM",
-    "vllm-page": "vLLM: tests/vllm/test_pages.py runs the page, in its order",
+    "vllm-page": "vLLM: tests/vllm/pairs/test_pages.py runs the page, in its order",
     "two-hosts": "several hosts",
     "gpu": "a GPU",
     "k8s": "a Kubernetes cluster",

@@ -25,7 +25,7 @@ from pathlib import Path
 from docs_commands import Command
 from docs_rules import OPERATORS, DocsError, parsed, split
 
-from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.child_process import free_ports
 
 BIN = Path(sys.executable).parent
 COMMAND_S = 120.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
 import tomllib
@@ -11,6 +10,7 @@ from types import ModuleType
 import msgspec
 import pytest
 from docs_commands import ROOT
+from tests.tool_modules import tool_module
 
 from kvbaton.cli.main import COMMANDS
 from kvbaton.cli.settings import layers
@@ -19,11 +19,7 @@ from kvbaton.observe.tracing import export
 
 
 def loaded(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tool_module(f"docs/{name}")
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +28,7 @@ def tool() -> ModuleType:
 
 
 def test_the_page_is_what_the_generator_makes(tool: ModuleType) -> None:
-    assert tool.PAGE.read_text() == tool.page(), "run: python tools/commands_docs.py"
+    assert tool.PAGE.read_text() == tool.page(), "run: python tools/docs/commands_docs.py"
 
 
 def test_every_command_and_the_commands_below_it_are_there(tool: ModuleType) -> None:
@@ -50,7 +46,7 @@ def test_a_default_is_in_its_column_and_no_machine_is_in_the_page(tool: ModuleTy
 
 def test_the_tables_of_settings_are_what_the_generator_makes() -> None:
     for path, page in loaded("settings_docs").PAGES.items():
-        assert path.read_text() == page(path.read_text()), f"{path.name}: run python tools/settings_docs.py"
+        assert path.read_text() == page(path.read_text()), f"{path.name}: run python tools/docs/settings_docs.py"
 
 
 def test_every_key_of_the_connector_and_every_variable_of_the_product_has_its_row() -> None:

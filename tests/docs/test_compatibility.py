@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from types import ModuleType
 
 import msgspec
 import pytest
 from docs_commands import ROOT
+from tests.tool_modules import tool_module
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("compatibility_docs", ROOT / "tools" / "compatibility_docs.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compatibility_docs"] = module
-    spec.loader.exec_module(module)
-    return module
+    return tool_module("docs/compatibility_docs")
 
 
 def makefile() -> str:
@@ -26,7 +20,7 @@ def makefile() -> str:
 
 
 def test_the_page_is_what_the_generator_makes(tool: ModuleType) -> None:
-    assert tool.PAGE.read_text() == tool.page(tool.PAGE.read_text()), "run: python tools/compatibility_docs.py"
+    assert tool.PAGE.read_text() == tool.page(tool.PAGE.read_text()), "run: python tools/docs/compatibility_docs.py"
 
 
 def test_each_row_is_proven_by_tests_that_exist_and_are_run(tool: ModuleType) -> None:
@@ -39,11 +33,11 @@ def test_each_row_is_proven_by_tests_that_exist_and_are_run(tool: ModuleType) ->
         ((), "no test proves it"),
         (("conformance::nobody_wrote_this",), "no such case"),
         (("tests/vllm/test_nothing.py::test_a",), "no such file"),
-        (("tests/vllm/test_shapes.py::test_nothing",), "no such test"),
-        (("tests/vllm/test_shapes.py::test_every_answer_is_that_of_one_engine[tp 9 to 7]",), "no parameter"),
-        (("tests/vllm/test_matrix.py::test_nothing",), "no such test"),
+        (("tests/vllm/pairs/test_shapes.py::test_nothing",), "no such test"),
+        (("tests/vllm/pairs/test_shapes.py::test_every_answer_is_that_of_one_engine[tp 9 to 7]",), "no parameter"),
+        (("tests/vllm/pairs/test_matrix.py::test_nothing",), "no such test"),
         (("tests/docs/test_compatibility.py::makefile",), ""),
-        (("tests/vllm/test_shapes.py::test_every_answer_is_that_of_one_engine[tp 2 to 1]",), ""),
+        (("tests/vllm/pairs/test_shapes.py::test_every_answer_is_that_of_one_engine[tp 2 to 1]",), ""),
         (("conformance::ranks_differ_between_p_and_d",), ""),
     ],
 )
@@ -57,7 +51,7 @@ def test_a_cell_that_says_run_needs_a_test_of_that_engine(tool: ModuleType) -> N
     """Once a row of checksums on vLLM named a test without checksums, and a case of the scheduler stood for servers."""
     case, server = (
         "conformance::ranks_differ_between_p_and_d",
-        "tests/vllm/test_cache_specs.py::test_no_kind_of_cache_is_unknown",
+        "tests/vllm/installed/test_cache_specs.py::test_no_kind_of_cache_is_unknown",
     )
 
     def said(embedded: str, vllm: str, *proof: str) -> list[str]:
@@ -72,5 +66,5 @@ def test_a_cell_that_says_run_needs_a_test_of_that_engine(tool: ModuleType) -> N
 def test_a_row_that_was_not_run_is_seen_and_so_is_a_file_that_nobody_runs(tool: ModuleType) -> None:
     row = msgspec.structs.replace(tool.matrix().row[0], vllm="not run")
     assert any("a row is proven" in each for each in tool.complaints(tool.Matrix((row,), {}), makefile()))
-    lonely = makefile().replace("tests/vllm/test_shapes.py", "")
+    lonely = makefile().replace("tests/vllm/pairs/test_shapes.py", "")
     assert any("no target" in each for each in tool.complaints(tool.matrix(), lonely))

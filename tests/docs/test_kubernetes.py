@@ -20,7 +20,7 @@ from docs_running import answered, until
 from kubernetes_pods import Object, Pod, container, containers, has_keys, main_container, pod_spec
 from tests.observe.prometheus.server import promtool
 
-from kvbaton.control import key_rotation
+from kvbaton.control import key_room
 from kvbaton.control import keyring as key_files
 from kvbaton.control.joining.admission_files import new_token
 from kvbaton.engines.embedded.http_worker import worker_app
@@ -40,7 +40,7 @@ SLACK_S = 10
 
 def rendered(*arguments: str) -> subprocess.CompletedProcess[str]:
     assert PYTHON.exists(), "the checker is not here: make docs-env"
-    command = [PYTHON, ROOT / "tools" / "docs_kubernetes.py", *arguments]
+    command = [PYTHON, ROOT / "tools" / "docs" / "docs_kubernetes.py", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
 
 
@@ -211,7 +211,7 @@ def test_ports_that_are_named_are_those_that_are_opened(objects: list[Object]) -
 
 
 def test_probes_ask_for_paths_that_are_served(objects: list[Object]) -> None:
-    worker_paths = {resource.canonical for resource in worker_app(_Nobody()).router.resources()}  # type: ignore[arg-type]
+    worker_paths = set(worker_app(_Nobody()).routes)  # type: ignore[arg-type]
     security = (ROOT / "docs" / "security.md").read_text()  # a test holds its table of the router's paths to the router
     router_paths = set(re.findall(r"\| `(/[\w/]+)` \|", security.split("<!-- http router -->")[1].split("<!--")[0]))
     served = {"router": router_paths, "worker": worker_paths, "engine": VLLM_PATHS}
@@ -288,7 +288,7 @@ def test_keys_reach_a_pod_in_the_form_that_kvbaton_asks_for(tmp_path: Path, over
     assert not (pod.keys / "secret" / "decode-0.json").exists()
     for secret in [pod.keys / "tickets.json", *(pod.keys / "secret").iterdir()]:
         assert stat.S_IMODE(secret.stat().st_mode) == 0o400
-    key_rotation.remove(minted, "decode-0")
+    key_room.remove(minted, "decode-0")
     shutil.copy(minted / "removed.json", minted / "public" / ".removed.json")  # as docs/kubernetes.md has it
     shutil.rmtree(pod.folder / "in")
     pod.mount(minted, script)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import re
 import subprocess
-import sys
 import threading
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -17,13 +15,14 @@ from types import ModuleType
 import pytest
 from docs_commands import ROOT, commands_of, pages, spans
 from tests.observe.dashboard.browser import a_browser
+from tests.tool_modules import tool_module
 
 from kvbaton.observe.metrics.metric_names import METRICS
 from kvbaton.protocol.wire import messages
 
 MKDOCS = ROOT / ".venv-docs" / "bin" / "mkdocs"
 BUILD_S = 280.0  # seconds on a quiet machine; a busy one took three minutes
-ONE_HOST = ROOT / "docs" / "vllm-one-host.md"
+ONE_HOST = ROOT / "docs" / "vllm-guide.md"
 PAGE_MS = 240_000
 pytestmark = pytest.mark.timeout(900)
 FETCHING = {("link", "href"), ("object", "data"), *((tag, "src") for tag in ("script", "img", "iframe", "source"))}
@@ -31,12 +30,7 @@ LINKS_ONLY = {"canonical", "prev", "next", "alternate"}
 
 
 def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return tool_module(f"docs/{name}")
 
 
 def build(config: Path, to: Path) -> subprocess.CompletedProcess[str]:
@@ -173,20 +167,20 @@ def test_every_state_and_every_event_that_leads_on_is_drawn() -> None:
 
 def test_a_program_that_reads_finds_every_page() -> None:
     made = tool("llms_docs")
-    assert made.FILE.read_text() == made.text(), "run: python tools/llms_docs.py"
+    assert made.FILE.read_text() == made.text(), "run: python tools/docs/llms_docs.py"
     for page in (ROOT / "docs").glob("*.md"):
         assert f"/docs/{page.name})" in made.text() or page.name == "index.md"
 
 
 def test_pages_that_no_entry_names_come_under_reference(tmp_path: Path) -> None:
     nav = tool("docs_nav")
-    (tmp_path / "lab").mkdir()
-    for name in ("index.md", "new.md", "lab/index.md", "lab/2026-01-01-a.md", "lab/2026-02-01-b.md"):
+    (tmp_path / "decisions").mkdir()
+    for name in ("index.md", "new.md", "decisions/index.md", "decisions/0001-a.md", "decisions/0002-b.md"):
         (tmp_path / name).write_text("# x\n")
-    given = ["index.md?", {"See": ["gone.md?", "index.md"]}, {"Reference": []}, {"Lab": "lab/*"}]
+    given = [{"See": ["index.md"]}, {"Reference": []}, {"Decisions": "decisions/*"}]
     found = nav.completed(given, tmp_path)
-    lab = ["lab/index.md", "lab/2026-02-01-b.md", "lab/2026-01-01-a.md"]
-    assert found == ["index.md", {"See": ["index.md"]}, {"Reference": ["new.md"]}, {"Lab": lab}]
+    decisions = ["decisions/index.md", "decisions/0001-a.md", "decisions/0002-b.md"]
+    assert found == [{"See": ["index.md"]}, {"Reference": ["new.md"]}, {"Decisions": decisions}]
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda path: path.name)
@@ -195,7 +189,8 @@ def test_no_page_tells_of_the_machine_that_it_was_written_on(page: Path) -> None
     assert not re.search(r"/work/|/root/|/home/\w+/|file://", text), "a path of a machine"
 
 
-NO_METRICS = {"kvbaton_calm", "kvbaton_router_", "kvbaton_transfer_share"}  # a plugin, a prefix, a recording rule's
+NO_METRICS = {"kvbaton_calm", "kvbaton_router_", "kvbaton_transfer_share", "kvbaton_proof", "kvbaton_mori"}
+"""A plugin, a prefix, a recording rule's, and two distributions."""
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda path: path.name)

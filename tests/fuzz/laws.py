@@ -18,7 +18,7 @@ from kvbaton.control.plain import Announcement, Fleet, PlainFault
 from kvbaton.control.plain.announcements import RANKS_MAX, decode
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.protocol.ids import is_worker_id
-from kvbaton.router.workers.announced import worker_name
+from kvbaton.router.workers.directories import worker_name
 
 P_MARK, D_MARK = "___prefill_addr_", "___decode_addr_"
 HEX = "0123456789abcdef"

@@ -10,15 +10,14 @@ from guided import Target
 from mutators import Shape
 
 from kvbaton.api.api_errors import ApiError
-from kvbaton.observe.dashboard.scene import Figures
-from kvbaton.observe.dashboard.sights import ListedWorker
+from kvbaton.observe.dashboard.scene import Figures, ListedWorker
 from kvbaton.observe.dashboard.state import STATE_BYTES_MAX
 from kvbaton.observe.dashboard.watch import ClusterWatch
 from kvbaton.observe.flight import report as r
 from kvbaton.observe.flight.collector import LAST_MAX, Gathering
 from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 from kvbaton.observe.flight.journey import Journey
-from kvbaton.observe.tracing import trace_context
+from kvbaton.observe.tracing import trace_spans
 from kvbaton.router.operator_access import ID_CHARS_MAX, FlightsQuery
 
 NOW = 1_800_000_000.0
@@ -123,13 +122,13 @@ HEX = re.compile(r"[0-9a-f]+")
 
 def traced(data: bytes) -> None:
     """None, or a valid parent that says the same when it is written and read again."""
-    found = trace_context.parse(data.decode("latin-1"))
+    found = trace_spans.parse(data.decode("latin-1"))
     if found is None:
         return
     for text, size in ((found.trace_id, 32), (found.span_id, 16)):
         assert len(text) == size and HEX.fullmatch(text) and set(text) != {"0"}
-    assert 0 <= found.flags <= trace_context.KNOWN_FLAGS
-    assert len(str(found)) == trace_context.VERSION_00_CHARS and trace_context.parse(str(found)) == found
+    assert 0 <= found.flags <= trace_spans.KNOWN_FLAGS
+    assert len(str(found)) == trace_spans.VERSION_00_CHARS and trace_spans.parse(str(found)) == found
 
 
 PARENTS = [

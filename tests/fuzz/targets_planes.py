@@ -14,28 +14,26 @@ from guided import Target
 from mutators import Shape
 
 from kvbaton.control.plain.announcer import registration  # noqa: F401 - loads the control layer before the planes
-from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.effects import Copy, Direction
+from kvbaton.protocol.effects import Capabilities, Copy, Direction
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry.progress import whole
-from kvbaton.protocol.geometry.spans import SPANS_MAX
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import SPANS_MAX, Weave
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId
 from kvbaton.ranks import rank_messages as rm
 from kvbaton.ranks import rank_store_messages as sm
 from kvbaton.ranks.rank_stream import WINDOW_FRAMES_MAX, Stream, StreamEnvelope
 from kvbaton.security.handshake import SECRET_BYTES
-from kvbaton.store import store_messages, tcp_connection, value_header
+from kvbaton.store import store_client, tcp_connection, value_header
 from kvbaton.store.content_keys import HASH_BYTES
-from kvbaton.store.value_trust import ALONE
+from kvbaton.store.value_header import ALONE
 from kvbaton.transports.checksum import checksum_transport
 from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.cuda import cuda_listener
 from kvbaton.transports.local.region_listener import ShmEndpoint
-from kvbaton.transports.mooncake import mooncake_endpoint
+from kvbaton.transports.mooncake import mooncake_engine
 from kvbaton.transports.net import connection_handshake, transfer_frames
 from kvbaton.transports.nixl import nixl_endpoint
-from kvbaton.transports.nixl.nixl_lists import NixlPlace
+from kvbaton.transports.nixl.nixl_agent import NixlPlace
 from kvbaton.transports.shm import shm_transport
 from kvbaton.transports.staged import staged_listener
 from kvbaton.transports.tcp import tcp_transport
@@ -65,7 +63,7 @@ ENDPOINTS: dict[str, Callable[[bytes], PeerId]] = {
     "cuda": lambda data: cuda_listener.parse_endpoint(PEER, data).owner,
     "staged-tcp": lambda data: staged_listener.parse_endpoint(PEER, "tcp", data).owner,
     "staged-shm": lambda data: staged_listener.parse_endpoint(PEER, "shm", data).owner,
-    "mooncake": lambda data: mooncake_endpoint.parse(PEER, data).owner,
+    "mooncake": lambda data: mooncake_engine.parse(PEER, data).owner,
     "nixl": _nixl,
     "sums": _summed,
 }
@@ -84,7 +82,7 @@ def endpoint_seeds() -> list[bytes]:
     agent = f"{PEER.incarnation}.{'ab' * nixl_endpoint.NONCE_BYTES}.{PEER.worker}"
     head = nixl_endpoint.METADATA_HEAD + len(agent).to_bytes(8, "little") + agent.encode() + b"|rest"
     places = {0: NixlPlace(4096, 4096)}
-    region = mooncake_endpoint.MooncakePlace(4096, 4096)
+    region = mooncake_engine.MooncakePlace(4096, 4096)
     host = host_identity()
     life = nixl_endpoint.Life(host, 1, 1)
     plain = [
@@ -93,7 +91,7 @@ def endpoint_seeds() -> list[bytes]:
         cuda_listener.CudaEndpoint(PEER, host, "name", SECRET),
         staged_listener.StagedEndpoint(PEER, "tcp", host, "10.0.0.1", 5000, SECRET),
         staged_listener.StagedEndpoint(PEER, "shm", host, "name", 0, SECRET),
-        mooncake_endpoint.MooncakeEndpoint(PEER, "10.0.0.1", 5000, 4096, b"m" * 16, {0: region}),
+        mooncake_engine.MooncakeEndpoint(PEER, "10.0.0.1", 5000, 4096, b"m" * 16, {0: region}),
         nixl_endpoint.NixlEndpoint(PEER, agent, life, places, head),
         checksum_transport.SumEndpoint("10.0.0.1", 5000, SECRET, b"inner"),
     ]
@@ -169,16 +167,16 @@ def greeting_seeds() -> list[bytes]:
 
 def store_frame(data: bytes) -> None:
     """None, or a request or a reply within bounds."""
-    asked = store_messages.request(data)
+    asked = store_client.request(data)
     if asked is not None:
-        assert store_messages.request(store_messages.encode(asked)) == asked
-    answered = store_messages.reply(data)
+        assert store_client.request(store_client.encode(asked)) == asked
+    answered = store_client.reply(data)
     if answered is not None:
-        assert store_messages.reply(store_messages.encode(answered)) == answered
+        assert store_client.reply(store_client.encode(answered)) == answered
 
 
 def store_seeds() -> list[bytes]:
-    return [store_messages.encode(each) for each in (store_messages.Dial(5), store_messages.Invited(5, 99, 7, SECRET))]
+    return [store_client.encode(each) for each in (store_client.Dial(5), store_client.Invited(5, 99, 7, SECRET))]
 
 
 def kept_value(data: bytes) -> None:

@@ -18,8 +18,7 @@ from kvbaton.node.node import Rank
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.events import Event
 from kvbaton.protocol.ids import WorkerId
-
-from .test_loop import BLOCKS, TOKENS, InstantStore, InstantTransport, layout, until
+from tests.node.test_node_loop import BLOCKS, TOKENS, InstantStore, InstantTransport, layout, until
 
 
 class Noting:

@@ -21,12 +21,12 @@ from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.staged.staged_listener import Carrier
 from kvbaton.transports.staged.staged_transport import StagedConfig, StagedTransport
 from kvbaton_proof.sim.world.sim_memory import Shape
 from tests.node.test_node import FakeControl
-from tests.transports.fake_gpu import FakeGpu
+from tests.transports.device.fake_gpu import FakeGpu
 
 KEY, DIGEST, TOKENS = b"key of the cluster", b"digest", 5
 R = RequestId("r")

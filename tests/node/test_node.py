@@ -14,8 +14,7 @@ import pytest
 from kvbaton.node.doorway import Doorway, DoorwayConfig, DropBlocks, LoadReport, MatchState, UnpinBlocks
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import AGAIN_S, FAULTS_LOGGED_MAX, Node, log_fault
-from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.effects import Copy, Disconnect, Invitation
+from kvbaton.protocol.effects import Capabilities, Copy, Disconnect, Invitation
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested, Departed, Groups, LeaseProgressed, StoreEnded
 from kvbaton.protocol.geometry.progress import whole

@@ -24,8 +24,8 @@ from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId, ReservationId, WorkerId
 from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.wire import codec
 from kvbaton.protocol.wire import messages as m
-from kvbaton.protocol.wire import v1
 from kvbaton.protocol.wire.codec import Envelope, pack_blocks
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton.protocol.wire.versions import NEWEST
@@ -308,11 +308,11 @@ def envelope(world: World, kind: type, body: Any, version: int = NEWEST) -> list
 
 def drawn(kind: type, version: int = NEWEST) -> list[Draw]:
     """What `mad` draws for a message, or for what version 1 has in its place, as frames."""
-    older = v1._OLDER[kind] if version == 1 else kind
+    older = codec._OLDER[kind] if version == 1 else kind
 
     def draw(path: Path, value: int | float, world: World) -> list[Any]:
         sample = SAMPLES[kind](world)
-        body = spoken(v1.older(sample) if version == 1 else sample, path, value)
+        body = spoken(codec.in_v1(sample) if version == 1 else sample, path, value)
         assert body is not None, f"there is no {path} in the sample"
         return envelope(world, kind, body, version)
 
@@ -327,7 +327,7 @@ def test_no_number_of_a_message_hangs_kills_or_fills_a_node(meter: Meter, kind: 
     assert 0 < read < len(draws), "some are within their bounds, and reach whom they are meant for"
 
 
-@pytest.mark.parametrize("kind", v1._OLDER, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", codec._OLDER, ids=lambda kind: kind.__name__)
 def test_nor_one_of_version_1(meter: Meter, kind: type) -> None:
     assert lie(meter, kind, drawn(kind, 1)) > 0
 
@@ -351,6 +351,6 @@ def test_every_number_of_every_message_is_tried_with_every_value() -> None:
         tried = set(map(repr, mad(kind)))
         assert {repr((number.path, value)) for number in numbers_in(kind) for value in MAD} <= tried
     fields = sum(len(numbers_in(kind)) for kind in KINDS)
-    values = sum(len(mad(kind)) for kind in [*KINDS, *v1._OLDER.values()]) + 4 * 4 * len(MAD)
+    values = sum(len(mad(kind)) for kind in [*KINDS, *codec._OLDER.values()]) + 4 * 4 * len(MAD)
     print(f"{fields} numbers in {len(KINDS)} messages, {values} values drawn")
     assert fields >= 95 and values >= 2400

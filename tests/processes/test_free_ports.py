@@ -6,7 +6,7 @@ import random
 import socket
 from typing import Any
 
-from kvbaton.processes.free_ports import PORTS, free_ports
+from kvbaton.processes.child_process import PORTS, free_ports
 
 
 class Offering(random.Random):

@@ -16,8 +16,8 @@ import msgspec
 
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
-from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.content import Content, digest
+from kvbaton.protocol.effects import Capabilities
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK, Groups
 from kvbaton.protocol.geometry.progress import Progress, whole
@@ -42,7 +42,7 @@ from kvbaton.protocol.wire.codec import decode, encode
 from kvbaton.protocol.wire.messages import ALL_FEATURES, Joined, Welcome
 from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
 from kvbaton.protocol.wire.versions import SPOKEN, Versions
-from kvbaton.transports.core.written import WriteRecord
+from kvbaton.transports.core.loans import WriteRecord
 from kvbaton_proof.sim.world.sim_memory import Shape, page_stamp, same_tokens
 from kvbaton_proof.sim.world.sim_transport import TCP
 
@@ -89,6 +89,16 @@ class Load:
     first_token: int = 0
     end: fx.End | None = None
     drops: int = 0
+
+
+def why(load: Load) -> Reason | None:
+    end = load.failed or load.end
+    assert end is not None, f"{load.request} has not ended"
+    return end.reason
+
+
+def delivered(load: Load) -> bool:
+    return load.end is not None and load.end.delivered
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.protocol.clock import Timers
+from kvbaton.protocol.machines.context import Timers
 
 
 def all_due(timers: Timers[str], now: float) -> list[str]:

@@ -14,7 +14,7 @@ import kvbaton.protocol
 from kvbaton.protocol.machines.inbound import INTAKE
 from kvbaton.protocol.machines.lease import LEASE, READER
 from kvbaton.protocol.machines.pairing_state import LINK
-from kvbaton.protocol.machines.push_write import OUTLET
+from kvbaton.protocol.machines.push_writer import OUTLET
 from kvbaton.protocol.machines.puts import PUT
 from kvbaton.protocol.table import Table, Verdict, pairs
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.effects import Capabilities
 from kvbaton.ranks.rank_messages import RankInvitation
 
 FAKE = Capabilities("fake", one_sided=False, can_write=True, can_fence=True, cancels=True, same_host=False)

@@ -15,10 +15,9 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK, StoreEnded
 from kvbaton.protocol.ids import PutId, WorkerId
 from kvbaton.protocol.machines.origins import Origins, mark_of
-from kvbaton.ranks.engine_store import EngineStore, EngineStoreSettings, StoreTold
-from kvbaton.ranks.store_interface import OrderEnded, OrderId
+from kvbaton.ranks.engine_store import EngineStore, EngineStoreSettings, OrderEnded, OrderId, StoreTold
 from kvbaton.ranks.store_trust import RankStoreTrust, bind_store
-from kvbaton.store.value_trust import writer_id
+from kvbaton.store.value_header import writer_id
 
 HASHES = [bytes([number]) * 32 for number in range(6)]
 KEYS = tuple(HASHES)

@@ -32,7 +32,7 @@ from kvbaton.ranks.rank_messages import (
     encode_command,
     encode_news,
 )
-from kvbaton.ranks.rank_store_messages import ShelfEnded
+from kvbaton.ranks.rank_store_messages import RankStoreEnded
 from kvbaton.ranks.rank_stream import Stream, StreamEnvelope
 
 from .rank_stubs import FAKE, Heard, Line, StubCarrier
@@ -43,8 +43,8 @@ ABLE = {"a": FAKE, "b": FAKE}
 ME = PeerId(WorkerId("d0"), Incarnation(1))
 
 
-def invitation_of(rank: int, has_shelf: bool = False) -> RankInvitation:
-    return RankInvitation(rank, "tcp://127.0.0.1:1", f"{rank}".rjust(40, "k"), *KEYS[1:], ABLE, has_shelf)
+def invitation_of(rank: int, has_store: bool = False) -> RankInvitation:
+    return RankInvitation(rank, "tcp://127.0.0.1:1", f"{rank}".rjust(40, "k"), *KEYS[1:], ABLE, has_store)
 
 
 class StubStream:
@@ -74,23 +74,23 @@ class StubStream:
 
 class Modelled(RuleBasedStateMachine):
     """What is posted is sent in that order. A rank is asked every `ping_s`, and lost when as many pings were left
-    unanswered, or when it said what cannot be read; its planes and its shelf hear of that, each time. It is back when
+    unanswered, or when it said what cannot be read; its planes and its store hear of that, each time. It is back when
     it is heard. Of each lease the latest progress is kept, of so many as may be."""
 
     LEASES = 3
 
-    @initialize(pings_max=st.integers(1, 3), has_shelf=st.booleans())
-    def begin(self, pings_max: int, has_shelf: bool) -> None:
+    @initialize(pings_max=st.integers(1, 3), has_store=st.booleans())
+    def begin(self, pings_max: int, has_store: bool) -> None:
         self.wakes = self.tells = 0
         self.link = RankLink(
-            invitation_of(2, has_shelf), self.wake, pings_max, PING_S, self.tell, cast(Any, StubCarrier())
+            invitation_of(2, has_store), self.wake, pings_max, PING_S, self.tell, cast(Any, StubCarrier())
         )
-        assert list(self.link.transports) == list(ABLE) and (self.link.shelf is not None) == has_shelf
+        assert list(self.link.transports) == list(ABLE) and (self.link.store is not None) == has_store
         self.stream = StubStream()
-        self.parts = {name: Heard() for name in (*ABLE, *(("shelf",) if has_shelf else ()))}
+        self.parts = {name: Heard() for name in (*ABLE, *(("store",) if has_store else ()))}
         self.link.stream = cast(Stream, self.stream)
         self.link.transports = cast(Any, {name: self.parts[name] for name in ABLE})
-        self.link.shelf = cast(Any, self.parts.get("shelf"))
+        self.link.store = cast(Any, self.parts.get("store"))
         self.link.leases_max = self.LEASES
         self.heard: dict[str, list[Any]] = {name: [] for name in self.parts}
         self.pings_max, self.pings, self.asked, self.ping_at, self.now = pings_max, 0, 0, -math.inf, 0.0
@@ -127,9 +127,9 @@ class Modelled(RuleBasedStateMachine):
             self.progress[lease] = LeaseProgressed(lease, 2, whole([blocks]))
             self.expected_tells += 1
 
-    @rule(who=st.sampled_from(("a", "b", "nobody", "shelf")), job=st.integers(0, 9))
+    @rule(who=st.sampled_from(("a", "b", "nobody", "store")), job=st.integers(0, 9))
     def hear_news(self, who: str, job: int) -> None:
-        news = ShelfEnded(job, 1, None, "") if who == "shelf" else Rested(who, JobId(job))
+        news = RankStoreEnded(job, 1, None, "") if who == "store" else Rested(who, JobId(job))
         self.hear(encode_news([news]))
         if who in self.heard:
             self.heard[who].append(("take", news))
@@ -149,7 +149,7 @@ class Modelled(RuleBasedStateMachine):
             self.pings = 0
             if self.lost:
                 self.lost = False
-                self.heard.get("shelf", []).append(("on_back",))
+                self.heard.get("store", []).append(("on_back",))
         self.link.take((b"h" if heard and body != b"bad" else b"-") + body, self.now)
 
     def is_lost(self, detail: str) -> None:
@@ -185,7 +185,7 @@ class Modelled(RuleBasedStateMachine):
         if hasattr(self, "link"):
             self.link.stop("why")
             self.is_lost("why")
-            self.heard.get("shelf", []).append(("on_stopped", "why"))
+            self.heard.get("store", []).append(("on_stopped", "why"))
             self.the_same_is_seen()
 
 
@@ -196,16 +196,16 @@ TestModelled.settings = settings(max_examples=60, stateful_step_count=40)
 class Linked:
     """Links to ranks elsewhere, and to some whose host is in this process."""
 
-    def __init__(self, far: int = 2, near: int = 0, has_shelf: bool = False, **options: Any) -> None:
+    def __init__(self, far: int = 2, near: int = 0, has_store: bool = False, **options: Any) -> None:
         self.now, self.tells = 0.0, 0
         self.carrier = StubCarrier()
         self.planes = {rank: {name: Heard(drain=list) for name in ABLE} for rank in range(far, far + near)}
-        make = (lambda compat: cast(Any, None)) if has_shelf else None
+        make = (lambda compat: cast(Any, None)) if has_store else None
         self.hosts = {
-            rank: RankHost(rank, cast(Any, planes), shelf=make, carrier=cast(Any, self.carrier))
+            rank: RankHost(rank, cast(Any, planes), store=make, carrier=cast(Any, self.carrier))
             for rank, planes in self.planes.items()
         }
-        invitations = [invitation_of(rank, has_shelf) for rank in range(far)]
+        invitations = [invitation_of(rank, has_store) for rank in range(far)]
         self.invitations = [*(host.invitation for host in self.hosts.values()), *invitations]  # in no order
         self.options = {"clock": lambda: self.now, "tell": self.tell, "carrier": self.carrier, **options}
 
@@ -285,14 +285,14 @@ def test_links_start_and_stop_with_their_loop() -> None:
     assert linked.loop.started == 1 and linked.loop.timeouts == [5.0, 0.5]
 
 
-@pytest.mark.parametrize("has_shelf", [False, True])
+@pytest.mark.parametrize("has_store", [False, True])
 @pytest.mark.parametrize("me", [None, ME])
-def test_a_rank_of_this_process_gives_its_planes(has_shelf: bool, me: PeerId | None) -> None:
-    linked = Linked(far=1, near=1, has_shelf=has_shelf, me=me)
+def test_a_rank_of_this_process_gives_its_planes(has_store: bool, me: PeerId | None) -> None:
+    linked = Linked(far=1, near=1, has_store=has_store, me=me)
     links = linked.open()
     assert links.transports(1) == linked.planes[1]
-    assert sorted(links._links) == ([0, 1] if has_shelf else [0])
-    assert all((links.shelf(rank) is not None) == has_shelf for rank in range(2))
+    assert sorted(links._links) == ([0, 1] if has_store else [0])
+    assert all((links.store(rank) is not None) == has_store for rank in range(2))
     linked.loop.turn(0.0)
     assert [rank for rank, _ in linked.commands()] == ([0, 0] if me else []), "nothing is sent to it"
     named = [call for plane in linked.planes[1].values() for call in plane.journal if call[0] == "set_identity"]
@@ -332,7 +332,7 @@ def test_figures_are_of_all_ranks_together() -> None:
 
 @pytest.mark.parametrize("breaks", [False, True])
 def test_at_the_end_what_is_posted_is_sent_and_the_lines_are_closed(breaks: bool) -> None:
-    linked = Linked(far=2, has_shelf=True)
+    linked = Linked(far=2, has_store=True)
     links = linked.open()
     for rank in range(2):
         links._links[rank].post([Cancel("a", JobId(rank))])
@@ -344,5 +344,5 @@ def test_at_the_end_what_is_posted_is_sent_and_the_lines_are_closed(breaks: bool
         linked.loop.finish()
         assert linked.commands() == [(rank, Cancel("a", JobId(rank))) for rank in range(2)]
         assert links.is_lost(0) and links.is_lost(1)
-        assert all(links.shelf(rank)._closed for rank in range(2))  # type: ignore[union-attr]
+        assert all(links.store(rank)._closed for rank in range(2))  # type: ignore[union-attr]
     assert linked.lines.closed == 1

@@ -24,11 +24,11 @@ from kvbaton.ranks.rank_messages import (
     encode_command,
 )
 from kvbaton.ranks.rank_store_messages import (
-    ShelfAsk,
-    ShelfEnded,
-    ShelfHas,
-    ShelfLookup,
-    ShelfOpen,
+    RankStoreAsk,
+    RankStoreEnded,
+    RankStoreHas,
+    RankStoreLookup,
+    RankStoreOpen,
     ids_of,
     pack_hashes,
 )
@@ -44,17 +44,17 @@ SESSION = 7
 class Hosted:
     """A host of planes `a` and `b`, and the engine's side of its line."""
 
-    def __init__(self, shelf: bool = False, planes: tuple[str, ...] = ("a", "b")) -> None:
+    def __init__(self, store: bool = False, planes: tuple[str, ...] = ("a", "b")) -> None:
         self.now = 0.0
         self.journal: list[tuple[Any, ...]] = []
         self.carrier = StubCarrier()
         self.planes = {name: Heard(name, self.journal, drain=list) for name in planes}
-        self.shelf = Heard("shelf", self.journal, drain=list, counters={})
+        self.store = Heard("store", self.journal, drain=list, counters={})
         self.host = RankHost(
             3,
             cast("dict[str, Transport]", self.planes),
             clock=lambda: self.now,
-            shelf=(lambda compat: cast(Any, self.shelf)) if shelf else None,
+            store=(lambda compat: cast(Any, self.store)) if store else None,
             carrier=cast(Any, self.carrier),
         )
         self.line, self.loop = self.carrier.lines[0], self.carrier.loops[0]
@@ -80,7 +80,7 @@ class Hosted:
         return [decode_news(each.body) for each in envelopes if each.number]
 
     def asked(self, *besides: str) -> list[tuple[Any, ...]]:
-        """What planes and shelf were asked, but for what each turn asks."""
+        """What planes and store were asked, but for what each turn asks."""
         journal = [call for call in self.journal if call[1] not in ("drain", "set_waker", *besides)]
         self.journal.clear()
         return journal
@@ -101,8 +101,8 @@ def hosted(made: list[Hosted]) -> Hosted:
 
 
 @pytest.fixture
-def with_shelf(made: list[Hosted]) -> Hosted:
-    made.append(Hosted(shelf=True))
+def with_store(made: list[Hosted]) -> Hosted:
+    made.append(Hosted(store=True))
     return made[-1]
 
 
@@ -113,42 +113,42 @@ def test_a_rank_has_a_few_planes(count: int) -> None:
         RankHost(0, planes, carrier=cast(Any, StubCarrier()))
 
 
-def test_an_invitation_says_how_to_reach_it_and_what_it_has(hosted: Hosted, with_shelf: Hosted) -> None:
+def test_an_invitation_says_how_to_reach_it_and_what_it_has(hosted: Hosted, with_store: Hosted) -> None:
     invitation = hosted.host.invitation
     keys = invitation.rank_public, invitation.engine_public, invitation.engine_secret
     assert (invitation.rank, invitation.endpoint, keys) == (3, hosted.line.endpoint, hosted.line.keys)
     assert set(invitation.capabilities) == {"a", "b"}
-    assert (invitation.has_shelf, with_shelf.host.invitation.has_shelf) == (False, True)
+    assert (invitation.has_store, with_store.host.invitation.has_store) == (False, True)
     assert host_of(invitation) is hosted.host
     assert hosted.carrier.sleepers == [hosted.line] and hosted.loop.name == "kvbaton-rank-3"
 
 
-def test_planes_and_store_wake_the_host_from_its_start_on(with_shelf: Hosted) -> None:
-    with_shelf.host.start()
-    assert with_shelf.loop.started == 1
-    for _, asked, waker in with_shelf.journal:
+def test_planes_and_store_wake_the_host_from_its_start_on(with_store: Hosted) -> None:
+    with_store.host.start()
+    assert with_store.loop.started == 1
+    for _, asked, waker in with_store.journal:
         assert asked == "set_waker"
         waker()
-    assert with_shelf.line.wakes == 2
-    with_shelf.say(ShelfOpen("c" * 32))
-    (waker,) = [call[2] for call in with_shelf.journal if call[:2] == ("shelf", "set_waker")]
+    assert with_store.line.wakes == 2
+    with_store.say(RankStoreOpen("c" * 32))
+    (waker,) = [call[2] for call in with_store.journal if call[:2] == ("store", "set_waker")]
     waker()
-    assert with_shelf.line.wakes == 3
-    assert with_shelf.host.strangers == 4
-    assert (with_shelf.host.stop(), with_shelf.host.stop(0.5), with_shelf.loop.timeouts) == (True, False, [10.0, 0.5])
+    assert with_store.line.wakes == 3
+    assert with_store.host.strangers == 4
+    assert (with_store.host.stop(), with_store.host.stop(0.5), with_store.loop.timeouts) == (True, False, [10.0, 0.5])
 
 
 def test_each_command_reaches_its_plane_and_others_cost_a_line(
     hosted: Hosted, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stray = [Cancel("nobody", JobId(3)), ShelfAsk(1)]
+    stray = [Cancel("nobody", JobId(3)), RankStoreAsk(1)]
     with caplog.at_level(logging.ERROR):
         hosted.say(Cancel("b", JobId(1)), *stray, Cancel("a", JobId(2)))
         hosted.frame(b"\xc1", 5)
         hosted.line.inbox.append(b"\xc1")
         hosted.loop.turn(0.0)
     assert hosted.asked() == [("b", "cancel", 1), ("a", "cancel", 2)]
-    assert hosted.host.counters == {"unknown_transport": 1, "no_shelf": 1, "malformed": 2}
+    assert hosted.host.counters == {"unknown_transport": 1, "no_store": 1, "malformed": 2}
     assert len(caplog.records) == 4 and all("rank 3" in record.message for record in caplog.records)
 
 
@@ -207,19 +207,19 @@ def test_who_was_turned_away_is_looked_up_once_a_second(hosted: Hosted) -> None:
         assert hosted.batches() == ([[MappedBytes("b", number)]] if told else [])
 
 
-def test_the_store_is_served_beside_the_planes(with_shelf: Hosted) -> None:
-    with_shelf.say(ShelfAsk(4))
-    ((answer,),) = with_shelf.batches()
-    assert isinstance(answer, ShelfHas) and (answer.ask, list(ids_of(answer.orders))) == (4, [])
+def test_the_store_is_served_beside_the_planes(with_store: Hosted) -> None:
+    with_store.say(RankStoreAsk(4))
+    ((answer,),) = with_store.batches()
+    assert isinstance(answer, RankStoreHas) and (answer.ask, list(ids_of(answer.orders))) == (4, [])
 
 
-def test_ends_of_the_store_are_collected_in_every_turn(with_shelf: Hosted) -> None:
-    with_shelf.shelf.answers["lookup"] = True
-    with_shelf.say(ShelfOpen("c" * 32), ShelfLookup(5, pack_hashes([bytes(32)]), 2.0))
-    assert with_shelf.batches() == []
-    with_shelf.shelf.answers["drain"] = lambda: [OrderEnded(OrderId(5), 1)]
-    with_shelf.say()
-    assert with_shelf.batches() == [[ShelfEnded.of(OrderEnded(OrderId(5), 1))]]
+def test_ends_of_the_store_are_collected_in_every_turn(with_store: Hosted) -> None:
+    with_store.store.answers["lookup"] = True
+    with_store.say(RankStoreOpen("c" * 32), RankStoreLookup(5, pack_hashes([bytes(32)]), 2.0))
+    assert with_store.batches() == []
+    with_store.store.answers["drain"] = lambda: [OrderEnded(OrderId(5), 1)]
+    with_store.say()
+    assert with_store.batches() == [[RankStoreEnded.of(OrderEnded(OrderId(5), 1))]]
 
 
 def test_an_engine_of_this_process_is_given_the_planes_once(hosted: Hosted) -> None:
@@ -250,14 +250,14 @@ def test_who_is_served_already_gives_nothing_away(hosted: Hosted) -> None:
     assert hosted.host.give(hosted.host.invitation, SESSION, lambda: None) is None
 
 
-def test_at_the_end_the_store_closes_before_the_planes_and_the_line_last(with_shelf: Hosted) -> None:
-    with_shelf.say(ShelfOpen("c" * 32))
-    with_shelf.asked()
-    with_shelf.planes["b"].answers["drain"] = lambda: [CopyRested(JobId(9))]
-    with_shelf.loop.finish()
-    assert [call[:2] for call in with_shelf.asked("counters")] == [("shelf", "close"), ("a", "close"), ("b", "close")]
-    assert with_shelf.batches() == [[Rested("b", JobId(9))]]
-    assert with_shelf.line.closed == 1
+def test_at_the_end_the_store_closes_before_the_planes_and_the_line_last(with_store: Hosted) -> None:
+    with_store.say(RankStoreOpen("c" * 32))
+    with_store.asked()
+    with_store.planes["b"].answers["drain"] = lambda: [CopyRested(JobId(9))]
+    with_store.loop.finish()
+    assert [call[:2] for call in with_store.asked("counters")] == [("store", "close"), ("a", "close"), ("b", "close")]
+    assert with_store.batches() == [[Rested("b", JobId(9))]]
+    assert with_store.line.closed == 1
 
 
 def test_whatever_breaks_at_the_end_the_line_is_closed(hosted: Hosted) -> None:

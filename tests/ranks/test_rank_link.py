@@ -16,13 +16,11 @@ import msgspec
 import pytest
 import zmq
 
-from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.effects import Loan
+from kvbaton.protocol.effects import Capabilities, Loan
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import LeaseProgressed
 from kvbaton.protocol.geometry.progress import whole
-from kvbaton.protocol.geometry.spans import SPANS_MAX
-from kvbaton.protocol.geometry.strided_spans import Area, Weave
+from kvbaton.protocol.geometry.spans import SPANS_MAX, Area, Weave
 from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId
 from kvbaton.ranks import rank_host, rank_link, rank_stream, rank_transport
 from kvbaton.ranks.rank_host import RankHost

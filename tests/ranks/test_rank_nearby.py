@@ -19,8 +19,8 @@ from kvbaton.ranks.rank_host import RankHost, host_of
 from kvbaton.ranks.rank_transport import RemoteTransport
 from kvbaton.store.interface import OrderId
 from kvbaton.testing import Side
-from kvbaton.transports.core.late_identity import UnnamedTransport
 from kvbaton.transports.core.transport import CopyEnded
+from kvbaton.transports.core.wrapped import UnnamedTransport
 from kvbaton.transports.tcp import tcp_transport
 from kvbaton.transports.tcp.tcp_transport import TcpTransport
 

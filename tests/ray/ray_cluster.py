@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbaton.engines.vllm.launch.launching import environment
-from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.child_process import free_ports
 
 MODEL = "tiny"
 DECODE, PREFILL = f"Decode:{MODEL}", f"Prefill:{MODEL}"
@@ -98,7 +98,7 @@ def ray_app(prefill: dict[str, Any], decode: dict[str, Any], kvbaton: Mapping[st
     import ray
     from ray import serve
 
-    from kvbaton.integrations.ray import build_pd_app
+    from kvbaton.integrations.ray.pd_app import build_pd_app
 
     directory = tempfile.mkdtemp(prefix="kvr-", dir="/tmp")  # short: Ray's UNIX sockets lie in it
     http, metrics = free_ports(2)

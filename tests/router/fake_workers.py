@@ -11,7 +11,6 @@ from typing import Any
 import aiohttp
 import msgspec
 from aiohttp import web
-from tests.aiohttp_server import serving
 
 from kvbaton.api.http import http_server
 from kvbaton.api.params import Mode
@@ -21,6 +20,7 @@ from kvbaton.router.dashboard_page import dashboard
 from kvbaton.router.processes.router_parent import router_processes
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.workers.directory import ALL_MODES, ListedEngine, StaticDirectory, WorkerListState
+from tests.aiohttp_server import serving
 
 KEY = b"k" * 32
 # a busy machine may stand still; strict, since an answer of D alone hides what became of a handoff

@@ -6,6 +6,7 @@ Promise 5, and the class of CVE-2026-92972, 107204 to 107207: there is no path t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -41,20 +42,25 @@ def listed(who: str) -> set[tuple[str, str]]:
 
 async def routed() -> set[tuple[str, str]]:
     """What the router's application answers, method by method."""
-    found = set()
     async with router_app(Nobody(), RouterSettings(), pages=dashboard) as router:
         with pytest.raises(ApiError) as told:
             router.handler("GET", "/nowhere")
         listed = {word.rstrip(",") for word in told.value.message.split("there are ")[1].split(", more:")[0].split()}
         assert listed < set(router.paths) and "/dashboard" in listed, "what pages are made of is not told"
-        for path in {*router.paths} | {each.decode().split()[1] for each in ADMIN}:
-            for method in METHODS:
-                try:
-                    router.handler(method, path)
-                except ApiError as error:
-                    assert error.status in (403, 404, 405)
-                else:
-                    found.add((method, path))
+        return answered(router.handler, router.paths)
+
+
+def answered(handler: Callable[[str, str], object], paths: Iterable[str]) -> set[tuple[str, str]]:
+    """(method, path) of these paths, and of those that administer elsewhere, that have a handler."""
+    found = set()
+    for path in {*paths} | {each.decode().split()[1] for each in ADMIN}:
+        for method in METHODS:
+            try:
+                handler(method, path)
+            except ApiError as error:
+                assert error.status in (403, 404, 405)
+            else:
+                found.add((method, path))
     return found
 
 
@@ -63,8 +69,8 @@ def test_the_routers_paths_are_those_of_the_table() -> None:
 
 
 def test_a_workers_paths_are_those_of_the_table() -> None:
-    routes = worker_app(FakeBackend()).router.routes()
-    assert {(route.method, route.resource.canonical) for route in routes if route.resource} == listed("worker")
+    site = worker_app(FakeBackend())
+    assert answered(site.handler, site.routes) == listed("worker")
 
 
 def test_no_path_administers() -> None:

@@ -28,7 +28,7 @@ from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX, unseal
 from tests.e2e.cluster import all_at_rest
-from tests.security.besieged import ANSWER_TOKENS, Siege, siege
+from tests.security.strangers.besieged import ANSWER_TOKENS, Siege, siege
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -16,15 +16,15 @@ from kvbaton.api.api_errors import ApiError
 from kvbaton.api.http import http_server, http_types
 from kvbaton.api.http.http_types import Request
 from kvbaton.api.tokens import HEADER, guard, is_good, token
-from kvbaton.control import key_files, key_rotation, keyring
-from kvbaton.control.key_following import Following
+from kvbaton.control import key_files, key_room, keyring
+from kvbaton.control.keyring import Following
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.app import router_app
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import ListedEngine, StaticDirectory
 from tests.aiohttp_server import serving
-from tests.router.fake_workers import QUICK, FakeWorker, lease, run, speak
+from tests.router.fake_workers import QUICK, FakeWorker, lease, speak
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 
@@ -51,26 +51,21 @@ def guarded(name: str, key: bytes) -> Middleware:
     return middleware
 
 
-def test_a_worker_that_does_not_take_the_routers_token_costs_no_client_an_answer() -> None:
-    async def story() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            listed = []
-            for name, script, key in (("p0", lease, KEY), ("d0", speak, OTHER), ("d1", speak, KEY)):
-                app = FakeWorker(name, script).app()
-                app.middlewares.append(guarded(name, key))
-                url = await stack.enter_async_context(serving(app, "127.0.0.1", 0))
-                listed.append(
-                    ListedEngine(WorkerId(name), "prefill" if name == "p0" else "decode", url, Incarnation(5))
-                )
-            router = await stack.enter_async_context(router_app(StaticDirectory(listed), QUICK, KEY))
-            front = await stack.enter_async_context(http_server.serving(router, "127.0.0.1", 0))
-            session = await stack.enter_async_context(aiohttp.ClientSession())
-            for shown in [""] * 6 + ["a client's own"] * 2:
-                headers = {HEADER: shown} if shown else {}
-                async with session.post(f"{front}/v1/completions", json={"prompt": "abc"}, headers=headers) as answer:
-                    assert answer.status == 200, await answer.text()
-
-    run(story())
+async def test_a_worker_that_does_not_take_the_routers_token_costs_no_client_an_answer() -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        listed = []
+        for name, script, key in (("p0", lease, KEY), ("d0", speak, OTHER), ("d1", speak, KEY)):
+            app = FakeWorker(name, script).app()
+            app.middlewares.append(guarded(name, key))
+            url = await stack.enter_async_context(serving(app, "127.0.0.1", 0))
+            listed.append(ListedEngine(WorkerId(name), "prefill" if name == "p0" else "decode", url, Incarnation(5)))
+        router = await stack.enter_async_context(router_app(StaticDirectory(listed), QUICK, KEY))
+        front = await stack.enter_async_context(http_server.serving(router, "127.0.0.1", 0))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        for shown in [""] * 6 + ["a client's own"] * 2:
+            headers = {HEADER: shown} if shown else {}
+            async with session.post(f"{front}/v1/completions", json={"prompt": "abc"}, headers=headers) as answer:
+                assert answer.status == 200, await answer.text()
 
 
 def test_a_token_may_hold_any_bytes() -> None:
@@ -90,8 +85,8 @@ def test_a_directory_that_does_not_know_its_own_process_changes_nothing(minted: 
         for path in (minted / "public").iterdir():
             path.unlink()
     else:
-        key_rotation.rotate(minted, "p0")
-        key_rotation.finish(minted, "p0")
+        key_room.rotate(minted, "p0")
+        key_room.finish(minted, "p0")
     assert followed.look(2.0) is None and set(followed.keyring.peers) == {"router", "p0", "d0"}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.effects import Capabilities
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Case, Pair, Side, check_transport
 from kvbaton.testing.transport_case import offered

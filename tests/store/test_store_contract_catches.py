@@ -13,8 +13,7 @@ from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.order_scheduler import Breaker
 from kvbaton.store.order_scripts import BackendCall, OrderKind, Script, Task
 from kvbaton.store.threaded_store import KeptStore
-from kvbaton.store.value_header import HeaderClaim
-from kvbaton.store.value_trust import ALONE
+from kvbaton.store.value_header import ALONE, HeaderClaim
 from kvbaton.testing import store_case, store_failing, store_harness
 from kvbaton.testing.store_contract import check_store
 from kvbaton.testing.store_harness import FaultyBackend

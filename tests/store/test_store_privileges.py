@@ -9,7 +9,7 @@ import pytest
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.privileges import Act, Role, may
 from kvbaton.store.memory_backend import MemoryBackend
-from kvbaton.store.store_messages import Dial, encode
+from kvbaton.store.store_client import Dial, encode
 from kvbaton.store.store_server import StoreServer
 from kvbaton.store.tcp_server_side import LineServer
 from kvbaton.testing.transport_harness import poll

@@ -9,9 +9,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import importlib
 import json
 import os
-import runpy
 import select
 import signal
 import socket
@@ -20,10 +20,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-HERE = Path(__file__).resolve().parent
-SCRIPTS = ("peer_process", "device_peer", "sums_peer_process", "nixl_peer_process", "mooncake_peer")
+SCRIPTS = (
+    "peer_process",
+    "device.device_peer",
+    "checksum.checksum_peer_process",
+    "nixl.nixl_peer_process",
+    "mooncake.mooncake_peer",
+)
 READY_S = 60.0
 """Only a hang takes so long."""
 LOOK_S = 0.001
@@ -76,7 +81,7 @@ class ForkServer:
         path = os.pathsep.join(entry for entry in sys.path if entry)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, str(HERE / "forked_peers.py"), str(theirs.fileno())],
+                [sys.executable, "-m", "tests.transports.forked_peers", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "PYTHONPATH": path},
@@ -107,8 +112,12 @@ def fork_server() -> ForkServer:
 
 
 def forked(script: str, *arguments: str, **more: str) -> ForkedPeer:
-    """A script of this folder, with this process's environment and `more`."""
-    return fork_server().start([str(HERE / script), *arguments], {**os.environ, **more})
+    """`main` of a module below this folder, with this process's environment and `more`."""
+    return fork_server().start([script, *arguments], {**os.environ, **more})
+
+
+def _module_of(script: str) -> Any:
+    return importlib.import_module(f"tests.transports.{script}")
 
 
 def _become(words: list[str], surroundings: dict[str, str], ends: list[int], line: socket.socket) -> NoReturn:
@@ -122,7 +131,7 @@ def _become(words: list[str], surroundings: dict[str, str], ends: list[int], lin
     sys.argv = words
     status = 1
     try:
-        runpy.run_path(words[0], run_name="__main__")
+        _module_of(words[0]).main()
         status = 0
     except SystemExit as stopped:
         status = int(stopped.code or 0)
@@ -138,7 +147,7 @@ def _become(words: list[str], surroundings: dict[str, str], ends: list[int], lin
 def main() -> None:
     line = socket.socket(fileno=int(sys.argv[1]))
     for name in SCRIPTS:
-        __import__(name)
+        _module_of(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
     while True:
         order, ends, _, _ = socket.recv_fds(line, ORDER_BYTES_MAX, 2)

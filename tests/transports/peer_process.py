@@ -12,7 +12,7 @@ from typing import Literal, cast
 
 import msgspec
 
-from kvbaton.protocol.geometry.strided_spans import Area
+from kvbaton.protocol.geometry.spans import Area
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.core.shared_memory import Region

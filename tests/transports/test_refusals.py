@@ -21,12 +21,10 @@ from kvbaton.security.sealing import Encrypt
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.checksum import checksum_transport
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
-from kvbaton.transports.core.delayed import DelayedTransport
-from kvbaton.transports.core.device_memory import DeviceMemory
-from kvbaton.transports.core.late_identity import UnnamedTransport
 from kvbaton.transports.core.refusals import Cause, Refusals, refusals_of
-from kvbaton.transports.core.shared_memory import allocate
+from kvbaton.transports.core.shared_memory import DeviceMemory, allocate
 from kvbaton.transports.core.transport import Transport
+from kvbaton.transports.core.wrapped import DelayedTransport, UnnamedTransport
 from kvbaton.transports.cuda import cuda_listener
 from kvbaton.transports.cuda.cuda_listener import CudaEndpoint
 from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport
@@ -42,10 +40,10 @@ from kvbaton.transports.staged.staged_transport import StagedConfig, StagedTrans
 from kvbaton.transports.tcp import tcp_transport
 from kvbaton.transports.tcp.tcp_server import STREAMS_PER_PEER_MAX
 from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpConfig, TcpEndpoint, TcpTransport
+from tests.transports.device.fake_gpu import FakeGpu
+from tests.transports.tcp.blocking import DEADLINE_S, D, P, exactly, is_closed, play, request
 
 from ..ranks.rank_rig import Rig, until
-from .blocking import DEADLINE_S, D, P, exactly, is_closed, play, request
-from .fake_gpu import FakeGpu
 
 SIZE = 1 << 16
 CROWD = 2

@@ -28,10 +28,10 @@ from kvbaton.transports.local import region_listener
 from kvbaton.transports.local.region_listener import LENGTH, ShmEndpoint, SocketPlace
 from kvbaton.transports.net.connection_handshake import SecretRing, admit, greet
 from kvbaton.transports.shm.shm_transport import CAPABILITIES, ShmConfig, ShmTransport
+from tests.transports.device.test_device_event_wait import Event
+from tests.transports.tcp.blocking import D, P, is_closed, play
 
-from .blocking import D, P, is_closed, play
 from .process_harness import ProcessHarness
-from .test_gate import Event
 
 SIZE = 1 << 20
 

@@ -17,7 +17,7 @@ from functools import partial
 
 import msgspec
 
-from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.effects import Capabilities
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.catalogue_entry import CatalogueEntry

@@ -20,7 +20,7 @@ import msgspec
 
 from kvbaton.api import request_ids
 from kvbaton.api.params import FIELD, Mode, TransferParams
-from kvbaton.control.rank_names import data_parallel_name, engine_and_rank
+from kvbaton.control.addressing import data_parallel_name, engine_and_rank
 from kvbaton.control.registry.registry_messages import DP_SIZE_MAX
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import (

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.api_errors import bad_field
-from kvbaton.observe.tracing.trace_context import parse as parse_trace
+from kvbaton.observe.tracing.trace_spans import parse as parse_trace
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX
 

@@ -201,7 +201,7 @@ def endpoint(text: str) -> str:
 
 def registries(text: str) -> str:
     """An argument type: where registries listen, with commas."""
-    from kvbaton.control.registry.registry_places import registry_places
+    from kvbaton.control.addressing import registry_places
 
     try:
         registry_places(text)

@@ -18,7 +18,7 @@ import kvbaton
 from kvbaton.cli.arguments import planes_choice, seconds
 from kvbaton.cli.flags import router_way
 from kvbaton.cli.screen import Screen, Style, stdout
-from kvbaton.control.registry.registry_places import registry_places
+from kvbaton.control.addressing import registry_places
 from kvbaton.doctor import (
     cluster_checks,
     config_checks,

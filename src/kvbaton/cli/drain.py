@@ -19,7 +19,7 @@ from kvbaton.cli.arguments import registries, seconds
 from kvbaton.cli.progress import note
 from kvbaton.cli.succession import ANSWER_S, NEWS_S, EngineStanding, agrees, await_successor, last_words, look_at
 from kvbaton.control import keyring as keys
-from kvbaton.control.rank_names import engine_of
+from kvbaton.control.addressing import engine_of
 from kvbaton.control.registry import DrainState, OperatorLine, registry_places
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.ids import WorkerId, is_worker_id

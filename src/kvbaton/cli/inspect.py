@@ -18,14 +18,13 @@ import msgspec
 from kvbaton.cli import screen
 from kvbaton.cli.arguments import url, whole
 from kvbaton.cli.flags import router_way
-from kvbaton.doctor.alone_checks import share_line
+from kvbaton.doctor.cluster_checks import share_line
 from kvbaton.observe.flight import dumps, terminal_timeline
 from kvbaton.observe.flight.collector import LAST_MAX
-from kvbaton.observe.flight.joining import joined
-from kvbaton.observe.flight.journey import Journey
-from kvbaton.observe.flight.prompt_share import PromptShare
+from kvbaton.observe.flight.journey import Journey, joined
 from kvbaton.observe.flight.sanitize import printable, printable_all
 from kvbaton.observe.flight.terminal_timeline import Ink
+from kvbaton.observe.flight.worker_reports import PromptShare
 from kvbaton.processes.http_question import PLAIN, Way, asked, why
 from kvbaton.processes.operator_errors import CommandError
 

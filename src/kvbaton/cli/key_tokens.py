@@ -17,8 +17,8 @@ import msgspec
 from kvbaton.cli.arguments import whole
 from kvbaton.control import key_files
 from kvbaton.control.joining import admission_files
-from kvbaton.control.key_following import LOOK_S
 from kvbaton.control.key_report import TokenView, tokens
+from kvbaton.control.keyring import LOOK_S
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.privileges import Role
 

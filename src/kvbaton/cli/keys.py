@@ -14,9 +14,9 @@ import msgspec
 
 from kvbaton.cli import key_tokens
 from kvbaton.cli.arguments import seconds
-from kvbaton.control import key_rotation, keyring
-from kvbaton.control.key_following import LOOK_S
+from kvbaton.control import key_room, keyring
 from kvbaton.control.key_report import KeyReport, report
+from kvbaton.control.keyring import LOOK_S
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.privileges import Role
 
@@ -121,7 +121,7 @@ def _tell(args: argparse.Namespace, names: list[str], did: list[str], then: list
 def _remove(args: argparse.Namespace) -> int:
     came_by = {member.name: member.token for member in report(args.directory).joined}
     for name in args.names:
-        key_rotation.remove(args.directory, name)
+        key_room.remove(args.directory, name)
     came = sorted({came_by[name] for name in args.names if name in came_by})
     who = f"removed {', '.join(args.names)} from {args.directory}"
     rest = (
@@ -139,10 +139,10 @@ def _rotate(args: argparse.Namespace) -> int:
     did, then = _rotate_tickets(args) if args.tickets else ([], [])
     for name in args.names:
         if args.finish:
-            was = key_rotation.finish(args.directory, name)
+            was = key_room.finish(args.directory, name)
             did.append(f"{name}: {'only its new key is accepted' if was else 'was not being rotated'}")
         else:
-            key_rotation.rotate(args.directory, name)
+            key_room.rotate(args.directory, name)
             did.append(f"{name}: has a new key; the old one is accepted until --finish")
     if args.names:
         again = f"kvbaton keys rotate {args.directory} {' '.join(args.names)} --finish"
@@ -155,17 +155,17 @@ def _rotate_tickets(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     """What was done, and the next step."""
     where = args.directory
     if args.finish:
-        count = key_rotation.finish_tickets(where)
+        count = key_room.finish_tickets(where)
         gone = f"tickets: {count} old {'key is' if count == 1 else 'keys are'} gone"
         return [gone], ["copy tickets.json to every host"]
-    key_rotation.prepare_tickets(where)
+    key_room.prepare_tickets(where)
     if args.prepare:
         then = f"copy tickets.json to every host; then: kvbaton keys rotate {where} --tickets"
         return ["tickets: a new key verifies; the old one signs"], [then]
     # Counted from when it was prepared, by whichever command: one that was broken off is given again at once
-    time.sleep(max(0.0, args.settle_s - key_rotation.tickets_age_s(where)))
-    key_rotation.promote_tickets(where)
-    after = f"in {key_rotation.TICKETS_LIVE_S:g} s: kvbaton keys rotate {where} --tickets --finish"
+    time.sleep(max(0.0, args.settle_s - key_room.tickets_age_s(where)))
+    key_room.promote_tickets(where)
+    after = f"in {key_room.TICKETS_LIVE_S:g} s: kvbaton keys rotate {where} --tickets --finish"
     signs = "tickets: the new key signs; the old ones verify until --finish"
     return [signs], [f"copy tickets.json to every host; {after}"]
 

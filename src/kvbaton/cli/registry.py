@@ -26,7 +26,7 @@ from kvbaton.control.joining.join_door import JoinDoor, door_bind
 from kvbaton.control.registry import Networks, RegistryServer, RosterEntry
 from kvbaton.control.registry.roster_news import DRAINING, RosterNews, WorkerSeen
 from kvbaton.observe.metrics.exposition import Family
-from kvbaton.observe.metrics.service_metrics import registry_families
+from kvbaton.observe.metrics.process_metrics import registry_families
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_control import told_to_stop
 from kvbaton.processes.operator_errors import CommandError
@@ -123,7 +123,7 @@ async def _health(args: argparse.Namespace, server: RegistryServer) -> AsyncIter
     if not args.health:
         yield ""
         return
-    from kvbaton.api.http.status_page import status_page
+    from kvbaton.api.http.path_site import status_page
 
     def families() -> list[Family]:
         workers: Counter[tuple[str, str]] = Counter(_role_and_state(entry) for entry in server.workers())

@@ -27,7 +27,7 @@ from kvbaton.cli.flags import log as log_flags
 from kvbaton.control.keyring import Keyring, load
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.observe.metrics.exposition import Family
-from kvbaton.observe.metrics.service_metrics import store_families
+from kvbaton.observe.metrics.process_metrics import store_families
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.privileges import Act, may
@@ -151,7 +151,7 @@ async def _status(
     if not address:
         yield ""
         return
-    from kvbaton.api.http.status_page import status_page
+    from kvbaton.api.http.path_site import status_page
 
     async with status_page(address, lambda: {"status": "ok", **figures()}, families) as url:
         yield f"{url}/health"

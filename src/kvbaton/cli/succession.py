@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from kvbaton.control.rank_names import engine_of
+from kvbaton.control.addressing import engine_of
 from kvbaton.control.registry import DrainState, OperatorLine
 from kvbaton.protocol.ids import WorkerId
 

@@ -22,7 +22,7 @@ import msgspec
 
 from kvbaton.api.http.server_loop import run as run_loop
 from kvbaton.api.params import Mode
-from kvbaton.cli import installed, progress
+from kvbaton.cli import main, progress
 from kvbaton.cli.arguments import planes_choice, port, seconds, seconds_or_off, whole
 from kvbaton.cli.flags import log as log_flags
 from kvbaton.cli.flags import traces
@@ -32,9 +32,16 @@ from kvbaton.engines.embedded.worker_options import POLICIES, WorkerOptions, fla
 from kvbaton.local_cluster import restart_orders
 from kvbaton.local_cluster.embedded_cluster import Cluster, ClusterPlan, Startable, places, running, shown_command
 from kvbaton.local_cluster.router_front import drained
-from kvbaton.local_cluster.vllm_cluster import TINY_KINDS, TINY_SEED, VllmPlan
-from kvbaton.local_cluster.vllm_engine import ServerOptions, VllmHandoff, find_python, tiny_model
-from kvbaton.processes.free_ports import free_ports
+from kvbaton.local_cluster.vllm_engine import (
+    TINY_KINDS,
+    TINY_SEED,
+    ServerOptions,
+    VllmHandoff,
+    VllmPlan,
+    find_python,
+    tiny_model,
+)
+from kvbaton.processes.child_process import free_ports
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_control import told_to_stop, unless_stopped
 from kvbaton.processes.operator_errors import CommandError, StoppedError
@@ -147,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     if args.engine == "vllm":
         server = _server_of(args)
         return run_loop(_check_vllm(args, server) if args.check else _serve(args, server))
-    installed.need("numpy")
+    main.need("numpy")
     return run_loop(_check(args) if args.check else _serve(args))
 
 

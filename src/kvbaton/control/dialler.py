@@ -28,7 +28,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from kvbaton.control.addressing import is_ipv6
 from kvbaton.control.sockets import Heard, Socket, SocketPlane, has_frame
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.ids import WorkerId
 
 REFUSAL_S = 2.0

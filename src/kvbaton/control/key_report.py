@@ -15,7 +15,7 @@ import msgspec
 from kvbaton.control import key_files as files
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.joining import admission_files
-from kvbaton.control.key_modes import openings
+from kvbaton.control.key_files import openings
 from kvbaton.protocol.privileges import Act, may
 
 FINGERPRINT_CHARS = 16

@@ -3,6 +3,12 @@
 Laws: the keys go with the process that made the room, however it ends. A helper waits on a pipe that only that process
 holds and removes them when it closes, so also after kill -9; what is left where the helper was killed too goes when the
 next room is made. A room that is in use is known by a lock that its maker holds.
+
+New keys for old, without a moment in which a good peer or a good ticket is refused.
+
+Laws: a key verifies everywhere before it signs anywhere, and goes on verifying for as long as what it signed lives. An
+identity that is rotated is let in under both of its keys until that is finished, since its process uses the secret it
+was started with. Nothing is replaced but as a whole.
 """
 
 from __future__ import annotations
@@ -10,12 +16,22 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import msgspec
+import zmq
+
+from kvbaton.control import key_files as files
+from kvbaton.control.addressing import ControlError
+from kvbaton.control.joining import admission_files
+from kvbaton.protocol.ids import WorkerId
 
 PREFIX = "kvbaton-room-"
 KEYS = "keys"
@@ -94,3 +110,112 @@ def _helped(room: Path) -> Iterator[None]:
         helper.stdin.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             helper.wait(HELPER_S)
+
+
+TICKETS_LIVE_S = 150.0
+"""For how long tickets that a key signed may be about: their default life of 120 s, and what clocks differ."""
+
+
+def prepare_tickets(directory: str | Path) -> bool:
+    """Add a key that only verifies; False when there was one already."""
+    base = files.existing(directory)
+    with files.locked(base):
+        now = files.tickets(base)
+        if now.next:
+            return False
+        if len(now.keys) >= files.TICKET_KEYS_MAX:
+            raise ControlError(f"{base}: tickets.json holds {len(now.keys)} keys, the most; finish the rotations first")
+        _put(base, msgspec.structs.replace(now, next=secrets.token_hex(files.TICKET_KEY_BYTES)))
+        return True
+
+
+def tickets_age_s(directory: str | Path, wall: Callable[[], float] = time.time) -> float:
+    """How long ago tickets.json was last changed here; a clock that was set back says 0."""
+    return max(0.0, wall() - (files.existing(directory) / "tickets.json").stat().st_mtime)
+
+
+def promote_tickets(directory: str | Path, wall: Callable[[], float] = time.time) -> None:
+    """From now on the key that was prepared signs; the others go on verifying."""
+    base = files.existing(directory)
+    with files.locked(base):
+        now = files.tickets(base)
+        if not now.next:
+            raise ControlError(f"{base}: tickets.json holds no key that was prepared; prepare one first")
+        _put(base, files.Tickets((now.next, *now.keys), since=wall()))
+
+
+def finish_tickets(directory: str | Path, live_s: float = TICKETS_LIVE_S, wall: Callable[[], float] = time.time) -> int:
+    """Drop the keys that no longer sign; returns how many. Refused while what they signed may still be about."""
+    base = files.existing(directory)
+    with files.locked(base):
+        now = files.tickets(base)
+        left_s = now.since + live_s - wall()
+        if len(now.keys) > 1 and left_s > 0:
+            raise ControlError(
+                f"{base}: tickets that the old keys signed may live for another {left_s:.0f} s; finish after that"
+            )
+        _put(base, msgspec.structs.replace(now, keys=now.keys[:1]))
+        return len(now.keys) - 1
+
+
+def rotate(directory: str | Path, name: str) -> None:
+    """A new key pair for `name`; the old public key is let in as well, until `finish`."""
+    base, wanted = files.existing(directory), files.checked(name)
+    with files.locked(base):
+        card = _card(base, wanted)
+        path = base / "secret" / f"{wanted}.json"
+        if not path.exists():
+            raise ControlError(f"{base}: secret/{wanted}.json is not here; rotate {wanted} where its secret is kept")
+        old = files.read(path, files.Secret, private=True).secret
+        in_use = files.public_of(old, path)
+        if card.also and in_use == card.public:
+            raise ControlError(f"{base}: {wanted} is being rotated; restart it, then finish that rotation first")
+        if in_use not in (card.public, *card.also):
+            raise ControlError(f"{base}: public/{wanted}.json does not belong to its secret; restore both")
+        public, secret = zmq.curve_keypair()
+        files.put_signing(base, wanted, [old, secret.decode()])
+        # Let in before it is used. Broken off between the two, the old secret is in use and still let in.
+        files.replace(base / "public" / f"{wanted}.json", files.Public(wanted, public.decode(), (in_use,), card.role))
+        files.replace(path, files.Secret(wanted, secret.decode()))
+
+
+def finish(directory: str | Path, name: str) -> bool:
+    """Let `name` in only under its new key; False when it was not being rotated."""
+    base, wanted = files.existing(directory), files.checked(name)
+    with files.locked(base):
+        card = _card(base, wanted)
+        if not card.also:
+            return False
+        path = base / "secret" / f"{wanted}.json"
+        if path.exists():
+            in_use = files.public_of(files.read(path, files.Secret, private=True).secret, path)
+            if in_use != card.public:
+                raise ControlError(f"{base}: secret/{wanted}.json is still the old one; rotate {wanted} again")
+        files.replace(base / "public" / f"{wanted}.json", files.Public(wanted, card.public, role=card.role))
+        files.put_signing(base, wanted, (), also=(card.public,))
+        return True
+
+
+def remove(directory: str | Path, name: str) -> None:
+    """Forget an identity: processes that load the directory again no longer hear it. Also of one that joined."""
+    base, wanted = files.existing(directory), files.checked(name)
+    if not (base / "public" / f"{wanted}.json").exists() and admission_files.remove_joined(base, wanted):
+        return
+    with files.locked(base):
+        _card(base, wanted)
+        files.put_removed(base, wanted)  # before it is gone: broken off between the two, it is removed again
+        (base / "public" / f"{wanted}.json").unlink()
+        (base / "public" / f"{wanted}.signing").unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # kept elsewhere
+            (base / "secret" / f"{wanted}.json").unlink()
+
+
+def _card(base: Path, name: WorkerId) -> files.Public:
+    path = base / "public" / f"{name}.json"
+    if not path.exists():
+        raise ControlError(f"{base}: there is no {name}; see: kvbaton keys show {base}")
+    return files.read(path, files.Public, private=False)
+
+
+def _put(base: Path, tickets: files.Tickets) -> None:
+    files.replace(base / "tickets.json", tickets)

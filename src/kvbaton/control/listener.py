@@ -14,8 +14,7 @@ from collections.abc import Collection
 import zmq
 
 from kvbaton.control.addressing import ControlError, check_bind, is_ipv6
-from kvbaton.control.sockets import NOBLOCK_MORE, Heard, Socket, SocketPlane, has_frame
-from kvbaton.control.zap_auth import ZapGate
+from kvbaton.control.sockets import NOBLOCK_MORE, Heard, Socket, SocketPlane, ZapGate, has_frame
 from kvbaton.protocol.ids import WorkerId
 
 ROUTE_BYTES = 5  # what libzmq mints: a zero and 32 bits. A peer that chose its own could be mistaken for one that left

@@ -27,11 +27,10 @@ import zmq
 from kvbaton.control.addressing import ControlError, ControlLimits, check_endpoint
 from kvbaton.control.dialler import Address, Dialler
 from kvbaton.control.joining.certificate import Membership
-from kvbaton.control.key_following import Following
-from kvbaton.control.keyring import Keyring, is_public_key, with_joined, with_removed
+from kvbaton.control.keyring import Following, Keyring, is_public_key, with_joined, with_removed
 from kvbaton.control.listener import Listener, Sent
+from kvbaton.control.poll_loop import Waker
 from kvbaton.control.sockets import Heard, SocketPlane
-from kvbaton.control.waker import Waker
 from kvbaton.protocol.ids import WorkerId
 
 log = logging.getLogger(__name__)

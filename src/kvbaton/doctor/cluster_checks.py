@@ -2,6 +2,15 @@
 
 Law: every request has a timeout and a limit on the bytes read. Workers are queried several at a time, all of them
 together for no longer than `ROUNDS` timeouts, and are reported in the order in which the router lists them.
+
+Alerts of `deploy/prometheus/rules.yml` that fire now, as far as one or two looks at the figures can tell.
+
+Law: pure. A threshold is the rule's own (`tests/doctor/test_doctor_alerts.py` compares them); what is no number fires
+nothing. Alerts on what happened in the last minutes need a Prometheus, but for the share of 5xx between two looks.
+
+Whether a running cluster really disaggregates: the share of prompt tokens that D computed for want of a P, and why.
+
+Law: pure. Counts are a worker's own, since it started; they are read in bounds, and what is odd is left out.
 """
 
 from __future__ import annotations
@@ -10,19 +19,124 @@ import email.utils
 import http.client
 import time
 import urllib.error
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import msgspec
 
-from kvbaton.doctor.alert_checks import GAUGES, errors_and_all, gauges_of, router_alerts, worker_alerts
-from kvbaton.doctor.alone_checks import alone_findings, by_label, share_line
 from kvbaton.doctor.finding import Finding, finding
 from kvbaton.doctor.router_checks import JudgedWorker, LeftWorker, SeenRouter
+from kvbaton.observe.codes.alone_reasons import explained
 from kvbaton.observe.flight.sanitize import printable, printable_all
+from kvbaton.observe.metrics.scraping import Sample, samples
 from kvbaton.processes.http_question import PLAIN, Way, asked, why
 from kvbaton.processes.operator_errors import CommandError
+
+SHARE_MAX = 0.1
+TOKENS_MIN = 100
+"""Fewer say nothing."""
+REASONS_MAX = 3
+
+
+def alone_findings(where: str, prompts: Mapping[str, int], alone: Mapping[str, int]) -> Iterator[Finding]:
+    """One for each of the main reasons, where D computes more than a tenth of its prompts for want of a P."""
+    total, missed = sum(prompts.values()), sum(alone.values())
+    if total < TOKENS_MIN or missed <= SHARE_MAX * total:
+        return
+    for reason in sorted(alone, key=lambda each: (-alone[each], each))[:REASONS_MAX]:
+        if alone[reason]:
+            what, fix = explained(reason)
+            share = f"{alone[reason] / total:.0%} of {total} prompt tokens"
+            yield finding("decode-alone", where, f"it computed {share} itself ({reason}): {what}", fix)
+
+
+def share_line(prompts: Mapping[str, int], alone: Mapping[str, int]) -> str:
+    """The figure as a line; "" where nothing is counted."""
+    total, missed = sum(prompts.values()), sum(alone.values())
+    if not total:
+        return ""
+    main = sorted((each for each in alone if alone[each]), key=lambda each: (-alone[each], each))[:REASONS_MAX]
+    why = f" ({', '.join(f'{each} {alone[each] / total:.1%}' for each in main)})" if main else ""
+    return f"prompt tokens computed by D although a P should have: {missed / total:.1%} of {total}{why}"
+
+
+def by_label(text: str, metric: str, label: str) -> dict[str, int]:
+    """One counter of a page of metrics by one of its labels. `ValueError` where a value is no number."""
+    found: dict[str, int] = {}
+    for line in text.splitlines():
+        if line.startswith(f"kvbaton_{metric}{{"):
+            labels, _, value = line.partition(" # ")[0].rpartition(" ")
+            name = printable(labels.partition(f'{label}="')[2].partition('"')[0])
+            found[name] = found.get(name, 0) + int(float(value))
+    return {name: count for name, count in found.items() if count}
+
+
+CRITICAL, WARNING = "alert-critical", "alert-warning"
+ERRORS_SHARE_MAX, ERRORS_MAX = 0.05, 2
+
+
+class GaugeRule(msgspec.Struct, frozen=True):
+    """Fires where a worker's gauge is more than a share of another one."""
+
+    name: str
+    gauge: str
+    most: str
+    share_max: float
+    what: str
+
+
+RULES = (
+    GaugeRule("KvbatonPinsNearExpiry", "oldest_lease_seconds", "lease_hold_max_seconds", 0.8, "max_hold_s, a lease's"),
+    GaugeRule("KvbatonQuarantineNearBound", "quarantined_blocks", "quarantine_max_blocks", 0.5, "the quarantine"),
+)
+GAUGES = frozenset(name for rule in RULES for name in (rule.gauge, rule.most))
+
+
+def errors_and_all(page: str) -> tuple[float, float]:
+    """5xx, and all responses that a client was still there for, since the router started."""
+    told = [
+        (labels.get("status"), value)
+        for name, labels, value in _samples(page)
+        if name.endswith("router_responses_total")
+    ]
+    return sum(n for status, n in told if status == "5xx"), sum(n for status, n in told if status != "gone")
+
+
+def router_alerts(url: str, first: str, then: str) -> Iterator[Finding]:
+    """By two pages of the router's metrics; both the same where one look was enough."""
+    pairs = [value for name, _, value in _samples(then) if name == "kvbaton_router_pairs"]
+    if pairs and max(pairs) == 0:
+        yield _fires(CRITICAL, "KvbatonNoPair", f"router {url}", "no pair of P and D can serve")
+    errors, count = (new - old for new, old in zip(errors_and_all(then), errors_and_all(first), strict=True))
+    if errors > ERRORS_MAX and errors > ERRORS_SHARE_MAX * count:
+        said = f"{errors:.0f} of {count:.0f} requests ended with a 5xx between two looks"
+        yield _fires(CRITICAL, "KvbatonRouterErrors", f"router {url}", said)
+
+
+def worker_alerts(where: str, gauges: Mapping[str, float]) -> Iterator[Finding]:
+    for rule in RULES:
+        value, most = gauges.get(rule.gauge, 0.0), gauges.get(rule.most, 0.0)
+        if most > 0 and value > rule.share_max * most:
+            yield _fires(WARNING, rule.name, where, f"{rule.gauge} is {value / most:.0%} of {rule.what} bound")
+
+
+def gauges_of(page: str) -> dict[str, float]:
+    """Those of a vLLM worker, by its page of metrics; of several engines the highest."""
+    told = sorted((name.removeprefix("kvbaton_"), value) for name, _, value in _samples(page))
+    return {name: value for name, value in told if name in GAUGES}
+
+
+def _samples(page: str) -> list[Sample]:
+    try:
+        return samples(page)
+    except ValueError:  # a value that is no number: no page of ours
+        return []
+
+
+def _fires(code: str, name: str, where: str, said: str) -> Finding:
+    return finding(code, where, f"{name}: {said}", f"docs/alerts.md#{name.lower()} says what to do")
+
 
 T = TypeVar("T")
 ANSWER_BYTES_MAX = 4 << 20

@@ -111,9 +111,11 @@ def _json(text: str) -> dict[str, Any]:
 
 
 def _yaml(text: str) -> dict[str, Any]:
-    try:
-        return msgspec.yaml.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError, ValueError) as error:
+    import yaml
+
+    try:  # the loader in Python: the one in C overruns its stack on lists in lists in lists
+        return msgspec.convert(yaml.safe_load(text), dict[str, Any])
+    except (msgspec.ValidationError, yaml.YAMLError, RecursionError, ValueError) as error:
         raise UnreadableError(f"neither JSON nor a command nor YAML: {' '.join(str(error).split())[:200]}") from None
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvbaton.control.addressing import ControlError
-from kvbaton.control.key_modes import openings
+from kvbaton.control.key_files import openings
 from kvbaton.control.key_report import KeyReport, report
 from kvbaton.doctor.finding import Finding, finding
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from kvbaton.control.addressing import registry_places
 from kvbaton.control.joining.key_source import is_auto
-from kvbaton.control.registry.registry_places import registry_places
 from kvbaton.doctor import key_checks, shape_checks
 from kvbaton.doctor.config_checks import ConfiguredEngine
 from kvbaton.doctor.finding import Finding, finding

@@ -19,13 +19,13 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.http.http_server import serving
+from kvbaton.control.addressing import RegistryPlace
 from kvbaton.control.joining.admission import Admission
 from kvbaton.control.joining.join_door import JoinDoor
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.plain import PlainListener, PlainSettings
 from kvbaton.control.registry import Networks, RegistryReaders, RegistryServer, RosterEntry
-from kvbaton.control.registry.registry_places import RegistryPlace
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.flight.dumps import Dumps, default_directory
 from kvbaton.observe.flight.report import ReportError, decode
@@ -36,10 +36,8 @@ from kvbaton.router.dashboard_page import dashboard
 from kvbaton.router.front_secrets import FrontSecrets
 from kvbaton.router.processes.router_parent import router_processes
 from kvbaton.router.router_settings import RouterSettings
-from kvbaton.router.workers.announced import AnnouncedDirectory, Directories
+from kvbaton.router.workers.directories import AnnouncedDirectory, Directories, FullWorkers, RegistryDirectory
 from kvbaton.router.workers.directory import ListedEngine, StaticDirectory, WorkerDirectory
-from kvbaton.router.workers.full_workers import FullWorkers
-from kvbaton.router.workers.registered import RegistryDirectory
 
 log = logging.getLogger(__name__)
 

@@ -21,11 +21,9 @@ import msgspec
 from kvbaton.api.http.fetch import fetch
 from kvbaton.api.params import Mode
 from kvbaton.local_cluster.embedded_cluster import Cluster, ClusterPlace, running
-from kvbaton.local_cluster.vllm_cluster import VllmPlan, member
-from kvbaton.local_cluster.vllm_engine import HOST, serving
+from kvbaton.local_cluster.vllm_engine import HOST, VllmPlan, member, serving
 from kvbaton.observe.metrics.scraping import samples, total
-from kvbaton.processes.child_process import Say, end, start
-from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.child_process import Say, end, free_ports, start
 from kvbaton.processes.operator_control import unless_stopped
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.openai_api import MODE_HEADER

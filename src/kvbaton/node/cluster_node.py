@@ -31,7 +31,7 @@ from typing import Protocol
 import msgspec
 
 from kvbaton.control.address_book import AddressBook
-from kvbaton.control.addressing import ControlError
+from kvbaton.control.addressing import ControlError, registry_places
 from kvbaton.control.joining.certificate import Membership
 from kvbaton.control.joining.join_client import JoinedMember
 from kvbaton.control.joining.join_messages import JoinFault, opened_card
@@ -40,7 +40,6 @@ from kvbaton.control.registry.member import HeldReport, MemberState
 from kvbaton.control.registry.registry_client import OnDrain
 from kvbaton.control.registry.registry_group import RegistryGroup
 from kvbaton.control.registry.registry_messages import DirectoryEntry, Registration, Role, addresses
-from kvbaton.control.registry.registry_places import registry_places
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.node.doorway import Doorway, DoorwayConfig
 from kvbaton.node.epochs import EpochTable

@@ -19,12 +19,12 @@ import msgspec
 
 from kvbaton.node.doorway import Doorway
 from kvbaton.node.ports import ControlPort, StorePort
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.observe.flight.recorder import Recorder
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, Departed, Event, PlaneFailed, RankFenced, StoreEnded
-from kvbaton.protocol.geometry.pages import pages
+from kvbaton.protocol.geometry.layout import pages
 from kvbaton.protocol.ids import JobId, PeerId, WorkerId, owner_of, rank_peer
 from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.wire.codec import encode

@@ -4,14 +4,22 @@ Laws: a child leads its own session, so that Ctrl-C reaches only the parent, whi
 child and its descendants are ended by pid, in bounded time: SIGTERM, wait, SIGKILL. Every wait has a deadline and
 reports progress; a child that exits meanwhile ends the wait, with the end of its log. Nothing is restarted. Children
 that outlive a killed parent see EOF on stdin and stop.
+
+Free ports for processes that bind them later.
+
+Law: outside the kernel's range for outgoing connections (Linux: ip_local_port_range starts at 32768), so that a port
+that is free now is still free when the process that was given it has started.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
+import random
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +29,32 @@ from typing import Any
 import msgspec
 
 from kvbaton.processes.operator_errors import CommandError, StoppedError
+
+PORTS = range(12_000, 32_000)
+_TRIES = 2_000
+
+
+def free_ports(count: int, host: str = "127.0.0.1", rng: random.Random | None = None) -> list[int]:
+    """Ports that are free now, all different."""
+    draw = rng or random.Random()
+    found: list[int] = []
+    for _ in range(_TRIES):
+        port = draw.choice(PORTS)
+        if port not in found and is_free(host, port):
+            found.append(port)
+        if len(found) >= count:
+            return found
+    raise OSError(f"no {count} free ports between {PORTS.start} and {PORTS.stop} in {_TRIES} tries")
+
+
+def is_free(host: str, port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            return error.errno == errno.EADDRNOTAVAIL  # an address of another network namespace, where all are free
+    return True
+
 
 KVBATON_ARGV = (sys.executable, "-m", "kvbaton.cli.main")
 """Starts a process of this program."""

@@ -1,9 +1,9 @@
 """The allowed range of every number that comes from outside, by its meaning. Nowhere else.
 
 Law: every number of every message has one of these types, or is in one of these ranges, and so is refused where bytes
-become messages if it is outside; NaN and the infinities are outside all of them. `tests/security/test_numbers.py` walks
-the types of all messages and fails for a field that has no minimum or no maximum. Settings have the same ranges, so no
-honest node sends what another refuses.
+become messages if it is outside; NaN and the infinities are outside all of them. A test
+(`tests/security/members/test_numbers.py`) walks the types of all messages and fails for a field that has no minimum or
+no maximum. Settings have the same ranges, so no honest node sends what another refuses.
 """
 
 from __future__ import annotations

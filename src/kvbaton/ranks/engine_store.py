@@ -4,6 +4,15 @@ Laws: two threads use it, and share only two queues. The *engine's* thread puts 
 the other; only the *node's* thread talks to the ranks, within `drain` and `put`. Nothing waits, nothing raises because
 of a backend. Each put ends once (`StoreEnded`), and each accepted request once (`StoreTold`), when every rank has ended
 its part: from then on no byte of it moves. Counts are the minimum over the ranks.
+
+An engine's interface to the shared store: one `RankStoreInterface` per rank, since each has only its own memory.
+
+Blocks are named by id and values by the hash of their content (`store.content_keys.chain`): only the rank knows which
+bytes of its memory belong to a block, and which key a hash gets in its space.
+
+Laws: no call waits. Each order ends exactly once (`OrderEnded`), and after its end the store touches no block of it. A
+lost rank ends its lookups as failed; its gets and puts end when it is back or its link is stopped (`rank_store_link`),
+so a waiter needs its own deadline. Order ids are chosen by the caller and never reused.
 """
 
 from __future__ import annotations
@@ -11,9 +20,9 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NewType, TypeAlias
+from typing import NewType, Protocol, TypeAlias
 
 import msgspec
 
@@ -21,9 +30,47 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK, Groups, StoreEnded
 from kvbaton.protocol.ids import PutId
 from kvbaton.protocol.machines.origins import ANYBODY, mark_of
-from kvbaton.ranks.store_interface import OrderEnded, OrderId, RankStoreInterface
 from kvbaton.ranks.store_trust import RankStoreTrust
+from kvbaton.store.interface import OrderEnded, OrderId
 from kvbaton.store.value_header import ORIGINS_MAX
+
+__all__ = ["OrderEnded", "OrderId", "RankStoreInterface"]
+
+
+class RankStoreInterface(Protocol):
+    """One rank's access to the store. Called by one thread of the engine at a time; wakes it from any."""
+
+    @property
+    def counters(self) -> Mapping[str, int]: ...
+
+    def lookup(self, order: OrderId, hashes: Sequence[bytes], timeout_s: float) -> bool:
+        """How many of these, from the first on, are in the store? False: no room now, and nothing was started."""
+
+    def get(self, order: OrderId, hashes: Sequence[bytes], blocks: Sequence[int], timeout_s: float) -> bool:
+        """Load the longest prefix of these into the blocks, one hash each."""
+
+    def set_trust(self, trust: RankStoreTrust) -> None:
+        """Who this engine writes as, and whose values count, from now on."""
+
+    def put(
+        self,
+        order: OrderId,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        timeout_s: float,
+        origins: tuple[bytes, ...] = (),
+    ) -> bool:
+        """Store the contents of the blocks. The caller has pinned them, and unpins at the end of the order.
+        `origins`: on whose KV they may be computed."""
+
+    def cancel(self, order: OrderId) -> None: ...
+
+    def drain(self) -> Sequence[OrderEnded]: ...
+
+    def set_waker(self, waker: Callable[[], None]) -> None: ...
+
+    def close(self) -> None: ...
+
 
 log = logging.getLogger(__name__)
 

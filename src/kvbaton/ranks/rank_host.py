@@ -27,10 +27,9 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.geometry.progress import Progress
 from kvbaton.protocol.ids import LeaseId
-from kvbaton.ranks.rank_carrying import Carrier, Clock
 from kvbaton.ranks.rank_messages import (
     NEWS_BATCH_MAX,
     TRANSPORTS_MAX,
@@ -45,7 +44,7 @@ from kvbaton.ranks.rank_planes import HostedPlane
 from kvbaton.ranks.rank_sockets import SOCKETS
 from kvbaton.ranks.rank_store_host import MakeRankStore, RankStoreHost
 from kvbaton.ranks.rank_store_messages import RankStoreCommand
-from kvbaton.ranks.rank_stream import Stream
+from kvbaton.ranks.rank_stream import Carrier, Clock, Stream
 from kvbaton.transports.core.transport import Transport
 
 log = logging.getLogger(__name__)

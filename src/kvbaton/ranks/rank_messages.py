@@ -20,14 +20,12 @@ from msgspec import Meta
 
 from kvbaton.control.addressing import check_endpoint
 from kvbaton.control.keyring import is_public_key
-from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.effects import Copy, Direction, Loan
+from kvbaton.protocol.effects import Capabilities, Copy, Direction, Loan
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested
-from kvbaton.protocol.geometry.pages import PageTable
+from kvbaton.protocol.geometry.layout import PageTable
 from kvbaton.protocol.geometry.progress import Progress
-from kvbaton.protocol.geometry.spans import SPANS_MAX
-from kvbaton.protocol.geometry.strided_spans import Area, Weave
+from kvbaton.protocol.geometry.spans import SPANS_MAX, Area, Weave
 from kvbaton.protocol.ids import JobId, LeaseId, PeerId, WorkerId
 from kvbaton.protocol.numbers import GROUPS_MAX, RANKS_MAX
 from kvbaton.ranks.rank_store_messages import RankStoreCommand, RankStoreNews

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import cast
 
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.ranks.rank_messages import (
@@ -46,10 +46,10 @@ from kvbaton.ranks.rank_messages import (
     copy_of,
     loan_of,
 )
-from kvbaton.transports.core.device_memory import mapped_bytes_of
-from kvbaton.transports.core.late_identity import UnnamedTransport
 from kvbaton.transports.core.refusals import refusals_of
+from kvbaton.transports.core.shared_memory import mapped_bytes_of
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, FenceEnded, LendingTransport, Transport
+from kvbaton.transports.core.wrapped import UnnamedTransport
 
 log = logging.getLogger(__name__)
 

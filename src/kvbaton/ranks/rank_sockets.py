@@ -19,13 +19,11 @@ import zmq
 from kvbaton.control.addressing import check_endpoint
 from kvbaton.control.dialler import Dialler
 from kvbaton.control.keyring import Keyring
-from kvbaton.control.poll_loop import LoopThread, Sleeper
+from kvbaton.control.poll_loop import LoopThread, Sleeper, Waker
 from kvbaton.control.sockets import Context, Heard, SocketPlane
-from kvbaton.control.waker import Waker
 from kvbaton.control.zmq import ZmqControl
-from kvbaton.ranks.rank_carrying import Arrival, Clock
 from kvbaton.ranks.rank_messages import ENGINE, RankInvitation, rank_name
-from kvbaton.ranks.rank_stream import LIMITS
+from kvbaton.ranks.rank_stream import LIMITS, Arrival, Clock
 
 
 class RankListener:

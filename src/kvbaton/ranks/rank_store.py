@@ -30,7 +30,7 @@ from kvbaton.store.interface import (
     StoreSettings,
 )
 from kvbaton.store.threaded_store import KeptStore
-from kvbaton.store.value_trust import StoreTrust
+from kvbaton.store.value_header import StoreTrust
 
 SLOT_BYTES_MAX = 64 << 20
 """What one call moves at most; a store has ten such slots of address space, and uses two unless calls get stuck."""

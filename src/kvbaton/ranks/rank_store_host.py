@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.errors import Reason
+from kvbaton.ranks.engine_store import RankStoreInterface
 from kvbaton.ranks.rank_store_messages import (
     COUNTERS_MAX,
     ORDERS_MAX,
@@ -30,7 +31,6 @@ from kvbaton.ranks.rank_store_messages import (
     ids_of,
     pack_ids,
 )
-from kvbaton.ranks.store_interface import RankStoreInterface
 from kvbaton.ranks.store_trust import RankStoreTrust
 from kvbaton.store.interface import OrderEnded, OrderId
 

@@ -18,11 +18,10 @@ from typing import Protocol
 
 import msgspec
 
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.ranks.rank_carrying import Arrival
 from kvbaton.ranks.rank_messages import (
     ENDPOINT_BYTES_MAX,
     PART_BYTES_MAX,
@@ -47,6 +46,7 @@ from kvbaton.ranks.rank_messages import (
     submit_commands,
     table_bytes,
 )
+from kvbaton.ranks.rank_stream import Arrival
 from kvbaton.transports.catalogue import endpoint_type
 from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.core.transport import (

@@ -20,7 +20,7 @@ from kvbaton.control.keyring import Keyring
 from kvbaton.control.signing import SIGNING_KEY_BYTES, Signer, verify
 from kvbaton.protocol.machines.origins import mark_of, marked
 from kvbaton.protocol.privileges import Act, may
-from kvbaton.store.value_trust import WRITER_BYTES, StoreTrust, writer_id
+from kvbaton.store.value_header import WRITER_BYTES, StoreTrust, writer_id
 
 if TYPE_CHECKING:
     from kvbaton.node.cluster_node import ClusterNode

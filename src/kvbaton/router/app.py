@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvbaton.api import shapes
+from kvbaton.api import bodies
 from kvbaton.api.api_errors import ApiError
 from kvbaton.api.gather import cancel
 from kvbaton.api.http.client_quotas import ClientQuotas, connections_max
@@ -40,7 +40,7 @@ from kvbaton.router.route_table import BY_PATH, Treatment, of, refusal
 from kvbaton.router.router_flights import LogBook
 from kvbaton.router.router_settings import OperatorPages, RouterSettings
 from kvbaton.router.router_stats import RouterStats
-from kvbaton.router.turns.turn_table import TurnTable
+from kvbaton.router.turns.turn_book import TurnTable
 from kvbaton.router.workers.available import AvailableWorkers
 from kvbaton.router.workers.directory import ListedEngine, WorkerDirectory
 from kvbaton.router.workers.health import Health
@@ -77,7 +77,7 @@ def _is_there(value: msgspec.Raw) -> bool:
 
 
 def _shape(data: bytes) -> _Shape:
-    shapes.check(data)
+    bodies.check(data)
     try:
         return msgspec.json.decode(data, type=_Shape)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

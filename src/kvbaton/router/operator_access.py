@@ -24,9 +24,8 @@ from kvbaton.api.http.http_types import Answer, Events, Handler, Request, json_a
 from kvbaton.observe.dashboard.page_files import FILES, REASONS
 from kvbaton.observe.flight.collector import LAST_MAX, Gathering
 from kvbaton.observe.flight.flight_records import FlightSeat
-from kvbaton.observe.flight.joining import FIND_CHARS_MIN
-from kvbaton.observe.flight.journey import Journey
-from kvbaton.observe.flight.prompt_share import share_of
+from kvbaton.observe.flight.journey import FIND_CHARS_MIN, Journey
+from kvbaton.observe.flight.worker_reports import share_of
 from kvbaton.router.front_access import ApiKeys, FrontKeys
 from kvbaton.router.router_settings import OperatorPages
 

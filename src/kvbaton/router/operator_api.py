@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kvbaton import __version__
-from kvbaton.api import shapes
+from kvbaton.api import bodies
 from kvbaton.api.api_errors import ApiError, unavailable
 from kvbaton.api.http.http_types import Answer, Request, json_answer, metrics_answer
 from kvbaton.observe.metrics import exposition
@@ -215,7 +215,7 @@ def document(worker: bytes, more: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def _read(worker: bytes) -> _Document:
-    if not worker or shapes.too_costly(worker, _NESTING_MAX):
+    if not worker or bodies.too_costly(worker, _NESTING_MAX):
         return _Document()
     try:
         worker.decode()  # fields that nobody reads go on as they came

@@ -1,6 +1,6 @@
 """Every path of vLLM's server, and what the router does with it: one table, from which paths, docs and tests are made.
 
-Laws: no path of vLLM 0.32's server is missing (`tests/vllm/test_route_table.py` reads them from the installed package).
+Laws: no path of vLLM 0.32's server is missing (`tests/vllm/installed/test_route_table.py` reads the installed one's).
 A path that generates from a prompt which P can compute is handed over; one that only computes goes to a D as it came;
 one that changes an engine, or tells of its inside, is refused with the place where it can be asked. Nothing else is
 answered: a path that is not in this table, nor a page of the router's, is 404.

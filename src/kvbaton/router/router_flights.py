@@ -20,7 +20,7 @@ from kvbaton.observe.codes.api import CODES
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.flight.flight_records import NAME_CHARS_MAX, QUIET, TEXT_CHARS_MAX, Flight, FlightSeat, Moment
 from kvbaton.observe.flight.sanitize import printable
-from kvbaton.observe.tracing.trace_context import HEADER, Traceparent, new_span_id, new_trace, parse
+from kvbaton.observe.tracing.trace_spans import HEADER, Traceparent, new_span_id, new_trace, parse
 from kvbaton.protocol.errors import Reason
 
 RECEIVED = "received"

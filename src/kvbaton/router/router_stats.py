@@ -17,8 +17,7 @@ from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics.exposition import Family, family
 from kvbaton.observe.metrics.handoff_metrics import Histograms
 from kvbaton.observe.metrics.metric_names import BY_NAME, Metric, Where
-from kvbaton.observe.metrics.process_metrics import ProcessFigures, process_families
-from kvbaton.observe.metrics.worker_metrics import samples
+from kvbaton.observe.metrics.process_metrics import ProcessFigures, process_families, samples
 
 LABELS_MAX = 128
 LEGS_MAX = 4096

@@ -15,7 +15,7 @@ from functools import partial
 
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.store.interface import Backend
-from kvbaton.store.store_messages import Dial, FramePort, Invited, encode, request
+from kvbaton.store.store_client import Dial, FramePort, Invited, encode, request
 from kvbaton.store.tcp_server_side import LineServer
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,7 @@ from kvbaton.store.content_keys import is_key
 from kvbaton.store.interface import Backend, Get, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
 from kvbaton.store.order_scheduler import Keeper
 from kvbaton.store.order_scripts import BackendCall, CallAnswer, OrderKind, Task
-from kvbaton.store.value_header import FRAME_BYTES, claimed, seal_all
-from kvbaton.store.value_trust import ALONE, StoreTrust
+from kvbaton.store.value_header import ALONE, FRAME_BYTES, StoreTrust, claimed, seal_all
 
 log = logging.getLogger(__name__)
 

@@ -16,8 +16,7 @@ from typing import Protocol
 from kvbaton.node.doorway import Doorway, DoorwayConfig
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import Node
-from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.effects import Copy
+from kvbaton.protocol.effects import Capabilities, Copy
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.geometry.layout import EngineLayout

@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import msgspec
 
-from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.effects import Capabilities
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.transport import (

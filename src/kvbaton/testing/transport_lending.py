@@ -6,7 +6,7 @@ from array import array
 from typing import cast
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.geometry.strided_spans import Area
+from kvbaton.protocol.geometry.spans import Area
 from kvbaton.protocol.ids import JobId
 from kvbaton.testing.transport_case import LARGE_BYTES, READ, SMALL_BYTES, WRITE, Cases, copy, directions, fill
 from kvbaton.testing.transport_harness import Log, Pair, TransportHarness

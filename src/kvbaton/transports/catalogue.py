@@ -17,7 +17,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.effects import Capabilities
 from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import Encrypt, is_loopback
 from kvbaton.transports import external_entries
@@ -31,7 +31,7 @@ from kvbaton.transports.catalogue_entry import (
     PlaneSettings,
     summed,
 )
-from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.core.transport import DeviceTransport, HostTransport
 from kvbaton.transports.external_entries import conflict
 

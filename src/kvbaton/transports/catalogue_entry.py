@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvbaton.protocol.capabilities import Capabilities
+from kvbaton.protocol.effects import Capabilities
 from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.core.transport import DeviceTransport, HostTransport

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvbaton.control import key_rotation, keyring
+from kvbaton.control import key_room, keyring
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.joining import admission_files as book
 from kvbaton.control.joining import join_door
@@ -243,7 +243,7 @@ def test_removed_is_removed_until_the_certificate_has_expired(house: Gatehouse, 
     token = house.token()
     admitted = knocker.join(token, "w-gone")
     assert isinstance(admitted, m.JoinAdmitted)
-    key_rotation.remove(house.directory, "w-gone")
+    key_room.remove(house.directory, "w-gone")
     assert "w-gone" not in keyring.load(house.directory, "router").peers
     assert kind(knocker.ask(m.Present(admitted.certificate))) is Kind.REMOVED
     assert kind(knocker.join(token, "w-gone")) is Kind.REMOVED
@@ -258,7 +258,7 @@ def test_removed_is_removed_until_the_certificate_has_expired(house: Gatehouse, 
 def test_a_member_that_was_removed_does_not_come_back_by_itself(house: Gatehouse, wall: Wall) -> None:
     """Its token may be good for a month more; the name is free in an hour."""
     member = house.join(house.token(expires_s=86_400.0), "w-back")
-    key_rotation.remove(house.directory, "w-back")
+    key_room.remove(house.directory, "w-back")
     member._show(house.door.endpoint)
     wall.ahead_s = LIFE_S + 200.0
     try:

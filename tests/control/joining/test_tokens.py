@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import zmq
 
-from kvbaton.control import key_rotation, keyring
+from kvbaton.control import key_room, keyring
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.joining import admission_files as book
 from kvbaton.control.joining import join_client
@@ -299,7 +299,7 @@ def test_a_card_says_who_was_removed_and_since_when(tmp_path: Path) -> None:
     first = admission.card()
     assert admission.card() is first and first.removed == ()
     assert opened_card(admission.signed_card(), admission.public) == first
-    key_rotation.remove(tmp_path / "keys", "p1")
+    key_room.remove(tmp_path / "keys", "p1")
     gone = member("w1")
     book.put_joined(tmp_path / "keys", gone, sign(gone, SEED))
     book.remove_joined(tmp_path / "keys", "w1")

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from kvbaton.engines.embedded.embedded_connector import EmbeddedConnector
 from kvbaton.engines.embedded.embedded_engine import Engine
-from kvbaton.engines.embedded.embedded_storing import EmbeddedStoring
-from kvbaton.engines.embedded.engine_config import FailurePolicy, ModelConfig
+from kvbaton.engines.embedded.engine_config import EngineConfig, FailurePolicy, ModelConfig
 from kvbaton.engines.embedded.engine_request import Output
-from kvbaton.engines.embedded.kv_layout import engine_layout
+from kvbaton.engines.embedded.memory.kv_layout import engine_layout
+from kvbaton.engines.side.store import StoreSide
 from kvbaton.node.doorway import Doorway, DoorwayConfig
 from kvbaton.node.epochs import EpochTable
 from kvbaton.protocol import effects as fx
@@ -39,7 +39,7 @@ class StoreRig:
     engine: Engine
     doorway: Doorway
     shelf: EngineStore
-    storing: EmbeddedStoring
+    connector: EmbeddedConnector
     faulty: FaultyBackend
     outputs: list[Output] = field(default_factory=list)
     events: list[ev.Event] = field(default_factory=list)  # those that are not about puts
@@ -61,25 +61,32 @@ class StoreRig:
         """Every block that the connector references besides the requests themselves."""
         put = [block for blocks in self.doorway._pins.values() for block in blocks]
         held = [block for blocks in self.doorway._holds.values() for block in blocks]
-        return [*put, *held, *(block for get in self.storing._gets.values() for block in get.blocks)]
+        return [*put, *held, *(block for blocks in self.storing.holders for block in blocks)]
+
+    @property
+    def storing(self) -> StoreSide:
+        assert isinstance(self.connector.sides.stored, StoreSide)
+        return self.connector.sides.stored
+
+    def stats(self) -> dict[str, int]:
+        return self.connector.stats()
 
     def until(self, condition: Callable[[], bool]) -> None:
         def done() -> bool:
             self.turn()
             return condition()
 
-        assert poll(done, DEADLINE_S), f"not in time: {self.storing.stats()} {self.engine.stats()}"
+        assert poll(done, DEADLINE_S), f"not in time: {self.stats()} {self.engine.stats()}"
 
     def rest(self) -> None:
         """All requests are over and nothing is held; AssertionError when that takes too long."""
         self.until(
             lambda: not self.engine.scheduler.sequences and not self.doorway.put_blocks and not self.storing.busy
         )
-        assert self.storing.stats()["store_pins"] == self.shelf.pins == 0
-        assert self.engine.pool.free_count == self.engine.config.cache.blocks - 1
-        connector = self.engine.connector
-        assert isinstance(connector, EmbeddedConnector)
-        left = (connector._known, connector._lost, connector._from_store, self.storing._looks, self.storing._hashes)
+        assert self.stats()["store_pins"] == self.shelf.pins == 0
+        assert self.engine.pool.free_blocks == self.engine.config.cache.blocks - 1
+        doomed = self.connector.sides.decode._doomed
+        left = (self.connector._asked, doomed, self.storing._prompts, self.storing._promised)
         assert not any(left), left
 
     def answer(self, name: str) -> list[int]:
@@ -129,12 +136,9 @@ def store_rig(
     ranks = [LocalRankStore(faulty, rank_values(layout, rank, COMPAT), [region]) for rank, region in enumerate(regions)]
     shelf = EngineStore(ranks, settings or PATIENT)
     more = {} if clock is None else {"clock": clock}
-    storing = EmbeddedStoring(shelf, doorway, geometry.cache.block_tokens, **more)
-    connector = EmbeddedConnector(doorway, model.groups, geometry.cache.block_tokens, policy, storing=storing)
-    made = Engine(
-        type(plain.config)(model, geometry.cache, on_load_failure=policy, **_engine_part(changes)), connector, regions
-    )
-    return StoreRig(made, doorway, shelf, storing, faulty)
+    engine_config = EngineConfig(model, geometry.cache, on_load_failure=policy, **_engine_part(changes))  # type: ignore[arg-type]
+    connector = EmbeddedConnector(doorway, engine_config, shelf=shelf, **more)  # type: ignore[arg-type]
+    return StoreRig(Engine(engine_config, connector, regions), doorway, shelf, connector, faulty)
 
 
 def _engine_part(changes: dict[str, object]) -> dict[str, object]:

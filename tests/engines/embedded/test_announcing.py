@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from kvbaton.control.addressing import ControlError
-from kvbaton.engines.embedded.announcing import Herald, announcement
+from kvbaton.engines.embedded.embedded_worker import Herald, announcement
 from kvbaton.engines.embedded.worker_options import WorkerOptions
 
 QUIET_S = 0.3

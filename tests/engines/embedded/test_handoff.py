@@ -150,5 +150,5 @@ def test_pinned_blocks_of_a_finished_prefill_stay_as_they_are() -> None:
     assert (world.p.memory.pages(0)[:, kept] == before).all()
     world.p.pool.unpin(kept)
     assert [world.p.pool.epoch[block] for block in kept] == epochs
-    world.p.pool.allocate(world.p.pool.free_count)
+    world.p.pool.allocate(world.p.pool.free_blocks)
     assert all(world.p.pool.epoch[block] > epoch for block, epoch in zip(kept, epochs, strict=True))

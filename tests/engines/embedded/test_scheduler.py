@@ -9,14 +9,14 @@ import pytest
 
 from kvbaton.engines.embedded.engine_config import ModelConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest, Output, RequestState, RequestStatus
-from kvbaton.engines.embedded.hooks import BlockIds, LoadOrder, LoadOutcome, Match, Nothing, NotYet, NullConnector
+from kvbaton.engines.embedded.hooks import BlockIds, Connector, LoadOrder, LoadOutcome, Match, Nothing, NotYet
 from kvbaton.protocol.ids import RequestId
 
 from .helpers import SLIDING, TINY, answer_alone, answers, engine, finish, pair, prompt, request, step
 
 
 @dataclass
-class Scripted(NullConnector):
+class Scripted(Connector):
     """Answers `match` by request id, reports what it is told to; notes ends."""
 
     answers: dict[str, Match] = field(default_factory=dict)
@@ -196,11 +196,11 @@ def test_an_aborted_load_keeps_its_blocks_until_it_is_reported(ok: bool) -> None
     subject.abort(RequestId("a"))
     for _ in range(5):
         step(subject)
-        assert subject.pool.free_count == 60
+        assert subject.pool.free_blocks == 60
         assert subject.has_work()
     connector.reports = [report("a", ok)]
     assert step(subject) == []
-    assert subject.pool.free_count == 63
+    assert subject.pool.free_blocks == 63
     assert not subject.has_work()
     assert len(connector.ends) == 1
 

@@ -9,6 +9,7 @@ import pytest
 
 from kvbaton.api.params import TransferParams
 from kvbaton.engines.embedded.engine_request import EngineRequest, RequestStatus
+from kvbaton.engines.side.stored_puts import Phase, StoredPrompt
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
@@ -75,8 +76,8 @@ def test_what_one_engine_computed_another_loads(make: Make, shape: dict[str, obj
     d.rest()
     assert d.answer("a") == answer_alone(tokens, 6)
     assert d.cached("a") == (length - 1) // 8 * 8, "at least one token of the prompt is computed"
-    assert d.storing.stats()["store_hits_blocks_total"] == (length - 1) // 8
-    assert d.storing.stats()["store_errors_total"] == 0
+    assert d.stats()["store_hits_blocks_total"] == (length - 1) // 8
+    assert d.stats()["store_errors_total"] == 0
 
 
 def test_a_prompt_shorter_than_a_block_does_not_touch_the_store(make: Make) -> None:
@@ -91,13 +92,14 @@ def test_only_what_is_not_at_hand_is_loaded_and_the_rest_is_computed(make: Make)
     p, d = make(), make()
     shared = prompt(1, 80)
     put(p, shared[:56])
-    put(d, shared[:24])
-    hits = d.storing.stats()["store_hits_blocks_total"]
+    ask(d, "here", shared[:24], 1)
+    d.rest()
+    hits = d.stats()["store_hits_blocks_total"]
     ask(d, "a", shared)
     d.rest()
     assert d.answer("a") == answer_alone(shared, 6)
     assert d.cached("a") == 56
-    assert d.storing.stats()["store_hits_blocks_total"] == hits + 4, "three blocks were here"
+    assert d.stats()["store_hits_blocks_total"] == hits + 4, "three blocks were here"
 
 
 def test_an_engine_alone_finds_its_own_evicted_prefix_again(make: Make) -> None:
@@ -110,7 +112,7 @@ def test_an_engine_alone_finds_its_own_evicted_prefix_again(make: Make) -> None:
     ask(rig, "again", tokens)
     rig.rest()
     assert rig.answer("again") == answer_alone(tokens, 6)
-    assert rig.storing.stats()["store_hits_blocks_total"] >= 8
+    assert rig.stats()["store_hits_blocks_total"] >= 8
 
 
 def test_salted_prompts_do_not_share(make: Make) -> None:
@@ -119,7 +121,7 @@ def test_salted_prompts_do_not_share(make: Make) -> None:
     put(p, tokens)
     d.engine.add_request(EngineRequest(RequestId("a"), tokens, cache_salt="other tenant"))
     d.rest()
-    assert d.storing.stats()["store_hits_blocks_total"] == 0
+    assert d.stats()["store_hits_blocks_total"] == 0
 
 
 def test_what_was_loaded_is_not_put_again(make: Make) -> None:
@@ -131,7 +133,7 @@ def test_what_was_loaded_is_not_put_again(make: Make) -> None:
     assert d.faulty.calls["put"] == 0
     ask(d, "b", prompt(1, 50) + prompt(2, 20))
     d.rest()
-    assert d.storing.stats()["store_puts_total"] == 1
+    assert d.stats()["store_puts_total"] == 1
     assert p.faulty.calls["put"] == 1
 
 
@@ -148,7 +150,7 @@ def test_many_at_once_are_all_right(make: Make) -> None:
     for name, tokens in texts.items():
         assert p.answer(name) == d.answer(name) == answer_alone(tokens, 6)
     own = sum((len(tokens) - 1) // 8 - 5 for tokens in texts.values())  # whole blocks of 8 after those that all share
-    assert d.storing.stats()["store_hits_blocks_total"] >= 5 + own  # the shared ones once, then from D's cache
+    assert d.stats()["store_hits_blocks_total"] >= 5 + own  # the shared ones once, then from D's cache
 
 
 # --- failure
@@ -164,7 +166,7 @@ def test_a_store_that_fails_costs_a_miss_whatever_the_policy(make: Make, what: s
     ask(d, "a", tokens)
     d.rest()
     assert d.answer("a") == answer_alone(tokens, 6)
-    assert d.storing.stats()["store_errors_total"] >= 1
+    assert d.stats()["store_errors_total"] >= 1
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -180,7 +182,7 @@ def test_a_partial_get_is_a_shorter_prefix(make: Make, memory: MemoryBackend, po
     d.rest()
     assert d.answer("a") == answer_alone(tokens, 6)
     assert d.cached("a") == 24
-    assert d.storing.stats()["store_hits_blocks_total"] == 3
+    assert d.stats()["store_hits_blocks_total"] == 3
 
 
 class _Lying:
@@ -222,7 +224,7 @@ def test_a_look_up_that_hangs_holds_its_request_no_longer_than_its_time(make: Ma
     rig.until(lambda: len(rig.answer("a")) == 6)
     rig.faulty.go_on()
     rig.rest()
-    assert rig.storing.stats()["store_errors_total"] == 1
+    assert rig.stats()["store_errors_total"] == 1
 
 
 def test_the_node_times_a_look_up_out_first(make: Make) -> None:
@@ -254,8 +256,10 @@ def test_a_get_that_is_refused_is_computed(make: Make, policy: str) -> None:
     d.faulty.hangs.add("get")
     ask(d, "a", tokens)
     d.until(lambda: d.faulty.inside == 1)
-    d.storing._looks[RequestId("b")] = type(d.storing._looks[RequestId("a")])(0, 6, None, 0.0)  # answered before
     ask(d, "b", tokens)
+    found = d.storing._prompts["a"]
+    asked = d.connector._asked["b"]
+    d.storing._prompts["b"] = StoredPrompt(asked, found.hashes, found.usable, Phase.FOUND, 6)  # answered before
     d.until(lambda: len(d.answer("b")) == 6)
     d.faulty.go_on()
     d.rest()
@@ -308,7 +312,7 @@ def test_requests_preempted_around_their_loads_are_computed_here(make: Make) -> 
     d.rest()
     for name, tokens in texts.items():
         assert d.answer(name) == answer_alone(tokens, 30)
-    gets = d.storing.stats()["store_gets_total"]
+    gets = d.stats()["store_gets_total"]
     assert 1 <= gets <= 3, "each was loaded once at most"
 
 
@@ -316,24 +320,22 @@ def test_a_put_under_way_keeps_its_blocks_while_the_request_is_preempted_and_end
     rig = make(blocks=24, prefix_caching=False)
     rig.faulty.hangs.add("exists")
     first = prompt(1, 60)
-    rig.storing._looks[RequestId("a")] = _spent(rig)
-    ask(rig, "a", first, 1)
+    ask_known(rig, "a", first, 1)
     rig.until(lambda: len(rig.answer("a")) == 1)
     assert rig.doorway.put_blocks == 7
     before = _contents(rig)
     for seed in range(2, 5):
-        rig.storing._looks[RequestId(str(seed))] = _spent(rig)
-        ask(rig, str(seed), prompt(seed, 50), 30)
+        ask_known(rig, str(seed), prompt(seed, 50), 30)
     rig.until(lambda: len(rig.answer("4")) == 30)
     assert _contents(rig) == before, "what is being put was written over"
     rig.faulty.go_on()
     rig.rest()
 
 
-def _spent(rig: StoreRig) -> object:
-    from kvbaton.engines.embedded.embedded_storing import _Look
-
-    return _Look(0, 0, None, 0.0)
+def ask_known(rig: StoreRig, name: str, tokens: tuple[int, ...], answer: int) -> None:
+    """A request of which it is known that the store has nothing."""
+    ask(rig, name, tokens, answer)
+    rig.storing.brought(rig.connector._asked[name])
 
 
 def _contents(rig: StoreRig) -> bytes:
@@ -345,11 +347,10 @@ def test_puts_pin_at_most_half_of_the_pool(make: Make) -> None:
     rig = make(blocks=32)
     rig.faulty.hangs.add("exists")
     for seed in range(3):
-        rig.storing._looks[RequestId(str(seed))] = _spent(rig)  # type: ignore[assignment]
-        ask(rig, str(seed), prompt(seed, 64), 1)
+        ask_known(rig, str(seed), prompt(seed, 64), 1)
         rig.until(lambda seed=seed: len(rig.answer(str(seed))) == 1)  # type: ignore[misc]
     assert rig.doorway.put_blocks == 16
-    assert rig.storing.counters["puts_skipped"] == 1
+    assert rig.storing.counts["puts.skipped"] == 1
     rig.faulty.go_on()
     rig.rest()
 
@@ -393,7 +394,7 @@ def test_a_failed_handoff_is_loaded_from_the_store(make: Make, fail: Callable[..
     rest_after(d, fail, "a")
     assert d.answer("a") == answer_alone(tokens, 6)
     assert d.cached("a") == 48
-    assert d.storing.stats()["second_source_total"] == 1
+    assert d.stats()["second_source_total"] == 1
 
 
 @pytest.mark.parametrize("there", [0, 24])
@@ -408,7 +409,7 @@ def test_with_fail_the_store_must_have_it_all(make: Make, fail: Callable[..., No
     rest_after(d, fail, "a")
     assert d.answer("a") == []
     assert "killed" in d.reason("a")
-    assert d.storing.stats()["second_source_total"] == 0
+    assert d.stats()["second_source_total"] == 0
 
 
 @pytest.mark.parametrize("fail", FAILURES)
@@ -421,7 +422,7 @@ def test_with_recompute_a_part_is_enough(make: Make, fail: Callable[..., None]) 
     rest_after(d, fail, "a")
     assert d.answer("a") == answer_alone(tokens, 6)
     assert d.cached("a") == 24
-    assert d.storing.stats()["second_source_total"] == 1
+    assert d.stats()["second_source_total"] == 1
 
 
 def test_with_fail_a_get_that_falls_short_is_the_handoffs_failure(make: Make) -> None:
@@ -433,7 +434,7 @@ def test_with_fail_a_get_that_falls_short_is_the_handoffs_failure(make: Make) ->
     fail_at_match(d, "a")
     d.rest()
     assert d.reason("a").startswith("peer_gone")
-    assert d.storing.stats()["second_source_total"] == 0
+    assert d.stats()["second_source_total"] == 0
 
 
 def test_an_abort_after_a_failed_handoff_leaves_nothing(make: Make) -> None:

@@ -146,3 +146,34 @@ def test_a_failed_handoff_is_one_end_however_often_vllm_asks(decode: Make, asked
     assert d.match(asked(FOR_D), 0) == (0, False)
     d.finished(asked(FOR_D))
     assert ends.total() == (0 if asked_of_p else 1)
+
+
+def test_a_load_that_only_fails_its_request_brings_nothing(decode: Make) -> None:
+    """What an earlier load of the handoff brought is in that load's blocks, not in this one's."""
+    door = FakeDoor()
+    d, _ = decode(door, recomputes=False)
+    d.has_second_source = True
+    d.accepted(asked(FOR_D), TARGET)
+    door.answer = Match(MatchState.FOUND)
+    d.allocated(asked(FOR_D), [[1, 2, 3]], 40)
+    d.reported(SimpleNamespace(rank=0, request="r", end=End(Reason.PEER_GONE, "killed", good_tokens=32)))
+    [first] = d.take_verdicts()
+    assert (first.failed, first.final, first.end.good_tokens) == (True, False, 32), "a second source is asked"
+    door.answer = Match(MatchState.UNKNOWN)
+    assert d.match(asked(FOR_D), 0) == (0, False) and d.doom("r", 40) == (40, True)
+    d.allocated(asked(FOR_D), [[4, 5, 6]], 40)
+    [last] = d.take_verdicts()
+    assert (last.failed, last.final, last.end) == (True, True, End(Reason.PEER_GONE, "killed"))
+    assert d.lost("r") is None
+
+
+def test_a_failed_load_of_a_request_that_is_over_is_not_remembered(decode: Make) -> None:
+    door = FakeDoor()
+    d, _ = decode(door, recomputes=False)
+    d.has_second_source = True
+    d.accepted(asked(FOR_D), TARGET)
+    door.answer = Match(MatchState.FOUND)
+    d.allocated(asked(FOR_D), [[1, 2, 3]], 40)
+    d.finished(asked(FOR_D))
+    d.reported(SimpleNamespace(rank=0, request="r", end=End(Reason.ABORTED)))
+    assert d.lost("r") is None and len(d.take_verdicts()) == 1

@@ -9,8 +9,7 @@ import msgspec
 
 from kvbaton.observe.dashboard.pulse import CHUNKS, RETRIES, SAMPLES_MAX
 from kvbaton.observe.dashboard.recent import COUNTED_KEPT, WAITING_KEPT
-from kvbaton.observe.dashboard.scene import Figures, Trouble
-from kvbaton.observe.dashboard.sights import ListedWorker, failure_of
+from kvbaton.observe.dashboard.scene import Figures, ListedWorker, Trouble, failure_of
 from kvbaton.observe.dashboard.state import DOTS_MAX, FAILURES_MAX
 from kvbaton.observe.dashboard.watch import FRESH_S, FRESH_S_MAX, ClusterWatch
 from kvbaton.observe.flight.collector import Gathering

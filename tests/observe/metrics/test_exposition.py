@@ -13,13 +13,14 @@ from kvbaton.observe.metrics.exposition import (
     CLASSIC,
     EXEMPLAR_CHARS_MAX,
     OPENMETRICS,
+    Exemplar,
     Family,
+    Histogram,
     content_type,
     family,
     render,
     wants_openmetrics,
 )
-from kvbaton.observe.metrics.histogram import Exemplar, Histogram
 from kvbaton.observe.metrics.metric_names import Metric, MetricError, MetricKind, Where
 
 

@@ -12,7 +12,7 @@ from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics.metric_names import BY_NAME, METRICS, Metric, MetricError, MetricKind, Where
 
 ROOT = Path(__file__).parents[3]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT / "tools" / "docs"))
 
 import grafana_dashboard  # noqa: E402
 import metrics_docs  # noqa: E402
@@ -62,13 +62,13 @@ def test_every_one_is_told_by_somebody_and_in_one_section_of_the_page() -> None:
 
 def test_the_reference_page_is_as_the_list_is() -> None:
     page = metrics_docs.PAGE.read_text()
-    assert page == metrics_docs.page(page), "run: .venv/bin/python tools/metrics_docs.py"
+    assert page == metrics_docs.page(page), "run: .venv/bin/python tools/docs/metrics_docs.py"
     for metric in METRICS:
         assert f"| `{metric.name}" in page
 
 
 def test_the_dashboard_is_as_its_tool_makes_it() -> None:
-    assert grafana_dashboard.PAGE.read_text() == grafana_dashboard.text(), "run: python tools/grafana_dashboard.py"
+    assert grafana_dashboard.PAGE.read_text() == grafana_dashboard.text(), "run: python tools/docs/grafana_dashboard.py"
 
 
 def test_no_other_name_is_in_documents_rules_or_code() -> None:

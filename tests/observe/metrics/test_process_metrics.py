@@ -12,9 +12,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from kvbaton.observe.metrics import metric_names, process_metrics
 from kvbaton.observe.metrics.exposition import render
 from kvbaton.observe.metrics.metric_names import Where
-from kvbaton.observe.metrics.process_metrics import ProcessFigures, process_families
+from kvbaton.observe.metrics.process_metrics import ProcessFigures, process_families, registry_families, store_families
 from kvbaton.observe.metrics.scraping import figures
-from kvbaton.observe.metrics.service_metrics import registry_families, store_families
 
 
 def theirs() -> dict[str, float]:

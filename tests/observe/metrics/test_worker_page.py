@@ -20,7 +20,7 @@ from kvbaton.observe.metrics import metric_names, node_metrics
 from kvbaton.observe.metrics.exposition import render
 from kvbaton.observe.metrics.handoff_metrics import OBSERVED, HandoffMetrics
 from kvbaton.observe.metrics.metric_names import BY_NAME, MetricKind, Where
-from kvbaton.observe.metrics.worker_metrics import NOT_METRICS, RENAMED, render_worker
+from kvbaton.observe.metrics.process_metrics import NOT_METRICS, RENAMED, render_worker
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.router.router_stats import RouterStats, count
 from kvbaton.testing.transport_harness import poll

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.child_process import free_ports
 from tests.e2e.cluster import wait_for
 
 ROOT = Path(__file__).parents[3]

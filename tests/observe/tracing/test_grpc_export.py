@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvbaton.observe.tracing.export import ExportSettings, SpanExport
-from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.child_process import free_ports
 from tests.observe.tracing.collector import wait_until
 from tests.observe.tracing.flights import router
 

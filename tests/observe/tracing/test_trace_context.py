@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.observe.tracing import trace_context
-from kvbaton.observe.tracing.trace_context import Traceparent, new_span_id, new_trace, parse
+from kvbaton.observe.tracing import trace_spans
+from kvbaton.observe.tracing.trace_spans import Traceparent, new_span_id, new_trace, parse
 
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 SPAN = "00f067aa0ba902b7"
@@ -59,7 +59,7 @@ def test_what_breaks_the_rules_is_no_trace(text):
 @pytest.mark.parametrize("more", ["", "-", "-more", "-more-and-more"])
 def test_a_later_version_is_read_as_far_as_it_is_known_and_told_further_as_00(more):
     read = parse(f"cc-{TRACE}-{SPAN}-ff{more}")
-    assert read == Traceparent(TRACE, SPAN, trace_context.KNOWN_FLAGS)
+    assert read == Traceparent(TRACE, SPAN, trace_spans.KNOWN_FLAGS)
     assert str(read.child("1" * 16)) == f"00-{TRACE}-{'1' * 16}-03"
 
 
@@ -103,5 +103,5 @@ def test_new_traces_and_spans_are_valid_and_differ():
 
 def test_ids_are_never_all_zeros(monkeypatch):
     drawn = iter([bytes(8), bytes(8), bytes(7) + b"\x01"])
-    monkeypatch.setattr(trace_context.secrets, "token_bytes", lambda size: next(drawn))
+    monkeypatch.setattr(trace_spans.secrets, "token_bytes", lambda size: next(drawn))
     assert new_span_id() == "0" * 15 + "1"

@@ -25,8 +25,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.transports.core.jobs import CopyJob, Jobs
-from kvbaton.transports.core.turn_thread import TurnThread
+from kvbaton.transports.core.jobs import CopyJob, Jobs, TurnThread
 from kvbaton_mori.engine import MoriEngine, MoriError, MoriOutcome, Plot
 from kvbaton_mori.links import MoriLink, MoriPart, part_of
 

@@ -28,10 +28,9 @@ import numpy as np
 
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.catalogue_entry import CatalogueEntry, PlaneSettings, loads
-from kvbaton.transports.core.device_memory import DeviceMemory
-from kvbaton.transports.core.shared_memory import REGIONS_MAX, RegisteredMemory
+from kvbaton.transports.core.mover import cut
+from kvbaton.transports.core.shared_memory import REGIONS_MAX, DeviceMemory, RegisteredMemory
 from kvbaton.transports.core.shell import DrivenShell, at_least_one
-from kvbaton.transports.core.span_tables import cut
 from kvbaton.transports.core.transport import Capabilities, Copy, Spans
 from kvbaton_mori.endpoint import MoriEndpoint, name_engine, pack, parse
 from kvbaton_mori.engine import MoriEngine, MoriError, MoriPlace, Plot, load

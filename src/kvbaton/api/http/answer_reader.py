@@ -13,8 +13,7 @@ from typing import Any
 import httptools
 
 from kvbaton.api.http.client_quotas import Tab
-from kvbaton.api.http.http_types import HEADERS_BYTES_MAX, Header
-from kvbaton.api.http.wire_errors import GarbageError, NoRoomError, WireError
+from kvbaton.api.http.http_types import HEADERS_BYTES_MAX, GarbageError, Header, NoRoomError, WireError
 
 PIECES_MAX = 1 << 16
 """Of a whole answer: each costs more than its bytes."""

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.http.http_client import Pool, origin, request_bytes
-from kvbaton.api.http.wire_errors import WireError
+from kvbaton.api.http.http_types import WireError
 
 CONNECT_S = 10.0
 BODY_BYTES_MAX = 64 << 20

@@ -24,10 +24,10 @@ import msgspec
 
 from kvbaton.api.http.answer_reader import AnswerReader
 from kvbaton.api.http.client_quotas import Tab, connections_max, descriptors
-from kvbaton.api.http.http_types import Header
-from kvbaton.api.http.wire_errors import (
+from kvbaton.api.http.http_types import (
     BrokenError,
     GarbageError,
+    Header,
     LateError,
     NoRoomError,
     StaleError,

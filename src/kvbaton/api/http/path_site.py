@@ -2,21 +2,30 @@
 
 Laws: nothing that a client sent is in the log but its path and its id of the request: whoever reaches the port could
 fill a disk with it, or have a proxy's credentials written down there. A body is taken as the bytes that came.
+
+`/health` and `/metrics` of a process that serves no HTTP otherwise, such as a store or a registry.
+
+Law: read only. It tells sizes and counts, no names of prompts and no contents; who may reach the address is up to the
+operator.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import resource
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 from kvbaton.api import screening
 from kvbaton.api.api_errors import ApiError
 from kvbaton.api.http.client_quotas import ClientQuotas
-from kvbaton.api.http.http_types import Handler, Request
+from kvbaton.api.http.http_server import serving
+from kvbaton.api.http.http_types import Answer, Handler, Request, json_answer, metrics_answer
 from kvbaton.api.request_ids import checked_request_id
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.codes.entry import worth_saying
+from kvbaton.observe.metrics import exposition
+from kvbaton.observe.metrics.exposition import Family
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +61,7 @@ class PathSite:
         self.room = ClientQuotas(HELD_BYTES_MAX, holder="this server", setting="")
         self.guards: list[Guard] = []
         self.malformed = 0
-        self._routes = routes
+        self.routes = routes
 
     def name_of(self, given: str) -> str:
         return checked_request_id(given)
@@ -65,9 +74,9 @@ class PathSite:
             raise ApiError(417, said, param="Expect")
 
     def handler(self, method: str, path: str) -> Handler:
-        methods = self._routes.get(path)
+        methods = self.routes.get(path)
         if methods is None:
-            said = f"{method} {path[:200]}: no such path; there are {', '.join(self._routes)}"
+            said = f"{method} {path[:200]}: no such path; there are {', '.join(self.routes)}"
             raise ApiError(404, said, code="not_found")
         return handler_of(methods, method, path)
 
@@ -118,3 +127,24 @@ def takes_body(handler: Handler) -> Mapping[str, Handler]:
 def _connections_max() -> int:
     """As many as are good for anything, and never more than half of the descriptors that this process may have."""
     return min(CONNECTIONS_MAX, max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
+
+
+BODY_BYTES_MAX = 1024
+
+
+@contextlib.asynccontextmanager
+async def status_page(
+    address: str, health: Callable[[], Mapping[str, Any]], families: Callable[[], Sequence[Family]]
+) -> AsyncIterator[str]:
+    """Answers at `host:port` while the context lasts; gives the URL (port 0 takes a free one)."""
+
+    async def tell_health(_: Request) -> Answer:
+        return json_answer(health())
+
+    async def tell_metrics(request: Request) -> Answer:
+        return metrics_answer(request, lambda openmetrics: exposition.render(families(), openmetrics=openmetrics))
+
+    site = PathSite({"/health": reads(tell_health), "/metrics": reads(tell_metrics)}, BODY_BYTES_MAX)
+    host, _, number = address.rpartition(":")
+    async with serving(site, host.strip("[]"), int(number)) as url:
+        yield url

@@ -31,11 +31,9 @@ from kvbaton.control.joining import join_messages as m
 from kvbaton.control.joining.admission import Admission
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.listener import ROUTE_BYTES
-from kvbaton.control.poll_loop import LoopThread
-from kvbaton.control.sockets import NOBLOCK_MORE, Socket, SocketPlane
-from kvbaton.control.waker import Waker
-from kvbaton.control.zap_auth import ZapGate
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.control.poll_loop import LoopThread, Waker
+from kvbaton.control.sockets import NOBLOCK_MORE, Socket, SocketPlane, ZapGate
+from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.ids import WorkerId
 
 log = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ import msgspec
 from zmq.utils import z85
 
 from kvbaton.control.addressing import ControlError
-from kvbaton.control.key_modes import is_open
+from kvbaton.control.key_files import is_open
 from kvbaton.protocol.privileges import Role
 
 PREFIX = "kvbt1-"

@@ -9,8 +9,7 @@ libzmq does not bound: it gathers all frames of one message before it hands it o
 is the authenticated way, and what it lists is never displaced from here.
 """
 
-from kvbaton.control.plain.announced_roster import AnnouncedWorker, PlainSettings
-from kvbaton.control.plain.announcement_listener import PlainListener
+from kvbaton.control.plain.announcement_listener import AnnouncedWorker, PlainListener, PlainSettings
 from kvbaton.control.plain.announcements import Announcement, Fleet, PlainFault
 
 __all__ = ["AnnouncedWorker", "Announcement", "Fleet", "PlainFault", "PlainListener", "PlainSettings"]

@@ -5,6 +5,7 @@ registry tells every worker about the others, and routers about all. It lives in
 Losing all of them costs news, never service: workers and routers go on with the last list they had.
 """
 
+from kvbaton.control.addressing import registry_places
 from kvbaton.control.registry.allowed_networks import Networks
 from kvbaton.control.registry.member import HeldReport, MemberState
 from kvbaton.control.registry.operator import OperatorLine
@@ -19,7 +20,6 @@ from kvbaton.control.registry.registry_messages import (
     WorkerState,
     addresses,
 )
-from kvbaton.control.registry.registry_places import registry_places
 from kvbaton.control.registry.registry_readers import RegistryReaders
 from kvbaton.control.registry.registry_roster import RegistrySettings
 from kvbaton.control.registry.registry_server import RegistryServer

@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 
-from kvbaton.control.addressing import ControlError, ControlLimits, check_endpoint
+from kvbaton.control.addressing import ControlError, ControlLimits, RegistryPlace, check_endpoint
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.registry import registry_messages as m
-from kvbaton.control.registry.registry_places import RegistryPlace
 from kvbaton.control.registry.statements import drain_order
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.ids import Incarnation, WorkerId

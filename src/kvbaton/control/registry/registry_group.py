@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kvbaton.control.addressing import RegistryPlace
 from kvbaton.control.joining.certificate import Membership
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.registry import registry_messages as m
@@ -28,7 +29,6 @@ from kvbaton.control.registry.registry_client import (
     OnShow,
     RegistryClient,
 )
-from kvbaton.control.registry.registry_places import RegistryPlace
 from kvbaton.control.registry.registry_roster import RegistrySettings
 from kvbaton.control.registry.registry_union import News, RegistryUnion, RegistryView
 from kvbaton.control.registry.statement_reader import StatementReader

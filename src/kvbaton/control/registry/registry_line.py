@@ -12,14 +12,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar
 
-from kvbaton.control.addressing import ControlLimits
+from kvbaton.control.addressing import ControlLimits, RegistryPlace
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.registry import registry_messages as m
-from kvbaton.control.registry.registry_places import RegistryPlace
 from kvbaton.control.registry.registry_roster import RegistrySettings
 from kvbaton.control.registry.registry_union import Hearing, RegistryView, UnionEntry
 from kvbaton.control.zmq import ZmqControl
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.codes.entry import worth_saying
 
 log = logging.getLogger(__name__)
 

@@ -17,19 +17,18 @@ from functools import partial
 
 import msgspec
 
-from kvbaton.control.addressing import ControlError, ControlLimits
+from kvbaton.control.addressing import ControlError, ControlLimits, RegistryPlace
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.poll_loop import LoopThread
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.allowed_networks import Networks
 from kvbaton.control.registry.registry_line import RegistryLine
-from kvbaton.control.registry.registry_places import RegistryPlace
 from kvbaton.control.registry.registry_roster import RegistrySettings
 from kvbaton.control.registry.registry_union import News, RegistryUnion, RegistryView
-from kvbaton.control.registry.reports import OnReport
+from kvbaton.control.registry.registry_watchers import OnReport
 from kvbaton.control.registry.statement_reader import StatementReader
 from kvbaton.control.registry.statements import RESIGN_S
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.privileges import Act, may
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX

@@ -29,11 +29,10 @@ from kvbaton.control.poll_loop import LoopThread
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.allowed_networks import Networks
 from kvbaton.control.registry.registry_roster import RegistryRoster, RegistrySettings, Standing
-from kvbaton.control.registry.registry_watchers import RosterWatchers
-from kvbaton.control.registry.reports import OnReport, Reports
+from kvbaton.control.registry.registry_watchers import OnReport, Reports, RosterWatchers
 from kvbaton.control.registry.statements import is_ordered, may_serve, registered
 from kvbaton.control.zmq import LOOPBACK, ZmqControl
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.privileges import Act, Role, may
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX

@@ -28,7 +28,7 @@ from kvbaton.control.registry.registry_messages import Registration, RegistryFau
 from kvbaton.control.registry.registry_union import RegistryView, UnionEntry
 from kvbaton.control.registry.statements import FRESH_S, Statement
 from kvbaton.control.signing import Signed
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.ids import PeerId, WorkerId
 from kvbaton.protocol.privileges import Role

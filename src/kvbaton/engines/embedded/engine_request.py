@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvbaton.engines.embedded.block_cache import HashChain
-from kvbaton.engines.embedded.block_tables import Tables
+from kvbaton.engines.embedded.memory.block_cache import HashChain
+from kvbaton.engines.embedded.memory.block_tables import Tables
 from kvbaton.observe.codes.alone_reasons import UNASKED
 from kvbaton.protocol.ids import RequestId
 
@@ -72,6 +72,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     handoff: object = None  # the connector's; the engine never looks at it
     said: str = UNASKED  # why nothing is handed over, as the router said it; for the connector too
+    arrived_at: float | None = None  # on the wall's clock, where that was before the engine knew of it; likewise
 
 
 class Output(msgspec.Struct, frozen=True):

@@ -17,8 +17,6 @@ from collections.abc import Iterable
 import msgspec
 
 from kvbaton.engines.embedded import tokenizer
-from kvbaton.engines.embedded.block_cache import HashChain
-from kvbaton.engines.embedded.block_tables import Hit, KvCache
 from kvbaton.engines.embedded.engine_config import EngineConfig
 from kvbaton.engines.embedded.engine_request import (
     EngineRequest,
@@ -30,6 +28,8 @@ from kvbaton.engines.embedded.engine_request import (
     Sequence,
 )
 from kvbaton.engines.embedded.hooks import Connector, LoadOrder, LoadOutcome, NoRoom, NotYet
+from kvbaton.engines.embedded.memory.block_cache import HashChain
+from kvbaton.engines.embedded.memory.block_tables import Hit, KvCache
 from kvbaton.protocol.ids import RequestId
 
 
@@ -229,7 +229,7 @@ class Scheduler:
         sequence.era = self.cache.pool.era
         tables = self.cache.adopt(hit)
         computed = min(known, all_tokens - 1)
-        fits = self.cache.missing(tables, all_tokens, computed) <= self.cache.pool.free_count
+        fits = self.cache.missing(tables, all_tokens, computed) <= self.cache.pool.free_blocks
         if not fits or not self.cache.grow(tables, known, computed):
             self.cache.release(tables)
             return False

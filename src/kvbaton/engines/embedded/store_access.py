@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.keyring import Keyring
-from kvbaton.engines.embedded.embedded_storing import EmbeddedStoring
-from kvbaton.engines.embedded.hooks import Connector
+from kvbaton.engines.embedded.embedded_connector import EmbeddedConnector
 from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.node.cluster_node import EngineFacts
 from kvbaton.node.doorway import Doorway
@@ -33,18 +32,15 @@ POLL_S = 0.005
 class StoreAccess:
     """One worker's parts of the store."""
 
-    def __init__(
-        self, shelf: EngineStore, storing: EmbeddedStoring, doorway: Doorway, shared: Sequence[Backend]
-    ) -> None:
+    def __init__(self, shelf: EngineStore, doorway: Doorway, shared: Sequence[Backend]) -> None:
         self.shelf = shelf
-        self.storing = storing
         self._doorway = doorway
         self._shared = shared  # by ranks, who do not close it
 
-    def settle(self, connector: Connector) -> None:
+    def settle(self, connector: EmbeddedConnector) -> None:
         """When the engine's thread has ended and the node's runs: drop what the engine holds for the store."""
         until = time.monotonic() + END_S
-        while (self._doorway.put_blocks or self.storing.busy) and time.monotonic() < until:
+        while (self._doorway.put_blocks or connector.sides.stored.held_blocks) and time.monotonic() < until:
             connector.step_begin()
             time.sleep(POLL_S)
 
@@ -85,5 +81,4 @@ def open_store(
         doorway.wake_engine()  # looked up when it is needed: the engine's thread sets it later
 
     shelf.wake_engine = wake
-    storing = EmbeddedStoring(shelf, doorway, options.block_tokens)
-    return StoreAccess(shelf, storing, doorway, () if owned else backends[:1])
+    return StoreAccess(shelf, doorway, () if owned else backends[:1])

@@ -13,12 +13,11 @@ from typing import Literal
 import msgspec
 
 from kvbaton.api.tokens import is_loopback
-from kvbaton.control.addressing import check_authority
+from kvbaton.control.addressing import check_authority, registry_places
 from kvbaton.control.joining.advertised_address import own_address
 from kvbaton.control.joining.join_token import TOKEN_ENV
 from kvbaton.control.joining.key_source import AUTO, NEEDED, Credentials
 from kvbaton.control.plain.announcer import FORGET_S
-from kvbaton.control.registry.registry_places import registry_places
 from kvbaton.node.pin_budget import PIN_SHARE, PIN_WAIT_S
 from kvbaton.node.turn_keeping import TurnSettings
 from kvbaton.observe.tracing.export import traces_url

@@ -13,8 +13,8 @@ import msgspec
 from kvbaton.api.api_errors import ApiError
 from kvbaton.api.foreign import SHOWN_CHARS, ForeignLookup, translated
 from kvbaton.api.params import FIELD, Mode, TransferParams, TurnOffer
-from kvbaton.observe.tracing.trace_context import HEADER as TRACE_HEADER
-from kvbaton.observe.tracing.trace_context import parse as parse_trace
+from kvbaton.observe.tracing.trace_spans import HEADER as TRACE_HEADER
+from kvbaton.observe.tracing.trace_spans import parse as parse_trace
 from kvbaton.protocol.errors import ProtocolError, Reason
 
 __all__ = ["Ask", "ForeignLookup", "ParamsSource", "Target", "ask_of", "wants_kv"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +20,12 @@ from kvbaton.api.params import Mode
 from kvbaton.engines.side.asks import Target
 from kvbaton.engines.side.grouping import Grouping, Tables, real
 from kvbaton.engines.side.guard import note
-from kvbaton.engines.side.instructions import NOT_YET, NOTHING, LoadVerdict
+from kvbaton.engines.side.instructions import NOT_YET, NOTHING, Answer, LoadVerdict
 from kvbaton.engines.side.load_admission import LoadAdmission
 from kvbaton.engines.side.protocols import PinPool, SideRequests
 from kvbaton.node.doorway import Doorway, LoadReport, MatchState
 from kvbaton.node.prompt_account import PromptAccount
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.content import digest
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import Reason
@@ -34,6 +34,7 @@ from kvbaton.protocol.ids import RequestId
 
 log = logging.getLogger(__name__)
 
+ABORTED = End(Reason.ABORTED)
 EARLY_SHARE = 4
 """Of the cache, one part in so many may be taken by loads that began before P's answer."""
 
@@ -42,10 +43,16 @@ class FailedLoads:
     """What became of handoffs that failed: on the account, and in the log, of each reason the first few and then ever
     fewer."""
 
-    def __init__(self, account: PromptAccount | None = None, refused: Counter[str] | None = None) -> None:
-        """`refused`: counts those that never reached the ledger, by reason."""
+    def __init__(
+        self,
+        account: PromptAccount | None = None,
+        refused: Counter[str] | None = None,
+        client_id: Callable[[str], str] = str,
+    ) -> None:
+        """`refused`: counts those that never reached the ledger, by reason. `client_id`: of a request's own id."""
         self._account = PromptAccount() if account is None else account
         self.refused: Counter[str] = Counter() if refused is None else refused
+        self._client_id = client_id
         self._said: Counter[str] = Counter()
 
     def say(self, request_id: str, end: End, *, recomputes: bool) -> None:
@@ -57,16 +64,22 @@ class FailedLoads:
         self._said[str(end.reason)] += 1
         if worth_saying(self._said[str(end.reason)]):
             what = "its prompt is computed here" if recomputes else "it fails"
-            log.warning("[no-kv] kvbaton: no KV for request %s (%s: %s); %s", request_id, end.reason, end.detail, what)
+            log.warning(
+                "[no-kv] kvbaton: no KV for request %s (%s: %s); %s", request_id, end.reason, end.detail, what,
+                extra={"request": self._client_id(request_id)},
+            )  # fmt: skip
 
 
 @dataclass(slots=True)
 class _Load:
-    """A load that vLLM waits for."""
+    """A load that the engine waits for."""
 
     first_token: int
     blocks: Groups
+    is_early: bool = False  # it began before P's answer
+    is_promised: bool = True  # else nobody said that it would succeed, and its failure fails nothing
     is_void: bool = False  # whatever comes of it, it is of no use any more
+    is_over: bool = False  # its request has ended
 
 
 @dataclass(slots=True)
@@ -78,10 +91,10 @@ class DecodeSide:
     grouping: Grouping
     requests: SideRequests
     recomputes: bool  # else a failed handoff fails its request
-    keeps_prefix: bool  # vLLM can keep the good blocks of a failed load: only with one group, and that of KV
+    keeps_prefix: bool  # the engine can keep the good blocks of a failed load: only with one group, and that of KV
     room: LoadAdmission | None = None
     blocks_total: int = 0
-    _early: dict[str, int] = field(default_factory=dict)  # blocks of loads that began before P's answer
+    has_second_source: bool = False  # which the engine asks before it lets a failed handoff fail its request (`doom`)
     _positions: dict[str, int] = field(default_factory=dict)
     _doomed: dict[str, End] = field(default_factory=dict)
     _loads: dict[str, _Load] = field(default_factory=dict)
@@ -139,7 +152,15 @@ class DecodeSide:
             if not self.recomputes:
                 self._doomed[request_id] = found.end
         self.door.not_needed(RequestId(request_id))
-        return (missing, True) if request_id in self._doomed and missing > 0 else NOTHING
+        return NOTHING if self.has_second_source else self.doom(request_id, missing)
+
+    def doom(self, request_id: str, missing_tokens: int) -> Answer:
+        """Nobody else has the prompt of a handoff that failed: its request is failed, by a load that fails."""
+        return (missing_tokens, True) if request_id in self._doomed and missing_tokens > 0 else NOTHING
+
+    def lost(self, request_id: str) -> End | None:
+        """How its handoff failed, where that fails the request unless there is a second source."""
+        return self._doomed.get(request_id)
 
     def blocked(self, request: Any) -> bool:
         """Whether `match` has to wait, for P or for room. Without side effects."""
@@ -150,10 +171,11 @@ class DecodeSide:
 
     def _spares(self, position: int) -> bool:
         needed = sum(self.grouping.needed(position))
-        return needed + sum(self._early.values()) <= self.blocks_total // EARLY_SHARE
+        early = sum(sum(map(len, load.blocks)) for load in self._loads.values() if load.is_early)
+        return needed + early <= self.blocks_total // EARLY_SHARE
 
     def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:
-        """vLLM has blocks for the request; with external tokens it now waits for a report."""
+        """The engine has blocks for the request; with external tokens it now waits for a report."""
         request_id = request.request_id
         position = self._positions.pop(request_id, None)
         if self.room is not None:
@@ -162,20 +184,23 @@ class DecodeSide:
             self._doomed.pop(request_id, None)
             self.door.not_needed(RequestId(request_id))
             return
+        doomed = self._doomed.pop(request_id, None)
+        if doomed is not None:
+            self.fails(request_id, doomed)
+            return
         self._loads[request_id] = _Load(0, ())
-        if self._doomed.pop(request_id, None) is not None or position is None:
-            self._conclude(request_id, End(Reason.ABORTED))
+        if position is None:
+            self._conclude(request_id, ABORTED)
             return
         first_token = position - external_tokens
         grouping = self.grouping
         wanted = grouping.cut(tables, grouping.first(first_token), grouping.needed(position), position)
         self.begin_load(request_id, first_token, wanted)
 
-    def begin_load(self, request_id: str, first_token: int, wanted: Groups) -> None:
-        """From here on one report is owed to vLLM."""
-        self._loads[request_id] = _Load(first_token, wanted)
-        if self.door.waits(RequestId(request_id)):
-            self._early[request_id] = sum(map(len, wanted))
+    def begin_load(self, request_id: str, first_token: int, wanted: Groups, *, promised: bool = True) -> None:
+        """From here on one report is owed to the engine."""
+        early = self.door.waits(RequestId(request_id))
+        self._loads[request_id] = _Load(first_token, wanted, early, promised)
         self.pool.touch(real(wanted))  # before anybody knows of them, so that a failure here costs the load alone
         try:
             self.door.allocated(RequestId(request_id), wanted, first_token)
@@ -185,7 +210,7 @@ class DecodeSide:
             raise
 
     def broke(self, request: Any) -> None:
-        """Something here failed while a load began, for which vLLM waits: it has ended as failed. Never raises."""
+        """Something here failed while a load began that the engine waits for: it has ended as failed. Never raises."""
         request_id = RequestId(request.request_id)
         try:
             self.door.gave_up(request_id)
@@ -198,6 +223,8 @@ class DecodeSide:
         """The request is over in the engine; a load under way still gets its report."""
         self._positions.pop(request.request_id, None)
         self._doomed.pop(request.request_id, None)
+        if (load := self._loads.get(request.request_id)) is not None:
+            load.is_over = True
         if self.room is not None:
             self.room.left(request.request_id)
         self.door.gave_up(RequestId(request.request_id))
@@ -207,14 +234,14 @@ class DecodeSide:
         if duty.rank == 0:
             self._conclude(duty.request, duty.end)
 
-    def fails(self, request_id: str) -> None:
-        """Whatever the ledger said of this load, it counts as failed: vLLM would wait for its report for ever."""
+    def fails(self, request_id: str, end: End = ABORTED) -> None:
+        """Whatever the ledger said of this load, it counts as failed: the engine would wait for its report for ever."""
         self._loads.pop(request_id, None)
-        self._early.pop(request_id, None)
-        self._verdicts.append(LoadVerdict(request_id, failed=True))
+        nothing = End(end.reason, end.detail)  # what an earlier load brought is not in this one's blocks
+        self._verdicts.append(LoadVerdict(request_id, failed=True, end=nothing, final=True))
 
     def voided(self) -> None:
-        """Weights were replaced: no load that vLLM has not been told of is good, also where its last byte is here."""
+        """Weights were replaced: no load that the engine was not told of is good, also where its last byte is here."""
         for load in self._loads.values():
             load.is_void = True
 
@@ -228,20 +255,21 @@ class DecodeSide:
 
     def _conclude(self, request_id: str, end: End) -> None:
         load = self._loads.pop(request_id, None)
-        self._early.pop(request_id, None)
         if load is None:
             return
         if load.is_void:
             end = End(Reason.ABORTED, "weights were replaced while it was loaded")
-        self._say(request_id, end)
-        bad = self._bad_blocks(load, end)
-        self._verdicts.append(LoadVerdict(request_id, failed=not end.delivered and not bad, bad_blocks=tuple(bad)))
+        self._say(request_id, end, promised=load.is_promised)
+        bad, final = tuple(self._bad_blocks(load, end)), load.is_promised
+        if final and self.has_second_source and not (end.delivered or self.recomputes or load.is_over):
+            self._doomed[request_id], final = end, False
+        self._verdicts.append(LoadVerdict(request_id, not end.delivered and not bad, bad, end, final))
 
-    def _say(self, request_id: str, end: End) -> None:
-        self.failed.say(request_id, end, recomputes=self.recomputes)
+    def _say(self, request_id: str, end: End, *, promised: bool = True) -> None:
+        self.failed.say(request_id, end, recomputes=self.recomputes or not promised)
 
     def _bad_blocks(self, load: _Load, end: End) -> Iterable[int]:
-        """What must be computed again, where vLLM can keep the rest, and some of it is good."""
+        """What must be computed again, where the engine can keep the rest, and some of it is good."""
         if end.delivered or not (self.recomputes and self.keeps_prefix) or end.good_tokens <= load.first_token:
             return ()
         size = self.grouping.block_tokens[0]

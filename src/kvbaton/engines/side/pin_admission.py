@@ -1,8 +1,8 @@
-"""Room to pin at a vLLM engine that computes prompts for others: who may begin, who waits, what a refusal looks like.
+"""Room to pin at an engine that computes prompts for others: who may begin, who waits, what a refusal looks like.
 
 vLLM has no way for a connector to refuse a request. So one that found no room is shortened to its first token, which
 costs a step and no cache, and its answer says that nothing was kept: kvbaton's router asks another P, other routers
-pass the word on, and D computes the prompt.
+pass the word on, and D computes the prompt. An engine that can refuse asks `room` instead of `is_put_off`.
 
 Laws: a prompt is admitted before vLLM gives it blocks, and leased only if it was admitted. A D that waits for a prompt
 that is refused is told. A request whose answer is of the prompt itself is computed whole, and leased to nobody.
@@ -37,14 +37,24 @@ class PinAdmission:
         self._clock = clock
         self._on_refused = on_refused
 
-    def is_put_off(self, request: Any) -> bool:
-        """Whether the request is to be asked about again: it waits for room, or was shortened just now."""
+    def room(self, request: Any) -> Room:
+        """Whether the request may begin. One that is refused is leased to nobody, and whoever waits for it is told."""
         prompt = self._prefill.prompts.get(request.request_id)
         if prompt is None:
-            return False
+            return Room.ADMITTED
         name = RequestId(request.request_id)
         room = self._budget.ask(name, self._blocks(prompt), self._clock(), prompt.holder)
-        return room is Room.WAITING or (room is Room.REFUSED and self._refuse(request, prompt))
+        if room is Room.REFUSED:
+            del self._prefill.prompts[request.request_id]
+            self._prefill.refused.add(request.request_id)
+            self._on_refused(request)
+            self._prefill.tell_reader(prompt, Reason.PINS_FULL)
+        return room
+
+    def is_put_off(self, request: Any) -> bool:
+        """Whether the request is to be asked about again: it waits for room, or was shortened just now."""
+        room = self.room(request)
+        return room is Room.WAITING or (room is Room.REFUSED and self._shorten(request))
 
     def blocked(self, request: Any) -> bool:
         """Whether `is_put_off` would still make it wait. Without side effects."""
@@ -57,12 +67,8 @@ class PinAdmission:
     def _blocks(self, prompt: PrefillPrompt) -> int:
         return sum(self._prefill.grouping.needed(prompt.position))
 
-    def _refuse(self, request: Any, prompt: PrefillPrompt) -> bool:
+    def _shorten(self, request: Any) -> bool:
         """Returns whether vLLM has to look at it anew: it is shorter than vLLM thinks."""
-        del self._prefill.prompts[request.request_id]
-        self._prefill.refused.add(request.request_id)
-        self._on_refused(request)
-        self._prefill.tell_reader(prompt, Reason.PINS_FULL)
         requests = self._prefill.requests
         if requests.wants_whole_prompt(request) or request.num_prompt_tokens <= SHORTENED_TOKENS:
             return False

@@ -10,6 +10,7 @@ granted is stale before the step that overwrites it runs (decision 0019).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,9 +148,12 @@ class PrefillSide:
         if prompt is not None:
             self._spoil(prompt, Reason.SOURCE_PREEMPTED)
 
-    def voided(self) -> None:
-        """Nothing of what is being computed may be handed over: weights were replaced. D computes it."""
+    def voided(self, of: Container[str] | None = None) -> None:
+        """Nothing of what is being computed (`of` these requests) may be handed over: weights were replaced. D computes
+        it."""
         for request_id, prompt in list(self.prompts.items()):
+            if of is not None and request_id not in of:
+                continue
             if prompt.lease is None and not prompt.spoilt:
                 self.tell_reader(prompt, Reason.SOURCE_ABORTED)
             self._spoil(prompt, Reason.SOURCE_ABORTED)
@@ -182,7 +186,7 @@ class PrefillSide:
             return dict(NOTHING_FOR_D) if declined and well else None
         whole_prompt = well and request.num_computed_tokens >= prompt.position
         if not self.door.budget.holds(RequestId(request.request_id)):
-            whole_prompt = False  # vLLM did not ask about it: nothing was promised
+            whole_prompt = False  # the engine did not ask about it: nothing was promised
         if self.grouping.stateful and request.num_computed_tokens > prompt.position:
             whole_prompt = False  # its states have counted more tokens than are handed over
         try:
@@ -222,7 +226,7 @@ class PrefillSide:
             self.pool.unpin(ids)
 
     def _keep(self, prompt: PrefillPrompt, tables: Tables) -> None:
-        """Hold the blocks that the last token still needs and that vLLM drops before the request is over."""
+        """Hold the blocks that the last token still needs and that the engine drops before the request is over."""
         if prompt.kept:
             return
         kept = self._all_of(prompt, tables)

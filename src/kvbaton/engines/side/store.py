@@ -11,7 +11,8 @@ from __future__ import annotations
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -20,25 +21,131 @@ import msgspec
 from kvbaton.engines.side.grouping import Grouping, Tables
 from kvbaton.engines.side.guard import guarded, makes, note, returns
 from kvbaton.engines.side.instructions import NOT_YET, NOTHING, LoadVerdict
-from kvbaton.engines.side.no_store import NoStore
 from kvbaton.engines.side.protocols import PinPool, SideRequests
-from kvbaton.engines.side.second_loads import SecondLoads
 from kvbaton.engines.side.stored_loads import GRACE_S, StoredLoads
 from kvbaton.engines.side.stored_puts import Phase, StoredPrompt, StoredPuts
 from kvbaton.node.doorway import Doorway
+from kvbaton.protocol.geometry.layout import needed_blocks
 from kvbaton.ranks.engine_store import AskId, EngineStore, StoreTold
 from kvbaton.store.content_keys import chain
 
 LOOKUPS_MAX = 64
 """Under way; further ones wait for their turn, within their deadline. What the shelf takes beyond it is for loads."""
+SPARE_BLOCKS = 1
+"""For each request, since vLLM rounds up and keeps a place for the next token."""
+
+
+class NoStore:
+    """An engine without a store: nothing is done. `StoreSide` has the same methods, so no hook asks which it is."""
+
+    __slots__ = ()
+
+    def promised(self, request_id: str) -> None:
+        """A request came whose KV somebody else has: the store is its second source."""
+
+    def match(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        return NOTHING
+
+    def offers(self, request_id: str) -> bool:
+        return False
+
+    def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:
+        pass
+
+    def reports(self, request_id: str) -> bool:
+        return False
+
+    def take(self) -> None:
+        pass
+
+    def take_verdicts(self) -> tuple[LoadVerdict, ...]:
+        return ()
+
+    def passed_over(self, request_id: str) -> None:
+        pass
+
+    def brought(self, request: Any) -> None:
+        pass
+
+    def preempted(self, request_id: str) -> None:
+        pass
+
+    def ends_prompts(self, step: int, chunks: Mapping[str, int], tables_of: Callable[[str], Tables]) -> bool:
+        return False
+
+    def computed(self, step: int) -> None:
+        pass
+
+    def finished(self, request: Any, tables: Tables, *, well: bool) -> None:
+        pass
+
+    def reset(self) -> bool:
+        return True
+
+    def let_go(self) -> None:
+        pass
+
+    def let_loads_go(self) -> None:
+        pass
+
+    @property
+    def holders(self) -> Iterable[Sequence[int]]:
+        """The blocks of each load."""
+        return ()
+
+    @property
+    def held_blocks(self) -> int:
+        return 0
+
+    @property
+    def busy(self) -> bool:
+        return False
+
+    def figures(self) -> dict[str, int]:
+        """Counts for the metrics, by name."""
+        return {}
+
+
+@dataclass(slots=True)
+class SecondLoads:
+    """Requests that got blocks for a load and have not run since: whether one of them may be loaded again.
+
+    vLLM (0.32.0) goes on reserving blocks for a load that failed until its request runs, and admits a load only into
+    what nobody has reserved. So a second load needs its blocks twice; without that room it bars the queue, behind
+    itself, for ever: three failed loads of half a cache each wait for one another (`kvbaton conformance vllm --seeds
+    292`). Law: a second load begins only if its blocks are free beyond all that loads have reserved, or its prompt is
+    computed.
+    """
+
+    pool: PinPool
+    block_tokens: int
+    _reserved: dict[str, int] = field(default_factory=dict)
+
+    def allocated(self, request: Any, external_tokens: int) -> None:
+        """A request got blocks: to be loaded, or to run."""
+        if external_tokens:
+            self._reserved[request.request_id] = self._need(request)
+        else:
+            self.left(request.request_id)
+
+    def left(self, request_id: str) -> None:
+        self._reserved.pop(request_id, None)
+
+    def admits(self, request: Any) -> bool:
+        if request.request_id not in self._reserved:
+            return True
+        return self.pool.free_blocks >= sum(self._reserved.values()) + self._need(request)
+
+    def _need(self, request: Any) -> int:
+        return needed_blocks(request.num_tokens, self.block_tokens) + SPARE_BLOCKS
 
 
 class StoreSide(NoStore):
     """One engine's prompts, as the shared store knows them. One group of blocks (`rank_values` refuses others)."""
 
     __slots__ = (
-        "_asks", "_generation", "_promised", "_prompts", "clock", "counts", "grouping", "loads", "pool", "puts",
-        "requests", "second", "shelf",
+        "_asks", "_generation", "_promised", "_prompts", "_queues", "clock", "counts", "grouping", "loads", "pool",
+        "puts", "requests", "second", "shelf",
     )  # fmt: skip
 
     def __init__(
@@ -50,16 +157,20 @@ class StoreSide(NoStore):
         requests: SideRequests,
         blocks_total: int,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        queues: bool = True,
     ) -> None:
+        """`queues`: a look-up that the store has no room for waits for its turn; else its prompt is computed."""
         self.shelf = shelf
         self.pool = pool
         self.grouping = grouping
         self.requests = requests
         self.clock = clock
         self.counts: Counter[str] = Counter()
-        self.loads = StoredLoads(shelf, pool, self.counts)
+        self.loads = StoredLoads(shelf, pool, self.counts, grouping.block_tokens[0])
         self.puts = StoredPuts(door, pool, grouping, blocks_total, self.counts)
         self.second = SecondLoads(pool, grouping.block_tokens[0])
+        self._queues = queues
         self._prompts: dict[str, StoredPrompt] = {}
         self._asks: dict[AskId, str] = {}  # look-ups
         self._promised: set[str] = set()  # requests whose first source is a handoff
@@ -77,6 +188,7 @@ class StoreSide(NoStore):
             prompt = self._look_up(request, local_tokens)
         if prompt.phase is Phase.ASKING:
             self._ask(prompt)
+        if prompt.phase is Phase.ASKING:
             if self.clock() < prompt.until:
                 return NOT_YET
             self._forget(request.request_id)
@@ -90,12 +202,23 @@ class StoreSide(NoStore):
         return (missing, True) if missing > 0 else NOTHING
 
     def offers(self, request_id: str) -> bool:
-        """Whether blocks that vLLM has found for this request are for a load from the store."""
+        """Whether blocks that the engine has found for this request are for a load from the store."""
         prompt = self._prompts.get(request_id)
         return prompt is not None and prompt.phase is Phase.FOUND
 
+    def passed_over(self, request_id: str) -> None:
+        """What it has of this prompt is not enough: it is not loaded."""
+        if self.offers(request_id):
+            self._prompts[request_id].phase = Phase.OVER
+
+    def brought(self, request: Any) -> None:
+        """Another source has brought the beginning of a prompt. The rest is computed, and all of it put."""
+        if request.request_id not in self._prompts:
+            hashes = self._hashes(request, self.grouping.block_tokens[0])
+            self._prompts[request.request_id] = StoredPrompt(request, hashes, 0)
+
     def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:
-        """vLLM has blocks for the request; with external tokens it now waits for a report."""
+        """The engine has blocks for the request; with external tokens it now waits for a report."""
         prompt = self._prompts.get(request.request_id)
         if prompt is not None and prompt.phase is not Phase.FOUND:
             prompt = None
@@ -107,14 +230,14 @@ class StoreSide(NoStore):
         size = self.grouping.block_tokens[0]
         first, last = (self._upto(prompt) - external_tokens) // size, self._upto(prompt) // size
         [blocks] = self.grouping.cut(tables, (first,), (last,))
-        if self.loads.begin(request.request_id, first, prompt.hashes[first:last], blocks, self.clock()):
+        hashes, is_second = prompt.hashes[first:last], request.request_id in self._promised
+        if self.loads.begin(request.request_id, first, hashes, blocks, self.clock(), is_second_source=is_second):
             prompt.phase = Phase.LOADING
-            self.counts["second_source"] += request.request_id in self._promised
         else:
             self.loads.refuse(request.request_id)
 
     def reports(self, request_id: str) -> bool:
-        """Whether vLLM is still to be told of a load of this request."""
+        """Whether the engine is still to be told of a load of this request."""
         return self.loads.waits(request_id)
 
     @guarded(returns(None))
@@ -134,12 +257,14 @@ class StoreSide(NoStore):
 
     # --- puts
 
+    @guarded(returns(None))
+    def preempted(self, request_id: str) -> None:
+        self.puts.drop(request_id)
+
     @guarded(returns(False))
-    def ends_prompts(self, step: int, scheduled: Any, tables_of: Callable[[str], Tables]) -> bool:
+    def ends_prompts(self, step: int, chunks: Mapping[str, int], tables_of: Callable[[str], Tables]) -> bool:
         """A step is about to be computed. True: it ends prompts that the store lacks, so its own end must be told."""
-        for request_id in scheduled.preempted_req_ids or ():
-            self.puts.drop(request_id)
-        return self.puts.scheduled(step, scheduled.num_scheduled_tokens, self._prompts, tables_of)
+        return self.puts.scheduled(step, chunks, self._prompts, tables_of)
 
     @guarded(returns(None))
     def computed(self, step: int) -> None:
@@ -205,7 +330,7 @@ class StoreSide(NoStore):
     # --- helpers
 
     def _look_up(self, request: Any, local_tokens: int) -> StoredPrompt:
-        """Ask the store, unless vLLM itself has all that could be loaded."""
+        """Ask the store, unless the engine itself has all that could be loaded."""
         size = self.grouping.block_tokens[0]
         hashes = () if getattr(request, "resumable", False) else self._hashes(request, size)
         usable = min(len(hashes), (request.num_tokens - 1) // size)
@@ -222,6 +347,8 @@ class StoreSide(NoStore):
         if prompt.is_asked or len(self._asks) >= LOOKUPS_MAX:
             return
         ask = self.shelf.lookup(prompt.hashes)
+        if ask is None and not self._queues:
+            prompt.phase = Phase.OVER
         if ask is not None:
             prompt.is_asked = True
             self._asks[ask] = prompt.request.request_id

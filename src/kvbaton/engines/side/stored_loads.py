@@ -1,8 +1,9 @@
-"""Loads from the shared store that vLLM waits for.
+"""Loads from the shared store that the engine waits for.
 
-Laws: every load is reported to vLLM exactly once: when the store has ended it, or at its deadline, whichever is first.
-Its destination blocks are held by a `touch` of our own until the store has ended it, so that nothing lands in a block
-that has become somebody else's. What the store brought is the beginning of what was asked for, and no more is said.
+Laws: every load is reported to the engine exactly once: when the store has ended it, or at its deadline, whichever is
+first. Its destination blocks are held by a `touch` of our own until the store has ended it, so that nothing lands in a
+block that has become somebody else's. What the store brought is the beginning of what was asked for, and no more is
+said.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from dataclasses import dataclass, field
 
 from kvbaton.engines.side.instructions import LoadVerdict
 from kvbaton.engines.side.protocols import PinPool
+from kvbaton.protocol.effects import End
+from kvbaton.protocol.errors import Reason
 from kvbaton.ranks.engine_store import AskId, EngineStore, StoreTold
 
+FAILED = End(Reason.STORE_FAILED)
 GRACE_S = 1.0
 """Beyond the store's own time-out, for the way there and back."""
 
@@ -25,6 +29,7 @@ class _StoredLoad:
     first: int  # of the prompt's blocks, the first of these
     blocks: tuple[int, ...]
     until: float
+    is_second_source: bool
     is_reported: bool = False
     is_void: bool = False  # what it brings is not wanted any more, whatever it is
 
@@ -36,11 +41,21 @@ class StoredLoads:
     shelf: EngineStore
     pool: PinPool
     counts: Counter[str]
+    block_tokens: int
     _loads: dict[AskId, _StoredLoad] = field(default_factory=dict)
     _verdicts: list[LoadVerdict] = field(default_factory=list)
 
-    def begin(self, request_id: str, first: int, hashes: Sequence[bytes], ids: tuple[int, ...], now: float) -> bool:
-        """vLLM has blocks for a load. False: the store takes no more, and nothing is held or reported."""
+    def begin(
+        self,
+        request_id: str,
+        first: int,
+        hashes: Sequence[bytes],
+        ids: tuple[int, ...],
+        now: float,
+        *,
+        is_second_source: bool = False,
+    ) -> bool:
+        """The engine has blocks for a load. False: the store takes no more, and nothing is held or reported."""
         self.pool.touch(ids)
         ask = None
         try:
@@ -50,13 +65,14 @@ class StoredLoads:
                 self.pool.unpin(ids)
         if ask is None:
             return False
-        self._loads[ask] = _StoredLoad(request_id, first, ids, now + self.shelf.settings.get_timeout_s + GRACE_S)
+        until = now + self.shelf.settings.get_timeout_s + GRACE_S
+        self._loads[ask] = _StoredLoad(request_id, first, ids, until, is_second_source)
         self.counts["loads"] += 1
         return True
 
     def refuse(self, request_id: str) -> None:
-        """A load that vLLM waits for and that was not begun."""
-        self._verdicts.append(LoadVerdict(request_id, failed=True))
+        """A load that the engine waits for and that was not begun."""
+        self._verdicts.append(LoadVerdict(request_id, failed=True, end=FAILED))
 
     def __contains__(self, ask: AskId) -> bool:
         return ask in self._loads
@@ -71,15 +87,15 @@ class StoredLoads:
         return (load.request_id, load.first + count) if count < len(load.blocks) else None
 
     def let_go(self, ask: AskId) -> None:
-        """Nothing of a load moves any more. One that was not reported has failed: vLLM would wait for ever."""
+        """Nothing of a load moves any more. One that was not reported has failed: the engine would wait for ever."""
         load = self._loads.pop(ask, None)
         if load is not None:
             self.pool.unpin(load.blocks)
             if not load.is_reported:
-                self._verdicts.append(LoadVerdict(load.request_id, failed=True))
+                self._verdicts.append(LoadVerdict(load.request_id, failed=True, end=FAILED))
 
     def on_time(self, now: float) -> None:
-        """vLLM waits no longer for a load that is overdue; its blocks stay held."""
+        """The engine waits no longer for a load that is overdue; its blocks stay held."""
         for ask, load in self._loads.items():
             if now >= load.until and not load.is_reported:
                 self.shelf.forget(ask)
@@ -122,6 +138,9 @@ class StoredLoads:
 
     def _report(self, load: _StoredLoad, count: int) -> None:
         self.counts["loaded_blocks"] += count
+        self.counts["second_source"] += bool(count) and load.is_second_source
         bad = load.blocks[count:] if count else ()
-        self._verdicts.append(LoadVerdict(load.request_id, failed=not count, bad_blocks=bad))
+        good = End(Reason.STORE_FAILED, good_tokens=(load.first + count) * self.block_tokens)
+        end = End() if count == len(load.blocks) else good
+        self._verdicts.append(LoadVerdict(load.request_id, failed=not count, bad_blocks=bad, end=end))
         load.is_reported = True

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvbaton.engines.side.grouping import NULL_BLOCK_ID
 from kvbaton.node.epochs import EpochTable
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.codes.entry import worth_saying
 
 log = logging.getLogger(__name__)
 

@@ -28,16 +28,14 @@ from kvbaton.engines.side.grouping import Grouping, Tables
 from kvbaton.engines.side.guard import guarded, makes, note, returns
 from kvbaton.engines.side.instructions import NOT_YET, NOTHING, Leaving, LoadVerdict
 from kvbaton.engines.side.load_admission import LoadAdmission
-from kvbaton.engines.side.no_store import NoStore
 from kvbaton.engines.side.prefill import PrefillSide
-from kvbaton.engines.side.store import StoreSide
+from kvbaton.engines.side.store import NoStore, StoreSide
 from kvbaton.engines.side.turns import TurnSide
 from kvbaton.engines.vllm import interpreter, prompt_counting
-from kvbaton.engines.vllm.before_ranks import BeforeRanks
 from kvbaton.engines.vllm.block_pool import PinnedPool, is_exact
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.config.data_parallel import DataParallelPlace
-from kvbaton.engines.vllm.connector_parts import ConnectorParts
+from kvbaton.engines.vllm.connector_parts import BeforeRanks, ConnectorParts, SpoiltCache
 from kvbaton.engines.vllm.content import request_content
 from kvbaton.engines.vllm.content.drafting import lookahead
 from kvbaton.engines.vllm.content.vllm_compat import compat_key
@@ -47,7 +45,6 @@ from kvbaton.engines.vllm.memory.cache_specs import state_blocks
 from kvbaton.engines.vllm.memory.vllm_layout import RankFacts, engine_layout, vllm_groups
 from kvbaton.engines.vllm.pacing import LOAD_NAP_S, NAP_S, Pace
 from kvbaton.engines.vllm.presence import Presence
-from kvbaton.engines.vllm.spoilt_cache import SpoiltCache
 from kvbaton.engines.vllm.step_metadata import BatonStep, RankCard, StepDone
 from kvbaton.engines.vllm.vllm_stats import Reporting
 from kvbaton.node.cluster_node import EngineFacts, new_life
@@ -301,7 +298,9 @@ class SchedulerSide:
         live.resets.scheduled(scheduled.num_scheduled_tokens)
         prompt_counting.begun(self.reporting.prompts, scheduled)
         leaving = self._leaving(live, scheduled)
-        ends_prompts = live.stored.ends_prompts(step, scheduled, partial(self._tables, scheduled))
+        for request_id in scheduled.preempted_req_ids or ():
+            live.stored.preempted(request_id)
+        ends_prompts = live.stored.ends_prompts(step, scheduled.num_scheduled_tokens, partial(self._tables, scheduled))
         return BatonStep(step, self._failures(live), leaving, ends_prompts, live.is_awaited)
 
     @guarded(makes(tuple))
@@ -321,12 +320,9 @@ class SchedulerSide:
         prefill = live.prefill
         for request_id in scheduled.preempted_req_ids or ():
             prefill.preempted(request_id)
-        found = []
-        for request_id in prefill.prompts.keys() & scheduled.num_scheduled_tokens.keys():
-            leaving = self._chunk(live, scheduled, request_id)
-            if leaving is not None:
-                found.append(leaving)
-        return tuple(found)
+        ours = prefill.prompts.keys() & scheduled.num_scheduled_tokens.keys()
+        chunks = (self._chunk(live, scheduled, request_id) for request_id in ours)
+        return tuple(leaving for leaving in chunks if leaving is not None)
 
     @guarded(returns(None))
     def _chunk(self, live: ConnectorParts, scheduled: Any, request_id: str) -> Leaving | None:

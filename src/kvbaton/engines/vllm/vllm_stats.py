@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 import kvbaton
+from kvbaton.control.addressing import data_parallel_name
 from kvbaton.control.joining.key_source import AUTO
-from kvbaton.control.rank_names import data_parallel_name
 from kvbaton.engines.side import guard
 from kvbaton.engines.side.guard import guarded, returns
 from kvbaton.engines.vllm import prompt_counting

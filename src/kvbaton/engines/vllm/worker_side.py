@@ -133,14 +133,7 @@ class WorkerSide:
     def _progress(self, leaving: Leaving, done: tuple[int, ...]) -> tuple[GroupProgress, ...]:
         """`done` layers of each group have what this step adds, the others what was there before it; states never."""
         assert self._facts is not None
-        return tuple(
-            GroupProgress(has)
-            if count == len(group.layers)
-            else GroupProgress(had, has, count)
-            if count
-            else GroupProgress(had)
-            for group, count, had, has in zip(self._facts.groups, done, leaving.had, leaving.has, strict=True)
-        )
+        return leaving.progress(done, [len(group.layers) for group in self._facts.groups])
 
 
 def layers_done(facts: RankFacts) -> dict[str, tuple[int, ...]]:

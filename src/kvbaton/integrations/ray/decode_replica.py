@@ -1,11 +1,21 @@
 """Ray's prefill and decode servers, with kvbaton's ways: the decode server's requests go through an `Orchestrator`.
 
 Law: what is said here is what Ray must be told, or asked; what is decided is in modules that need no Ray.
+
+A replica ends with its engine.
+
+Ray's handles notice the death of a replica's process with the next request, and one whose engine is dead only after
+three health checks; until then it answers each request with an error. The other direction is
+`engines.vllm.launch.parent_watch`.
+
+Law: it ends for no other reason than Ray's own check of the engine's health.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -15,10 +25,25 @@ from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PD
 from ray.serve._private.http_util import session_id_from_headers
 from ray.util.metrics import Counter
 
-from kvbaton.integrations.ray import fail_stop
 from kvbaton.integrations.ray.orchestration_settings import FIELD, OrchestrationSettings
 from kvbaton.integrations.ray.orchestrator import Orchestrator
 from kvbaton.router.openai_api import MODE_HEADER
+
+LOOK_S = 0.25
+
+log = logging.getLogger(__name__)
+
+
+async def end_with(engine: Any) -> None:
+    """Until the engine has died; then this process ends. `engine`: of Ray's protocol, its health check raises."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        try:
+            await engine.check_health()
+        except Exception as error:  # noqa: BLE001 - whatever it says, it is what Ray would replace the replica for
+            log.error("[replica-ends] kvbaton: this replica ends, because its engine is dead: %s", error)
+            logging.shutdown()
+            os._exit(1)
 
 
 class BatonPrefillServer(PDPrefillServer):  # type: ignore[misc]
@@ -26,7 +51,7 @@ class BatonPrefillServer(PDPrefillServer):  # type: ignore[misc]
 
     async def start(self) -> None:
         await super().start()
-        self._watching = asyncio.create_task(fail_stop.end_with(self.engine))
+        self._watching = asyncio.create_task(end_with(self.engine))
 
     async def __del__(self) -> None:
         watching = getattr(self, "_watching", None)
@@ -41,7 +66,7 @@ class BatonDecodeServer(PDDecodeServer):  # type: ignore[misc]
 
     async def start(self) -> None:
         await super().start()
-        self._watching = asyncio.create_task(fail_stop.end_with(self.engine))
+        self._watching = asyncio.create_task(end_with(self.engine))
         outcomes = Counter(
             "kvbaton_ray_prompts", "Prompts of a decode replica, by where they were computed.", ("outcome",)
         )

@@ -31,7 +31,7 @@ from kvbaton.integrations.ray.request_shaping import (
     word_of_refusal,
 )
 from kvbaton.observe.codes.alone_reasons import NOT_TAKEN
-from kvbaton.observe.codes.saying import worth_saying
+from kvbaton.observe.codes.entry import worth_saying
 
 ANY = ""
 

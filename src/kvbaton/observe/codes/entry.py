@@ -1,6 +1,8 @@
 """One entry of the catalogue: a code and its advice.
 
 Law: an entry says what the code means, who must act, the usual causes, and always the next step.
+
+Rate limits for log lines, so that no peer can fill a log.
 """
 
 from __future__ import annotations
@@ -8,6 +10,13 @@ from __future__ import annotations
 import enum
 
 import msgspec
+
+FIRST = 8
+
+
+def worth_saying(count: int) -> bool:
+    """Whether the `count`th report of one kind should be logged: the first few, then ever more rarely."""
+    return count <= FIRST or count & (count - 1) == 0
 
 
 class CodeKind(enum.StrEnum):

@@ -12,11 +12,10 @@ from dataclasses import dataclass, field
 
 from kvbaton.observe.dashboard import state
 from kvbaton.observe.dashboard.pulse import BUCKET_S, MINUTE, RATE_S, Pulse, shares, window
-from kvbaton.observe.dashboard.scene import Failure, MovingHandoff
-from kvbaton.observe.dashboard.sights import failure_of, key_of
+from kvbaton.observe.dashboard.scene import Failure, MovingHandoff, failure_of, key_of
 from kvbaton.observe.flight.flight_records import WHOLE, Flight, FlightSeat, stages
-from kvbaton.observe.flight.joining import key_of as story_of
 from kvbaton.observe.flight.journey import Journey
+from kvbaton.observe.flight.journey import key_of as story_of
 from kvbaton.observe.flight.worker_reports import WorkerGauges
 
 ENDED_S = 2.5

@@ -17,8 +17,7 @@ import msgspec
 from kvbaton.observe.dashboard import state
 from kvbaton.observe.dashboard.pulse import Pulse
 from kvbaton.observe.dashboard.recent import FirstByteWaits, RecentFailures, RecentHandoffs, ToldFlights, WorkerCounts
-from kvbaton.observe.dashboard.scene import Figures, Scene, Trouble
-from kvbaton.observe.dashboard.sights import ListedWorker, moving_of, seen
+from kvbaton.observe.dashboard.scene import Figures, ListedWorker, Scene, Trouble, moving_of, seen
 from kvbaton.observe.flight.flight_records import Flight
 from kvbaton.observe.flight.journey import Journey
 from kvbaton.observe.flight.worker_reports import WorkerGauges

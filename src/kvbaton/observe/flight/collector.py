@@ -27,8 +27,9 @@ import msgspec
 
 from kvbaton.observe.flight import journey as j
 from kvbaton.observe.flight.flight_records import Flight, FlightSeat
-from kvbaton.observe.flight.joining import (
+from kvbaton.observe.flight.journey import (
     Answered,
+    Journey,
     answered_by,
     began,
     is_answered_retry,
@@ -37,7 +38,6 @@ from kvbaton.observe.flight.joining import (
     side_of,
     tries_of,
 )
-from kvbaton.observe.flight.journey import Journey
 from kvbaton.observe.flight.recorder import LEVEL_MAX, is_shared
 from kvbaton.observe.flight.report import FlightReport
 from kvbaton.observe.flight.sanitize import clean, size_of

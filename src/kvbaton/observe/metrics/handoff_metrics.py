@@ -13,8 +13,7 @@ import msgspec
 
 from kvbaton.observe.flight.flight_records import DELIVERED, Flight, FlightSeat, stages
 from kvbaton.observe.metrics import metric_names
-from kvbaton.observe.metrics.exposition import Family, Labels
-from kvbaton.observe.metrics.histogram import Exemplar, Histogram
+from kvbaton.observe.metrics.exposition import Exemplar, Family, Histogram, Labels
 from kvbaton.observe.metrics.metric_names import Metric, MetricKind
 
 OBSERVED = (

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from kvbaton.observe.codes.alone_reasons import MISSED, SOURCES
 from kvbaton.observe.flight.flight_records import DELIVERED, STAGES
-from kvbaton.observe.metrics.metric_types import Label, Metric, MetricError, MetricKind, Where
-from kvbaton.observe.metrics.process_metric_names import OF_PROCESSES
+from kvbaton.observe.metrics.metric_types import OF_PROCESSES, Label, Metric, MetricError, MetricKind, Where
 from kvbaton.protocol.errors import Reason
 from kvbaton.transports.builtin_entries import DISTRIBUTIONS, PLANES
 from kvbaton.transports.catalogue_entry import SUMS

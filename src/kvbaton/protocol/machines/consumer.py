@@ -2,7 +2,7 @@
 
 Laws: every `Wanted` is followed by `MatchFound` or `MatchFailed`, unless its `Allocated` comes first; every `Allocated`
 by exactly one `Report` and, when nothing can land in its blocks any more, exactly one `DropHold`. How blocks are filled
-is in `consumer_pull.py` and `consumer_push.py`; they share `consumer_book.py`, and nothing else.
+is in `consumer_filling.py`; pull and push share the book of `inbound.py`, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ from kvbaton.protocol.effects import DropHold, End, MatchFailed, MatchFound, Rep
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import Allocated, CopyEnded, Disowned, GaveUp, NotNeeded, TurnedAway, Wanted
 from kvbaton.protocol.ids import HandoffId, WorkerId
-from kvbaton.protocol.machines.consumer_book import RENEWING, ConsumerBook
-from kvbaton.protocol.machines.consumer_pull import Pulls
-from kvbaton.protocol.machines.consumer_push import Pushes
+from kvbaton.protocol.machines.consumer_filling import Pulls, Pushes
 from kvbaton.protocol.machines.context import LedgerContext, Parts
-from kvbaton.protocol.machines.inbound import WAITED_FOR, Intake, IntakeEvent, IntakeState, Source
+from kvbaton.protocol.machines.inbound import RENEWING, ConsumerBook, Intake, IntakeEvent, IntakeState, Source
 from kvbaton.protocol.machines.pairing_state import Link, LinkState
 from kvbaton.protocol.machines.pairing_target import Links
 from kvbaton.protocol.marks import Begun, Ended, Step
@@ -306,11 +304,7 @@ class Consumer:
         if intake.state is _S.REVOKING:
             self.links.fence(intake.link, now)
             return
-        # The reason names what did not come, so that an operator reads from it which side, or which link, to look at.
-        reason = WAITED_FOR[intake.state]
-        if reason is Reason.CLAIM_TIMEOUT and intake.wanted.deferred:
-            reason = Reason.DEFER_TIMEOUT
-        self.fail(intake, reason, f"waited too long while {intake.state.value}", now)
+        self.fail(intake, intake.waited_for, f"waited too long while {intake.state.value}", now)
 
     def on_pulse(self, handoff: HandoffId, now: float) -> None:
         intake = self.by_handoff[handoff]

@@ -20,7 +20,7 @@ from kvbaton.protocol.machines.lease import Lease
 from kvbaton.protocol.machines.pairing_source import Sessions
 from kvbaton.protocol.machines.pairing_state import Link
 from kvbaton.protocol.machines.producer import Producer
-from kvbaton.protocol.machines.push_write import Outlet
+from kvbaton.protocol.machines.push_writer import Outlet
 from kvbaton.protocol.machines.puts import Puts
 from kvbaton.protocol.machines.quotas import Buckets
 from kvbaton.protocol.marks import Mark

@@ -12,8 +12,7 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry.layout import NULL_BLOCK
 from kvbaton.protocol.geometry.plan import Plan
 from kvbaton.protocol.geometry.progress import Progress, advance, nothing, whole
-from kvbaton.protocol.geometry.spans import BlockLists, Move, SpanSide, blocks_per_call, segments
-from kvbaton.protocol.geometry.strided_spans import Area
+from kvbaton.protocol.geometry.spans import Area, BlockLists, Move, SpanSide, blocks_per_call, segments
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.machines.context import LedgerContext, Parts
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from kvbaton.protocol.bounded import Remembered
-from kvbaton.protocol.capabilities import Capabilities
 from kvbaton.protocol.compat import difference, validate_key
+from kvbaton.protocol.effects import Capabilities
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry.layout import EngineLayout, validate_groups, validate_ranks
 from kvbaton.protocol.geometry.plan import Plan, compare, plan

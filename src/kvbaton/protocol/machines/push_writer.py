@@ -2,29 +2,86 @@
 
 Laws: one outlet per reader, ever. A reservation that was revoked or closed is never written again: it is remembered,
 and when memory is full a floor stands for everything older (numbers rise per D), so a Revoke may overtake its Offer.
+
+P's write into one reservation of D's (push). One writer, one attempt, and an end that D can rely on.
+
+Laws: after Written or Quiesced has been sent, P never touches the spans again. Neither is sent while a write of
+any rank is moving. The blocks written from stay pinned until then.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import CopyEnded
-from kvbaton.protocol.geometry.progress import nothing
+from kvbaton.protocol.geometry.progress import Progress, nothing
 from kvbaton.protocol.geometry.spans import SpanSide
 from kvbaton.protocol.ids import LeaseId, Reader, ReservationId
 from kvbaton.protocol.machines.context import LedgerContext, Parts
 from kvbaton.protocol.machines.lease import Lease, LeaseState, ReaderEvent, ReaderState, judge
 from kvbaton.protocol.machines.movement import Cargo, Route, moves, start
 from kvbaton.protocol.machines.pairing_state import Session
-from kvbaton.protocol.machines.push_write import OUTLET, Outlet, OutletEvent, OutletState
 from kvbaton.protocol.marks import Side as Seen
 from kvbaton.protocol.marks import Step
-from kvbaton.protocol.table import Verdict
+from kvbaton.protocol.table import Table, Verdict, pairs
 from kvbaton.protocol.wire.codec import unpack_blocks
 from kvbaton.protocol.wire.messages import Accepted, Ack, Message, Offer, Quiesced, Revoke, Written
+
+
+class OutletState(enum.Enum):
+    WRITING = "writing"
+    STOPPING = "stopping"  # no new writes; waiting for those in flight
+    FLUSHED = "flushed"  # Written sent, repeated until acknowledged
+    CLOSED = "closed"
+
+
+class OutletEvent(enum.Enum):
+    FLUSHED = "flushed"
+    STOPPED = "stopped"
+    RESTED = "rested"
+    ACKED = "acked"
+
+
+_S, _E = OutletState, OutletEvent
+OUTLET = Table(
+    "outlet",
+    OutletState,
+    OutletEvent,
+    next={
+        (_S.WRITING, _E.FLUSHED): _S.FLUSHED,
+        (_S.WRITING, _E.STOPPED): _S.STOPPING,
+        (_S.STOPPING, _E.RESTED): _S.CLOSED,
+        (_S.FLUSHED, _E.ACKED): _S.CLOSED,
+        (_S.FLUSHED, _E.STOPPED): _S.CLOSED,
+    },
+    late=pairs({_S.CLOSED}, OutletEvent)
+    | {(_S.STOPPING, _E.STOPPED), (_S.STOPPING, _E.FLUSHED), (_S.STOPPING, _E.ACKED)}
+    | {(_S.FLUSHED, _E.RESTED), (_S.WRITING, _E.RESTED)},
+    illegal={(_S.WRITING, _E.ACKED), (_S.FLUSHED, _E.FLUSHED)},
+)
+
+
+@dataclass(slots=True)
+class Outlet:
+    """P's state of one reservation."""
+
+    lease: LeaseId
+    reader: Reader
+    reservation: ReservationId
+    digest: bytes
+    first_token: int
+    blocks: tuple[tuple[int, ...], ...]  # D's
+    sent: Progress  # what has been handed to the ranks to write
+    parts: Parts
+    state: OutletState = OutletState.WRITING
+    reason: Reason | None = None  # why P stopped, if of its own accord
+    deadline: float = 0.0
+
 
 Key = tuple[int, ReservationId]
 """(session number, reservation)"""

@@ -4,6 +4,11 @@ Laws: `read`, `unfolded` and `decode` raise `ProtocolError` and nothing else, wh
 before contents. A message is written exactly as nodes of its version write it; what is read is always one of today's
 messages. Decoding a card takes time, so a hello comes `Folded` first: a node that has no use for it, or has decoded
 enough cards of that peer, spends only a few microseconds.
+
+Version 1 of the protocol is here too, where it differs: the shapes on the wire, and conversion in both directions.
+
+Law: a message sent in version 1 has, byte for byte, the shape that version-1 nodes use; theirs are read as they meant
+them. To be deleted when `versions.OLDEST` is 2.
 """
 
 from __future__ import annotations
@@ -16,11 +21,64 @@ from typing import Annotated, Any
 import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, is_worker_id
+from kvbaton.protocol.ids import HandoffId, Incarnation, PeerId, WorkerId, is_worker_id
 from kvbaton.protocol.numbers import ID, Number, Version
-from kvbaton.protocol.wire import v1
-from kvbaton.protocol.wire.messages import Card, Endpoints, Hello, HelloRefused, Message, Name, Welcome
+from kvbaton.protocol.wire import messages as m
+from kvbaton.protocol.wire.messages import (
+    Card,
+    Counts,
+    Endpoints,
+    Hello,
+    HelloRefused,
+    LeaseId,
+    Message,
+    Name,
+    ReservationId,
+    Welcome,
+)
 from kvbaton.protocol.wire.versions import NEWEST, SPOKEN, Versions
+
+
+class Stale1(msgspec.Struct, frozen=True, array_like=True, tag=19):
+    """Without `reason`."""
+
+    lease: LeaseId
+    attempt: Number
+    good: Counts
+
+
+class Abandon1(msgspec.Struct, frozen=True, array_like=True, tag=20):
+    """Without `reason`."""
+
+    handoff: HandoffId
+    attempt: Number
+
+
+class Revoke1(msgspec.Struct, frozen=True, array_like=True, tag=34):
+    """Without `reason`."""
+
+    lease: LeaseId
+    attempt: Number
+    reservation: ReservationId
+
+
+_OLDER: dict[type, type[msgspec.Struct]] = {m.Stale: Stale1, m.Abandon: Abandon1, m.Revoke: Revoke1}
+_NEWER = {older: newer for newer, older in _OLDER.items()}
+MESSAGES: typing.Any = typing.Union[tuple(_OLDER.get(kind, kind) for kind in typing.get_args(Message))]  # noqa: UP007
+
+
+def in_v1(message: Message) -> msgspec.Struct:
+    """The message as version 1 says it."""
+    kind = _OLDER.get(type(message))
+    return message if kind is None else kind(*(getattr(message, name) for name in kind.__struct_fields__))
+
+
+def from_v1(message: msgspec.Struct) -> Message:
+    """A message of version 1, as one of today's."""
+    kind = _NEWER.get(type(message))
+    found: Message = message if kind is None else kind(*msgspec.structs.astuple(message))  # type: ignore[assignment]
+    return found
+
 
 FRAME_BYTES_MAX = 8 << 20
 CARD_BYTES_MAX = 512 << 10
@@ -74,13 +132,13 @@ _NOT_NEGATIVE = bytes(range(128))  # the highest byte of such a number
 _encoder = msgspec.msgpack.Encoder()
 _envelopes = msgspec.msgpack.Decoder(Envelope)
 _messages = _decoder(Message)
-_messages_1 = _decoder(v1.MESSAGES)
+_messages_1 = _decoder(MESSAGES)
 _greetings = _decoder(Hello | HelloRefused)
 _cards = msgspec.msgpack.Decoder(Card)
 
 
 def encode(sender: PeerId, to: Incarnation, session: int, message: Message, version: int = NEWEST) -> bytes:
-    body = msgspec.Raw(_encoder.encode(v1.older(message) if version == 1 else message))
+    body = msgspec.Raw(_encoder.encode(in_v1(message) if version == 1 else message))
     return _encoder.encode(Envelope(version, sender.worker, sender.incarnation, to, session, body))
 
 
@@ -123,7 +181,7 @@ def decode(frame: bytes, versions: Versions = SPOKEN) -> tuple[Envelope, Message
 def _body(envelope: Envelope, versions: Versions) -> Message | Folded:
     if envelope.version in versions:
         found = (_messages_1 if envelope.version == 1 else _messages).decode(envelope.body)
-        return v1.newer(found) if envelope.version == 1 else found
+        return from_v1(found) if envelope.version == 1 else found
     try:
         greeting: FoldedHello | HelloRefused = _greetings.decode(envelope.body)
     except _UNREADABLE:

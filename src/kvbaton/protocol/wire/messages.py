@@ -2,7 +2,7 @@
 
 D sends P a `Hello`, and all later messages of that pair belong to the session that P then opens. D starts every
 exchange and repeats until answered; P answers every repetition the same way. Fields are added at the end of a message
-with a default, in a new version, and `v1` says what older ones had; a change of meaning needs a `Feature` bit. Hello
+with a default, in a new version, and `codec` says what older ones had; a change of meaning needs a `Feature` bit. Hello
 and HelloRefused keep their shape in every version (`versions`).
 """
 

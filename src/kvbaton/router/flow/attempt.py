@@ -1,4 +1,9 @@
-"""One request's attempts: its body, the workers that were tried, and the outcomes so far."""
+"""One request's attempts: its body, the workers that were tried, and the outcomes so far.
+
+When D refuses a request for the KV that P handed over: a failed handoff, and no mistake of the client's.
+
+Law: what a client could not have sent is never held against it.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +13,12 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.api.api_errors import ApiError
 from kvbaton.api.bodies import BodyKind
 from kvbaton.api.http.client_quotas import Tab
 from kvbaton.api.http.http_types import Header
-from kvbaton.api.params import Mode
-from kvbaton.observe.tracing.trace_context import Traceparent
+from kvbaton.api.params import FIELD, Mode
+from kvbaton.observe.tracing.trace_spans import Traceparent
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.flow.kv_params import Written
 from kvbaton.router.flow.worker_calls import LegError
@@ -90,3 +96,19 @@ class Tries:
         else:
             doubts = msgspec.structs.replace(before, avoid={*before.avoid, error.worker.peer})
         self.doubts = doubts
+
+
+def is_of_the_handoff(route: ChosenRoute, error: LegError) -> bool:
+    """Whether D refuses what P answered: clients cannot send that field, nor is a prompt too large that P took."""
+    if (error.fault.param or "").startswith(FIELD):
+        return True
+    return (
+        error.side == "decode" and error.fault.status == 413 and route.prefill is not None and route.mode is Mode.PULL
+    )
+
+
+def not_the_clients(error: LegError) -> LegError:
+    what = f"{error.side} worker {error.worker.name} refuses the handed-over KV: {error.fault.message}"
+    said = f"{error.fault.recorded}, for the handed-over KV"
+    fault = ApiError(502, what, type="handoff_failed", code=error.fault.code, recorded=said)
+    return LegError(error.side, error.worker, fault)

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api import shapes
+from kvbaton.api import bodies
 from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import FIELD
 from kvbaton.protocol.ids import is_handoff_id
@@ -120,7 +120,7 @@ def handover(answer: bytes) -> tuple[bytes, Handover] | None:
         return None
     if len(params) > PARAMS_BYTES_MAX:
         raise ParamsError(f"of {len(params)} bytes, at most {PARAMS_BYTES_MAX}")
-    costly = shapes.too_costly(params, PARAMS_NESTING_MAX)
+    costly = bodies.too_costly(params, PARAMS_NESTING_MAX)
     if costly:
         raise ParamsError(f"with {costly}")
     msgspec.json.decode(params)

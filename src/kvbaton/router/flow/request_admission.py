@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-from kvbaton.api import screening, shapes
+from kvbaton.api import bodies, screening
 from kvbaton.api.api_errors import ApiError, bad_field, full, unavailable
 from kvbaton.api.http.http_types import Request
 from kvbaton.api.params import FIELD
@@ -46,7 +46,7 @@ def hold_body(request: Request, copies: int = 1) -> None:
     data = request.body
     if len(data) <= FREE_BYTES:
         return
-    containers = min(data.count(b"[") + data.count(b"{"), shapes.CONTAINERS_MAX)
+    containers = min(data.count(b"[") + data.count(b"{"), bodies.CONTAINERS_MAX)
     if not request.tab.hold(BODY_COPIES * copies * len(data) + CONTAINER_BYTES * containers):
         raise request.tab.room.full("request")
 

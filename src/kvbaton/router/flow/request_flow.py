@@ -17,7 +17,7 @@ ticket that nobody will use is given back to P. The deadline covers everything.
     nobody can be paired                            D alone; with fallback `strict` 503 with Retry-After
     the deadline passes                             504, or an error event
 
-docs/router.md has the same table with what an operator sees; tests/e2e/test_failure_matrix.py has a test for each row.
+docs/router.md has the same table with what an operator sees; tests/e2e/router/test_failure_matrix.py tests each row.
 """
 
 from __future__ import annotations
@@ -41,11 +41,9 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.flow import dialect_table, kv_params
 from kvbaton.router.flow.aggregated_words import check_kept, word_for, word_params
-from kvbaton.router.flow.attempt import ChosenRoute, RoutedCall, Tries
-from kvbaton.router.flow.choosing import Chooser
-from kvbaton.router.flow.deadlines import Deadline, Deadlines
+from kvbaton.router.flow.attempt import ChosenRoute, RoutedCall, Tries, is_of_the_handoff, not_the_clients
+from kvbaton.router.flow.choosing import Chooser, Deadline, Deadlines
 from kvbaton.router.flow.dialect_table import TicketMinter
-from kvbaton.router.flow.refused_kv import is_of_the_handoff, not_the_clients
 from kvbaton.router.flow.reply import Replies, Reply
 from kvbaton.router.flow.request_admission import LargeBodies
 from kvbaton.router.flow.worker_calls import EventStream, Leg, LegError, Legs, WorkerAnswer
@@ -61,8 +59,7 @@ from kvbaton.router.router_flights import (
 )
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.router_stats import RouterStats, count
-from kvbaton.router.turns.turn_book import TurnBook
-from kvbaton.router.turns.turn_table import TurnTable
+from kvbaton.router.turns.turn_book import TurnBook, TurnTable
 from kvbaton.router.workers.available import AvailableWorkers
 from kvbaton.router.workers.directory import ListedEngine
 from kvbaton.router.workers.prefixes import Prefixes, beginning, pieces, prompt_text

@@ -16,7 +16,7 @@ import msgspec
 
 from kvbaton.api import sse
 from kvbaton.api.api_errors import RETRY_AFTER_S, ApiError, bare, no_room, out_of_time, read_error
-from kvbaton.api.http import http_client, wire_errors
+from kvbaton.api.http import http_client, http_types
 from kvbaton.api.http.answer_reader import BYTES_FREE
 from kvbaton.api.http.client_quotas import Tab
 from kvbaton.api.http.http_client import Exchange, Origin, Pool
@@ -138,7 +138,7 @@ class Legs:
                 await exchange.head()
                 status = exchange.status
                 if status == 200 and _is_stream(exchange):  # else it would be read up to the bound of an answer
-                    raise wire_errors.GarbageError("answered with events, and was asked for no stream")
+                    raise http_types.GarbageError("answered with events, and was asked for no stream")
                 data = await exchange.whole(leg.bytes_max(status, self._settings.answer_bytes_max))
                 if status != 200:
                     raise self._refused(leg, exchange, data)
@@ -147,7 +147,7 @@ class Legs:
                 return WorkerAnswer(data, exchange.headers)
             finally:
                 self._close(leg, exchange)
-        except wire_errors.WireError as error:
+        except http_types.WireError as error:
             raise _told(leg, error, timeout_s) from None
 
     async def stream(self, leg: Leg, deadline: float, timeout_s: float | None = None) -> EventStream:
@@ -167,7 +167,7 @@ class Legs:
                 stream.close()
                 raise
             return stream
-        except wire_errors.WireError as error:
+        except http_types.WireError as error:
             raise _told(leg, error, timeout_s) from None
 
     async def either(self, leg: Leg, deadline: float, timeout_s: float) -> WorkerAnswer | EventStream:
@@ -193,7 +193,7 @@ class Legs:
                 raise
             stream.close()
             return WorkerAnswer(data, exchange.headers)
-        except wire_errors.WireError as error:
+        except http_types.WireError as error:
             raise _told(leg, error, timeout_s) from None
 
     async def get(
@@ -222,7 +222,7 @@ class Legs:
         try:
             place = http_client.origin(worker.url)
         except ValueError as error:
-            raise wire_errors.UnreachableError(str(error)) from None
+            raise http_types.UnreachableError(str(error)) from None
         headers = (*leg.headers, self._hop)
         shown = self.token(worker)
         if shown is not None:
@@ -265,24 +265,24 @@ def _is_stream(exchange: Exchange) -> bool:
     return kind.partition(";")[0].strip().lower() == sse.CONTENT_TYPE
 
 
-def _told(leg: Leg, error: wire_errors.WireError, timeout_s: float | None) -> LegError:
+def _told(leg: Leg, error: http_types.WireError, timeout_s: float | None) -> LegError:
     """The wire's error as the router's."""
     bare(error)  # the exchange has it too
     match error:
-        case wire_errors.LateError():
+        case http_types.LateError():
             return leg.failed(504, f"did not respond within {timeout_s} s", "worker_timeout", lost=True)
-        case wire_errors.UnreachableError():
+        case http_types.UnreachableError():
             return leg.failed(502, f"cannot be reached ({error})", "worker_unreachable", lost=True)
-        case wire_errors.StaleError():
+        case http_types.StaleError():
             return leg.failed(502, str(error), "worker_died", stale=True)
-        case wire_errors.GarbageError():
+        case http_types.GarbageError():
             return leg.failed(502, str(error), "bad_answer")
-        case wire_errors.NoRoomError():
+        case http_types.NoRoomError():
             return _crowded_out(leg, error)
     return leg.failed(502, f"disconnected before its response was complete ({error})", "worker_died", lost=True)
 
 
-def _crowded_out(leg: Leg, error: wire_errors.NoRoomError) -> LegError:
+def _crowded_out(leg: Leg, error: http_types.NoRoomError) -> LegError:
     """The router itself could not take it: nobody is blamed, but for an answer that would crowd out others'."""
     full = no_room(str(error)) if leg.tab is None or not error.answered_bytes else leg.tab.room.full("answer")
     if error.answered_bytes >= LARGE_BYTES:
@@ -349,9 +349,9 @@ class EventStream:
             try:
                 data = await self._exchange.read()
                 whole = self._feed(data)
-            except wire_errors.WireError as error:
+            except http_types.WireError as error:
                 bare(error)
-                if isinstance(error, wire_errors.LateError):
+                if isinstance(error, http_types.LateError):
                     raise self._failed(out_of_time("the request's deadline passed in mid-stream")) from None
                 raise self._broke(str(error)) from None
             except LegError as error:
@@ -392,7 +392,7 @@ class EventStream:
         tab, counted = self._tab, held if held > BYTES_FREE else 0
         if tab is not None and tab.bytes != counted and not tab.hold(counted):
             said = f"sent {held} bytes of its stream, for which the router has no room"
-            raise _crowded_out(self._leg, wire_errors.NoRoomError(said, held))
+            raise _crowded_out(self._leg, http_types.NoRoomError(said, held))
         return whole
 
     def _broke(self, what: str) -> ApiError:

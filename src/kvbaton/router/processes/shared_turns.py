@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from hashlib import blake2b
 
 from kvbaton.protocol.ids import HandoffId, PeerId, TransferId, handoff_id
-from kvbaton.router.turns.turn_table import TURNS_MAX, KnownTurn, TurnTable
+from kvbaton.router.turns.turn_book import TURNS_MAX, KnownTurn, TurnTable
 
 WAYS = 8
 _MARK_BYTES = 8

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvbaton.transports.checksum.checksum_memory import Portioning, Tell
-from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
+from kvbaton.transports.core.shared_memory import DeviceMemory, RegisteredDevice
 from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.cuda.cuda_driver import SHARE, CudaGpu, Gpu
-from kvbaton.transports.cuda.cuda_launch import Tables
-from kvbaton.transports.cuda.cuda_runner import UNDER_WAY_MAX, CudaRunner
+from kvbaton.transports.cuda.cuda_runner import UNDER_WAY_MAX, CudaRunner, Tables
 from kvbaton.transports.cuda.cuda_table import LaunchGroup, as_spans
 from kvbaton.transports.net.transfer_frames import ROWS_MAX
 

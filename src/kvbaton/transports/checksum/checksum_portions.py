@@ -12,7 +12,7 @@ from array import array
 
 import numpy as np
 
-from kvbaton.transports.core.span_tables import Rows
+from kvbaton.transports.core.mover import Rows
 from kvbaton.transports.core.transport import Copy, Spans
 from kvbaton.transports.net.transfer_frames import ROWS_MAX
 

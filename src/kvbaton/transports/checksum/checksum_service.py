@@ -16,12 +16,10 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.checksum.checksum_memory import Sums
 from kvbaton.transports.core.loans import BytesUnderWay, Loans
-from kvbaton.transports.core.mover import Mover
+from kvbaton.transports.core.mover import Mover, from_wire
 from kvbaton.transports.core.refusals import Refusals, cause_of
-from kvbaton.transports.core.span_tables import from_wire
 from kvbaton.transports.core.transport import Direction, Spans
-from kvbaton.transports.net.connection_handshake import Admitted, SecretRing
-from kvbaton.transports.net.reception import BACKLOG, Reception
+from kvbaton.transports.net.connection_handshake import BACKLOG, Admitted, Reception, SecretRing
 from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.stream_socket import Bytes, Script, Wire, take
 from kvbaton.transports.net.transfer_frames import FRAME_BYTES, WINDOW_MAX, Frame, FrameKind, FrameStatus, parse

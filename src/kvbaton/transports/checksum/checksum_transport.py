@@ -37,10 +37,10 @@ from kvbaton.transports.checksum.checksum_client import Question, SumLink
 from kvbaton.transports.checksum.checksum_memory import HostSums, Sums
 from kvbaton.transports.checksum.checksum_portions import Checksum, described, difference, portions
 from kvbaton.transports.checksum.checksum_service import SumService
-from kvbaton.transports.core.device_memory import mapped_bytes_of
 from kvbaton.transports.core.jobs import CopyJob
 from kvbaton.transports.core.loans import GRACE_S, Loans
 from kvbaton.transports.core.refusals import refusals_of
+from kvbaton.transports.core.shared_memory import mapped_bytes_of
 from kvbaton.transports.core.shell import CLOSED, NEW_ENDPOINT, PlaneShell
 from kvbaton.transports.core.transport import (
     Copy,

@@ -3,11 +3,17 @@
 Law: an accepted copy ends when none of its parts is left to start and none is in flight, by one `CopyEnded`. Only
 `abandon` ends it earlier, with `at_rest=False`; then one `CopyRested` follows when its last part has come to rest, or
 none at all if that could not be proven. The waker is called without the lock, when the event list was empty before.
+
+A thread that runs on calls, and in between polls things that do not report by themselves.
+
+Law: the work of a turn is done by this thread only. It sleeps for as long as `patience` says, forever on None, and any
+call wakes it. The first call starts it, so that a transport that is merely listed costs no thread.
 """
 
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -207,3 +213,61 @@ class Jobs:
         job.ended = True
         self._jobs.pop(job.copy.job, None)
         self.post(CopyEnded(job.copy.job, job.reason, at_rest, job.detail))
+
+
+class TurnThread:
+    """`begin` once, `turn` after every wake-up; after `stop`, turns for as long as `lingers`, then `end` once."""
+
+    def __init__(
+        self,
+        name: str,
+        turn: Callable[[], None],
+        patience: Callable[[], float | None],
+        lingers: Callable[[], bool],
+        end: Callable[[], None],
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._begin = begin
+        self._turn = turn
+        self._patience = patience
+        self._lingers = lingers
+        self._end = end
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._starting = threading.Lock()
+        self.stopping = False
+
+    def call(self, action: Callable[[], None]) -> None:
+        """From any thread."""
+        self._calls.put(action)
+        with self._starting:
+            if self._thread.ident is None:
+                self._thread.start()
+
+    def stop(self, join_s: float) -> bool:
+        """Whether it has ended after `join_s`."""
+        self.call(self._stop)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(join_s)
+        return not self._thread.is_alive()
+
+    def _stop(self) -> None:
+        self.stopping = True
+
+    def _run(self) -> None:
+        self._begin()
+        while not self.stopping:
+            self._wake_up()
+        while self._lingers():
+            self._wake_up()
+        self._end()
+
+    def _wake_up(self) -> None:
+        patience_s = self._patience()
+        try:
+            self._calls.get(patience_s != 0, patience_s)()
+            while True:
+                self._calls.get_nowait()()
+        except queue.Empty:
+            pass
+        self._turn()

@@ -22,12 +22,11 @@ from typing import Protocol, TypeAlias
 
 import msgspec
 
-from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.effects import Copy, DeviceEvent, Direction, Loan
+from kvbaton.protocol.effects import Capabilities, Copy, DeviceEvent, Direction, Loan
 from kvbaton.protocol.events import CopyEnded, CopyRested
-from kvbaton.protocol.geometry.pages import PageTable
+from kvbaton.protocol.geometry.layout import PageTable
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.shared_memory import DeviceMemory
 
 __all__ = [
     "Capabilities",

@@ -26,15 +26,13 @@ import msgspec
 from kvbaton.protocol.ids import PeerId
 from kvbaton.protocol.numbers import Bytes, Number
 from kvbaton.security.handshake import SECRET_BYTES
-from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.loans import engine_of
 from kvbaton.transports.core.refusals import Cause, Refusals, cause_of
-from kvbaton.transports.core.shared_memory import REGIONS_MAX
+from kvbaton.transports.core.shared_memory import REGIONS_MAX, DeviceMemory
 from kvbaton.transports.cuda.cuda_driver import HANDLE_BYTES, CudaError, Gpu
 from kvbaton.transports.local.region_listener import LENGTH, NAME_PREFIX, STRANGERS_MAX, same_user, silence
-from kvbaton.transports.net.connection_handshake import Admitted, SecretRing
-from kvbaton.transports.net.reception import BACKLOG, Reception
+from kvbaton.transports.net.connection_handshake import BACKLOG, Admitted, Reception, SecretRing
 from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.stream_socket import Bytes as Message
 from kvbaton.transports.net.stream_socket import Wire

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from kvbaton.protocol.geometry.strided_spans import Weave
-from kvbaton.transports.core.span_tables import Rows
+from kvbaton.protocol.geometry.spans import Weave
+from kvbaton.transports.core.mover import Rows
 from kvbaton.transports.core.transport import Spans
 
 ROW_BYTES_MAX = 256 << 10

@@ -22,8 +22,7 @@ from kvbaton.protocol.numbers import Bytes, Number
 from kvbaton.transports.core.loans import engine_of
 from kvbaton.transports.core.refusals import Cause, Refusals, Refused, cause_of
 from kvbaton.transports.core.shared_memory import Region
-from kvbaton.transports.net.connection_handshake import Admitted, SecretRing
-from kvbaton.transports.net.reception import BACKLOG, Reception
+from kvbaton.transports.net.connection_handshake import BACKLOG, Admitted, Reception, SecretRing
 from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.stream_socket import Bytes as Message
 from kvbaton.transports.net.stream_socket import Script, Wire, take

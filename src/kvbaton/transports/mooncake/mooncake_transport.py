@@ -22,14 +22,20 @@ import msgspec
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.core.jobs import CopyJob
+from kvbaton.transports.core.mover import cut
 from kvbaton.transports.core.shared_memory import RegisteredMemory
 from kvbaton.transports.core.shell import PlaneShell, at_least_one
-from kvbaton.transports.core.span_tables import cut
 from kvbaton.transports.core.transport import Capabilities, Copy, Spans
-from kvbaton.transports.mooncake.mooncake_endpoint import MARK_BYTES, MooncakeEndpoint, MooncakePlace, parse
-from kvbaton.transports.mooncake.mooncake_engine import MooncakeEngine, address_of, load
-from kvbaton.transports.mooncake.mooncake_link import MooncakeLink, Patience
-from kvbaton.transports.mooncake.mooncake_reads import PART_SLICES_MAX
+from kvbaton.transports.mooncake.mooncake_engine import (
+    MARK_BYTES,
+    MooncakeEndpoint,
+    MooncakeEngine,
+    MooncakePlace,
+    address_of,
+    load,
+    parse,
+)
+from kvbaton.transports.mooncake.mooncake_link import PART_SLICES_MAX, MooncakeLink, Patience
 from kvbaton.transports.net.socket_loop import SocketLoop
 
 CLOSE_S = 3.0

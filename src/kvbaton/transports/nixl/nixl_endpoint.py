@@ -22,7 +22,7 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.protocol.numbers import Number
 from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.shared_memory import REGIONS_MAX
-from kvbaton.transports.nixl.nixl_lists import NixlPlace
+from kvbaton.transports.nixl.nixl_agent import NixlPlace
 
 VERSION = b"nixl1"
 BYTES_MAX = 256 << 10

@@ -24,13 +24,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.transports.core.jobs import CopyJob, Jobs
+from kvbaton.transports.core.jobs import CopyJob, Jobs, TurnThread
 from kvbaton.transports.core.transport import Direction, Spans
-from kvbaton.transports.core.turn_thread import TurnThread
 from kvbaton.transports.cuda.cuda_driver import CudaError, Gpu
-from kvbaton.transports.nixl.nixl_agent import Agent, NixlError
+from kvbaton.transports.nixl.nixl_agent import Agent, ListChoice, Lists, NixlError, NixlPlace
 from kvbaton.transports.nixl.nixl_endpoint import NixlEndpoint
-from kvbaton.transports.nixl.nixl_lists import ListChoice, Lists, NixlPlace
 
 log = logging.getLogger(__name__)
 

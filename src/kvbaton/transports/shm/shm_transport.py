@@ -23,10 +23,9 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.jobs import CopyJob, Jobs
-from kvbaton.transports.core.mover import Mover
+from kvbaton.transports.core.mover import Mover, cut
 from kvbaton.transports.core.shared_memory import RegisteredMemory, region_of
 from kvbaton.transports.core.shell import AdmittingShell
-from kvbaton.transports.core.span_tables import cut
 from kvbaton.transports.core.transport import Capabilities
 from kvbaton.transports.local.region_client import Attachment, Mapped
 from kvbaton.transports.local.region_listener import RegionListener, ShmEndpoint

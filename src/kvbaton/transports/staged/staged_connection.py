@@ -22,8 +22,7 @@ import msgspec
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.core.jobs import CopyJob, Jobs
-from kvbaton.transports.core.mover import Mover
-from kvbaton.transports.core.span_tables import size_of, to_wire
+from kvbaton.transports.core.mover import Mover, size_of, to_wire
 from kvbaton.transports.core.transport import Direction, Spans
 from kvbaton.transports.local.region_client import TakeDescriptors
 from kvbaton.transports.local.region_listener import LENGTH
@@ -32,8 +31,15 @@ from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.stream_socket import Bytes, ByteSource, ByteStrip, Script, Take, Wire, take
 from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, FrameKind, FrameStatus, parse
 from kvbaton.transports.staged.staged_listener import HELLO_BYTES_MAX, StagedEndpoint, StagedHello, dial
-from kvbaton.transports.staged.staged_slots import Slots, allocate_slots, gather_rows, map_slots, scatter_rows
-from kvbaton.transports.staged.staged_work import StagedChunk, Stager
+from kvbaton.transports.staged.staged_slots import (
+    Slots,
+    StagedChunk,
+    Stager,
+    allocate_slots,
+    gather_rows,
+    map_slots,
+    scatter_rows,
+)
 
 PINNED_BYTES_MAX = 1 << 30
 """What a peer can make this side pin for its slots, over all connections to it."""

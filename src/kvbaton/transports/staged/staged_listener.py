@@ -22,7 +22,7 @@ from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.shared_memory import REGIONS_MAX
 from kvbaton.transports.local.region_client import dial as dial_name
 from kvbaton.transports.local.region_listener import NAME_PREFIX
-from kvbaton.transports.net.reception import BACKLOG, Reception
+from kvbaton.transports.net.connection_handshake import BACKLOG, Reception
 from kvbaton.transports.tcp.tcp_server import family_of, prepare
 
 Carrier: TypeAlias = Literal["shm", "tcp"]

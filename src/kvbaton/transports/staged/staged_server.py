@@ -24,22 +24,26 @@ import msgspec
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import Encrypt
-from kvbaton.transports.core.device_memory import DeviceMemory, RegisteredDevice
 from kvbaton.transports.core.loans import Loans
-from kvbaton.transports.core.mover import Mover
+from kvbaton.transports.core.mover import Mover, from_wire
 from kvbaton.transports.core.refusals import Cause, Refusals, cause_of
-from kvbaton.transports.core.shared_memory import Region
-from kvbaton.transports.core.span_tables import from_wire
+from kvbaton.transports.core.shared_memory import DeviceMemory, Region, RegisteredDevice
 from kvbaton.transports.core.transport import Direction, Spans
 from kvbaton.transports.local.region_listener import LENGTH, STRANGERS_MAX, same_user
-from kvbaton.transports.net.connection_handshake import Admitted, SecretRing
-from kvbaton.transports.net.reception import Reception
+from kvbaton.transports.net.connection_handshake import Admitted, Reception, SecretRing
 from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.stream_socket import Bytes, ByteStrip, Script, Skip, Wire, take
 from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, FrameKind, FrameStatus, parse
 from kvbaton.transports.staged.staged_listener import Carrier, StagedHello, listen
-from kvbaton.transports.staged.staged_slots import SLOTS_MAX, Slots, allocate_slots, gather_rows, scatter_rows
-from kvbaton.transports.staged.staged_work import StagedChunk, Stager
+from kvbaton.transports.staged.staged_slots import (
+    SLOTS_MAX,
+    Slots,
+    StagedChunk,
+    Stager,
+    allocate_slots,
+    gather_rows,
+    scatter_rows,
+)
 from kvbaton.transports.tcp.tcp_server import REFUSED_AS, TOO_SLOW, prepare
 
 log = logging.getLogger(__name__)

@@ -23,12 +23,12 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.security import sealing
 from kvbaton.security.records import load
 from kvbaton.security.sealing import Encrypt
-from kvbaton.transports.core.device_memory import RegisteredDevice
 from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.jobs import CopyJob
 from kvbaton.transports.core.loans import GRACE_S, Loans
+from kvbaton.transports.core.mover import cut
+from kvbaton.transports.core.shared_memory import RegisteredDevice
 from kvbaton.transports.core.shell import ServingShell
-from kvbaton.transports.core.span_tables import cut
 from kvbaton.transports.core.transport import Capabilities, Copy, DeviceEvent, FenceEnded
 from kvbaton.transports.cuda.cuda_driver import SHARE, CudaGpu, Gpu, check_share
 from kvbaton.transports.cuda.cuda_event_wait import quiet_event
@@ -46,8 +46,7 @@ from kvbaton.transports.staged.staged_listener import (
     parse_endpoint,
 )
 from kvbaton.transports.staged.staged_server import StagedServer
-from kvbaton.transports.staged.staged_slots import SLOT_BYTES, SLOTS_MAX
-from kvbaton.transports.staged.staged_work import Stager
+from kvbaton.transports.staged.staged_slots import SLOT_BYTES, SLOTS_MAX, Stager
 
 CLOSE_S = 5.0
 _BASE = Capabilities(

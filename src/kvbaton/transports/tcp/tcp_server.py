@@ -15,13 +15,11 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.core.loans import BytesUnderWay, Loans
-from kvbaton.transports.core.mover import Mover, Wait
+from kvbaton.transports.core.mover import Mover, Wait, from_wire
 from kvbaton.transports.core.refusals import Cause, Refusals, cause_of
 from kvbaton.transports.core.shared_memory import RegisteredMemory
-from kvbaton.transports.core.span_tables import from_wire
 from kvbaton.transports.core.transport import Direction, Spans
-from kvbaton.transports.net.connection_handshake import Admitted, SecretRing
-from kvbaton.transports.net.reception import BACKLOG, Reception
+from kvbaton.transports.net.connection_handshake import BACKLOG, Admitted, Reception, SecretRing
 from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.stream_socket import Bytes, ByteStrip, Script, Sink, Skip, Wire, take
 from kvbaton.transports.net.transfer_frames import FRAME_BYTES, WINDOW_MAX, Frame, FrameKind, FrameStatus, parse

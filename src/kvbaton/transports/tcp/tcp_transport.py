@@ -33,9 +33,9 @@ from kvbaton.security.records import load
 from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.core.jobs import CopyJob
 from kvbaton.transports.core.loans import GRACE_S, Loans
+from kvbaton.transports.core.mover import cut
 from kvbaton.transports.core.shared_memory import RegisteredMemory
 from kvbaton.transports.core.shell import CLOSED, ServingShell, at_least_one
-from kvbaton.transports.core.span_tables import cut
 from kvbaton.transports.core.transport import Capabilities, Copy, FenceEnded, Spans
 from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.stream_socket import ByteStrip

@@ -15,8 +15,16 @@ import msgspec
 
 from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.local_cluster.embedded_cluster import ClusterPlan, Startable, places, running
-from kvbaton.local_cluster.vllm_cluster import TINY_KINDS, TINY_SEED, VllmPlan
-from kvbaton.local_cluster.vllm_engine import ServerOptions, VllmHandoff, fetch, find_python, tiny_model
+from kvbaton.local_cluster.vllm_engine import (
+    TINY_KINDS,
+    TINY_SEED,
+    ServerOptions,
+    VllmHandoff,
+    VllmPlan,
+    fetch,
+    find_python,
+    tiny_model,
+)
 from kvbaton.processes.child_process import Say
 from kvbaton.processes.operator_control import told_to_stop
 from kvbaton.router.router_settings import Fallback, RouterSettings

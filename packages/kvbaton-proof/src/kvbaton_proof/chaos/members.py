@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.engines.embedded.worker_options import Role, WorkerOptions
-from kvbaton.processes.child_process import KVBATON_ARGV
-from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.child_process import KVBATON_ARGV, free_ports
 from kvbaton_proof.chaos.liars.lies import LIAR
 from kvbaton_proof.chaos.network import rooms
 from kvbaton_proof.chaos.network.networks import Network

@@ -17,7 +17,7 @@ from kvbaton_proof.rig.servers import Say
 
 BENCH_S, CHECK_S = 420.0, 180.0  # NIXL as installed takes 5 s for a read of 1,000 blocks
 LINES = 12
-CHECK = "tests.transports.cuda_check"
+CHECK = "tests.transports.device.cuda_check"
 
 
 async def run(sizes: Sizes, page: Page, say: Say) -> None:

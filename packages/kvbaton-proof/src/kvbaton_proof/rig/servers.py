@@ -21,8 +21,7 @@ import msgspec
 
 from kvbaton.control import keyring
 from kvbaton.engines.vllm.launch import launching
-from kvbaton.processes.child_process import KVBATON_ARGV, with_news
-from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.child_process import KVBATON_ARGV, free_ports, with_news
 from kvbaton_proof.rig.connectors import CONNECTORS, D, Device, P, Seat
 from kvbaton_proof.rig.server import Engine, EngineError, end
 

@@ -13,21 +13,20 @@ from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
-from kvbaton.control.addressing import ControlError
+from kvbaton.control.addressing import ControlError, data_parallel_name, engine_and_rank
 from kvbaton.control.joining.key_source import Enrolment, enrolled
 from kvbaton.control.keyring import TICKET_KEY_BYTES, Keyring, load
-from kvbaton.control.rank_names import data_parallel_name, engine_and_rank
 from kvbaton.engines.vllm.config.connector_settings import FIELD, ConnectorSettings
 from kvbaton.engines.vllm.memory.vllm_layout import RankFacts, engine_layout
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.privileges import Role
 from kvbaton.ranks.device_store import DeviceRankStore, StagingShape
+from kvbaton.ranks.engine_store import RankStoreInterface
 from kvbaton.ranks.rank_store import LocalRankStore
 from kvbaton.ranks.rank_store_host import MakeRankStore
 from kvbaton.ranks.rank_values import NotStorable, rank_values
 from kvbaton.ranks.store_address import Served, opener, store_place
-from kvbaton.ranks.store_interface import RankStoreInterface
-from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu
 
 _NOBODY = "0" * 32

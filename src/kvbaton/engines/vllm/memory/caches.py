@@ -21,11 +21,9 @@ from kvbaton.engines.vllm.memory.vllm_layout import RankFacts, regions_of
 from kvbaton.protocol.geometry.layout import GroupKind
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports import catalogue
-from kvbaton.transports.core.delayed import faulty
-from kvbaton.transports.core.device_memory import DeviceMemory
-from kvbaton.transports.core.late_identity import UnnamedTransport
-from kvbaton.transports.core.shared_memory import Region, adopt
+from kvbaton.transports.core.shared_memory import DeviceMemory, Region, adopt
 from kvbaton.transports.core.transport import Transport
+from kvbaton.transports.core.wrapped import UnnamedTransport, faulty
 
 log = logging.getLogger(__name__)
 

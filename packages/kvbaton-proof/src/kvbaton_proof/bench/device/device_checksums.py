@@ -21,13 +21,13 @@ import msgspec
 
 from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
-from kvbaton.protocol.geometry.strided_spans import Weave
+from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.protocol.ids import JobId
 from kvbaton.transports.catalogue import SUMS
 from kvbaton.transports.checksum.checksum_device import DIGEST_BYTES, PART_BYTES, PIECE_BYTES
 from kvbaton.transports.checksum.checksum_portions import Checksum, portions
 from kvbaton.transports.core.transport import Copy, Direction
-from kvbaton.transports.cuda.cuda_launch import Tables
+from kvbaton.transports.cuda.cuda_runner import Tables
 from kvbaton.transports.cuda.cuda_table import LaunchGroup
 from kvbaton_proof.bench.device.device_peer import Offer, Order, P, Prompts, device_side
 from kvbaton_proof.bench.device.device_world import BLOCK_BYTES, DEVICE, Cache, TimedGpu, blocks_of, pattern, weave_of

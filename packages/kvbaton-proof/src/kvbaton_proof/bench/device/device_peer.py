@@ -13,8 +13,8 @@ from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.transports.catalogue import SUMS
 from kvbaton.transports.checksum.checksum_device import DeviceSums
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
-from kvbaton.transports.core.device_memory import DeviceMemory
 from kvbaton.transports.core.loans import lend_everything
+from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.core.transport import DeviceTransport, LendingTransport
 from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu
 from kvbaton.transports.cuda.cuda_transport import CudaTransport

@@ -27,11 +27,11 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.protocol.geometry.strided_spans import Weave
-from kvbaton.transports.cuda import cuda_launch
+from kvbaton.protocol.geometry.spans import Weave
+from kvbaton.transports.cuda import cuda_runner
 from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton.transports.cuda.cuda_driver import kernels as kernels_of_package
-from kvbaton.transports.cuda.cuda_launch import Tables
+from kvbaton.transports.cuda.cuda_runner import Tables
 from kvbaton.transports.cuda.cuda_table import LaunchGroup
 from kvbaton_proof.bench.device.device_world import DEVICE, Cache, TimedGpu, blocks_of, pattern, weave_of
 
@@ -164,7 +164,7 @@ def row_of(kernel: str, share: float, mover: Mover, victims: dict[str, Step], ri
         median[name] = round(statistics.median(steps) / base[name], 3)
         worst[name] = round(max(steps) / base[name], 3)
         copy_ms[name] = round(statistics.median(copies), 3)
-    launch_mib = cuda_launch.LAUNCH_BYTES >> 20
+    launch_mib = cuda_runner.LAUNCH_BYTES >> 20
     return Row(kernel, share, mover.gpu.blocks, launch_mib, alone, base, median, worst, copy_ms, right)
 
 
@@ -201,7 +201,7 @@ def measure(grids: list[tuple[float, int]], launches: list[int], kernels: dict[s
     print(told, file=sys.stderr, flush=True)
     found = []
     for (name, ptx), launch_mib, (share, fill) in itertools.product(kernels.items(), launches, grids):
-        cuda_launch.LAUNCH_BYTES = launch_mib << 20
+        cuda_runner.LAUNCH_BYTES = launch_mib << 20
         try:
             with mover_of(share, fill, ptx, near, far) as mover:
                 found.append(row_of(name, share, mover, victims, is_right(mover, near, words)))
@@ -227,7 +227,7 @@ def shown(row: Row) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shares", default="1,0.5,0.25,0.125")
-    parser.add_argument("--launch-mib", default=str(cuda_launch.LAUNCH_BYTES >> 20))
+    parser.add_argument("--launch-mib", default=str(cuda_runner.LAUNCH_BYTES >> 20))
     parser.add_argument("--fill", default="1", help="blocks for each multiprocessor")
     parser.add_argument("--alone", action="store_true", help="only copies, nothing beside them")
     parser.add_argument("--ptx", type=Path, nargs="*", default=[], metavar="FILE")

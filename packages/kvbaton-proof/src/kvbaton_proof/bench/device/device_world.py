@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvbaton.protocol.geometry.strided_spans import Weave
-from kvbaton.transports.core.device_memory import DeviceMemory
+from kvbaton.protocol.geometry.spans import Weave
+from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.cuda.cuda_driver import SHARE, CudaGpu
 

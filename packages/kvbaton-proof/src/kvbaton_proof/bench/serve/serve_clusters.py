@@ -25,15 +25,22 @@ from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
 from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.local_cluster.embedded_cluster import ClusterPlan, Startable, places
-from kvbaton.local_cluster.vllm_cluster import TINY_KINDS, TINY_SEED, VllmPlan
-from kvbaton.local_cluster.vllm_engine import HOST, ServerOptions, VllmHandoff, fetch, tiny_model
+from kvbaton.local_cluster.vllm_engine import (
+    HOST,
+    TINY_KINDS,
+    TINY_SEED,
+    ServerOptions,
+    VllmHandoff,
+    VllmPlan,
+    fetch,
+    tiny_model,
+)
 from kvbaton.observe.metrics.scraping import figures
-from kvbaton.processes.child_process import GUARD, KVBATON_ARGV, Child, Program, Say, end, ready, start
-from kvbaton.processes.free_ports import free_ports
+from kvbaton.processes.child_process import GUARD, KVBATON_ARGV, Child, Program, Say, end, free_ports, ready, start
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton_proof.bench.kit import cpu_meter
-from kvbaton_proof.bench.kit.bench_peers import AGGREGATED, SINGLE
 from kvbaton_proof.bench.kit.cpu_meter import Cpu, family
+from kvbaton_proof.bench.kit.run_facts import AGGREGATED, SINGLE
 from kvbaton_proof.bench.serve.serve_parts import Used
 from kvbaton_proof.rig import meters
 

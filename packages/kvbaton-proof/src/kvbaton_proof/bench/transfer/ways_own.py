@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvbaton.protocol.geometry.pages import Band, PageTable
+from kvbaton.protocol.geometry.layout import Band, PageTable
 from kvbaton.protocol.ids import JobId
 from kvbaton.transports.core.mover import choose_mover
 from kvbaton.transports.core.shared_memory import allocate

@@ -21,8 +21,8 @@ from kvbaton.control.registry import registry_messages as registry
 from kvbaton.control.registry.statements import OwnStatements
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
-from kvbaton.engines.embedded.kv_layout import compat_key, engine_layout
-from kvbaton.engines.embedded.kv_memory import KvGeometry
+from kvbaton.engines.embedded.memory.kv_layout import compat_key, engine_layout
+from kvbaton.engines.embedded.memory.kv_memory import KvGeometry
 from kvbaton.protocol.compat import digest as compat_digest
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, rank_peer
@@ -30,7 +30,7 @@ from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import Envelope, decode
 from kvbaton.protocol.wire.messages import ALL_FEATURES, Card
 from kvbaton.protocol.wire.versions import NEWEST, SPOKEN
-from kvbaton.store import store_messages
+from kvbaton.store import store_client
 from kvbaton_proof.chaos.liars.liar_reach import ANSWER_S, BUFFER_BYTES, Reach
 from kvbaton_proof.chaos.liars.lies import Count, Guise
 from kvbaton_proof.lies.lie_fields import Fields, Seen
@@ -80,7 +80,7 @@ class Greeted(msgspec.Struct, frozen=True):
     welcome: m.Welcome
 
 
-Heard = m.Message | registry.FromRegistry | registry.ToOperator | store_messages.Invited
+Heard = m.Message | registry.FromRegistry | registry.ToOperator | store_client.Invited
 Manner = Callable[[Asked], None]
 
 
@@ -221,7 +221,7 @@ class Post:
             if member.role == "router":
                 self._from_registry(frame, worker)
             elif member.role == "store":
-                told = store_messages.reply(frame)
+                told = store_client.reply(frame)
                 if told is not None:
                     self._heard.append((worker, 0, Incarnation(0), told))
             else:

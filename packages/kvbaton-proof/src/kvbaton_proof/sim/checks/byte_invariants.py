@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.machines.inbound import Intake
-from kvbaton.protocol.machines.push_write import Outlet
+from kvbaton.protocol.machines.push_writer import Outlet
 from kvbaton.transports.core.transport import Loan
 from kvbaton_proof.sim.promises import RULE, WRONG, Broken
 from kvbaton_proof.sim.world.life import Life

@@ -21,7 +21,7 @@ from kvbaton.protocol.ids import HandoffId, PeerId, WorkerId
 from kvbaton.protocol.machines.context import MARKS_MAX, Parts
 from kvbaton.protocol.machines.inbound import Intake, IntakeState
 from kvbaton.protocol.machines.pairing_state import LinkState, Session
-from kvbaton.protocol.machines.push_write import Outlet
+from kvbaton.protocol.machines.push_writer import Outlet
 from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire import messages as m

@@ -17,7 +17,7 @@ from kvbaton.protocol.machines.inbound import Intake, IntakeState
 from kvbaton.protocol.machines.lease import Lease, LeaseState, ReaderState
 from kvbaton.protocol.machines.pairing_state import LinkState
 from kvbaton.protocol.machines.producer import Producer
-from kvbaton.protocol.machines.push_write import OutletState
+from kvbaton.protocol.machines.push_writer import OutletState
 from kvbaton.protocol.machines.puts import PutState
 from kvbaton_proof.sim.promises import HANG, LEAK, RULE, Broken
 from kvbaton_proof.sim.world.life import Life

@@ -14,7 +14,7 @@ from collections import Counter
 from kvbaton.ranks.rank_messages import table_bytes
 from kvbaton.ranks.rank_store_messages import RankStoreLookup
 from kvbaton.ranks.rank_transport import RemoteTransport
-from kvbaton.transports.core.late_identity import UnnamedTransport
+from kvbaton.transports.core.wrapped import UnnamedTransport
 from kvbaton_proof.sim.promises import HANG, LEAK, NEEDLESS, STRANGER, Broken
 from kvbaton_proof.sim.world.rank_links import LinkedRanks, Rank
 

@@ -17,7 +17,7 @@ from kvbaton.protocol.machines.claims import Parked
 from kvbaton.protocol.machines.inbound import Intake, IntakeState
 from kvbaton.protocol.machines.lease import LeaseState
 from kvbaton.protocol.machines.pairing_state import Link
-from kvbaton.protocol.machines.push_write import OutletState
+from kvbaton.protocol.machines.push_writer import OutletState
 from kvbaton.protocol.machines.puts import PutState
 from kvbaton_proof.sim.promises import RULE, Broken
 from kvbaton_proof.sim.world.life import BoundedTimers, Life

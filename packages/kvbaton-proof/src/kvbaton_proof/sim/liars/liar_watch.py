@@ -26,7 +26,7 @@ from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.geometry.layout import EngineLayout
 from kvbaton.protocol.ids import HandoffId, PeerId, WorkerId
 from kvbaton.protocol.machines.lease import ReaderState
-from kvbaton.protocol.machines.push_write import Outlet
+from kvbaton.protocol.machines.push_writer import Outlet
 from kvbaton.protocol.numbers import DURATION_S_MIN
 from kvbaton.protocol.privileges import Act, may
 from kvbaton.protocol.wire.codec import FoldedWelcome, read

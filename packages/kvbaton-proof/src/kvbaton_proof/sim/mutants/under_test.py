@@ -50,8 +50,9 @@ def tests_of(modules: Sequence[str]) -> tuple[str, ...]:
     """The unit tests that a mutant of these modules is judged by: their own first, then those of their parts."""
     parts = dict.fromkeys(module.partition(".")[0] for module in modules)
     folders = [folder for part in parts for folder in PARTS.get(part, ())]
-    own = [Path(folder, f"test_{module.rpartition('.')[2]}.py") for module in modules for folder in folders]
-    return tuple(dict.fromkeys([*(str(path) for path in own if path.is_file()), *folders]))
+    names = [f"test_{module.rpartition('.')[2]}.py" for module in modules]
+    own = [str(path) for name in names for folder in folders for path in sorted(Path(folder).rglob(name))]
+    return tuple(dict.fromkeys([*own, *folders]))
 
 
 def judged(name: str, tests: Sequence[str], patience_s: float = PATIENCE_S) -> Verdict:

@@ -19,7 +19,6 @@ from kvbaton.node.node import Node, Rank
 from kvbaton.node.pin_budget import budget_of
 from kvbaton.node.ports import StorePort
 from kvbaton.observe.flight.recorder import Recorder
-from kvbaton.protocol.clock import Timers
 from kvbaton.protocol.ids import (
     HandoffId,
     Incarnation,
@@ -29,7 +28,7 @@ from kvbaton.protocol.ids import (
     WorkerId,
     rank_peer,
 )
-from kvbaton.protocol.machines.context import Identity, TimerKey
+from kvbaton.protocol.machines.context import Identity, TimerKey, Timers
 from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import ALL_FEATURES

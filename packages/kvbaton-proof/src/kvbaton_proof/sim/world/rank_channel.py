@@ -22,9 +22,8 @@ from typing import TypeVar
 import msgspec
 
 from kvbaton.control.poll_loop import Sleeper
-from kvbaton.ranks.rank_carrying import Clock
 from kvbaton.ranks.rank_messages import RankInvitation
-from kvbaton.ranks.rank_stream import StreamEnvelope
+from kvbaton.ranks.rank_stream import Clock, StreamEnvelope
 from kvbaton_proof.sim.promises import DEATH, Broken
 from kvbaton_proof.sim.world.world import World
 

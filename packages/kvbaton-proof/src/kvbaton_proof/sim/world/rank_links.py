@@ -21,16 +21,15 @@ import msgspec
 from kvbaton.protocol.geometry.progress import Progress
 from kvbaton.protocol.ids import JobId, LeaseId, PeerId
 from kvbaton.ranks import rank_host
-from kvbaton.ranks.rank_carrying import Clock
 from kvbaton.ranks.rank_host import RankHost
 from kvbaton.ranks.rank_link import LEASES_MAX, RankLinks
 from kvbaton.ranks.rank_messages import SPAN_BYTES, RankDisconnect, RankInvitation
 from kvbaton.ranks.rank_planes import WAITING_MAX
 from kvbaton.ranks.rank_store_messages import ORDERS_MAX, RankStoreAsk
-from kvbaton.ranks.rank_stream import Stream
+from kvbaton.ranks.rank_stream import Clock, Stream
 from kvbaton.ranks.rank_transport import COMMANDS_MAX, RemoteTransport
-from kvbaton.transports.core.late_identity import UnnamedTransport
 from kvbaton.transports.core.transport import Capabilities, Copy, Transport, TransportEvent
+from kvbaton.transports.core.wrapped import UnnamedTransport
 from kvbaton_proof.sim.promises import STRANGER, Broken
 from kvbaton_proof.sim.world.rank_channel import ChannelFaults, SimCarrier, SimProcess
 from kvbaton_proof.sim.world.rank_ports import ReportFaults, ReportingPlane, WatchedPort

@@ -21,13 +21,12 @@ import msgspec
 
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.geometry.layout import EngineLayout
-from kvbaton.ranks.engine_store import AskId, EngineStore, EngineStoreSettings, StoreTold
-from kvbaton.ranks.rank_carrying import Clock
+from kvbaton.ranks.engine_store import AskId, EngineStore, EngineStoreSettings, RankStoreInterface, StoreTold
 from kvbaton.ranks.rank_store import LocalRankStore, rank_store_settings
 from kvbaton.ranks.rank_store_host import MakeRankStore
 from kvbaton.ranks.rank_store_link import RemoteRankStore
+from kvbaton.ranks.rank_stream import Clock
 from kvbaton.ranks.rank_values import rank_values
-from kvbaton.ranks.store_interface import RankStoreInterface
 from kvbaton.ranks.store_trust import RankStoreTrust
 from kvbaton.store.content_keys import keys
 from kvbaton.store.interface import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
@@ -35,7 +34,7 @@ from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.order_scheduler import Keeper
 from kvbaton.store.order_scripts import BackendCall, CallAnswer, Task
 from kvbaton.store.threaded_store import check, perform
-from kvbaton.store.value_trust import ALONE, StoreTrust
+from kvbaton.store.value_header import ALONE, StoreTrust
 from kvbaton_proof.sim.promises import DEATH, HANG, LEAK, NEEDLESS, WRONG, Broken
 from kvbaton_proof.sim.world.rank_channel import SimCarrier, SimProcess
 from kvbaton_proof.sim.world.sim_device import Device

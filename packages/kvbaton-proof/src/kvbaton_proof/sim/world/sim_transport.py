@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvbaton.protocol.capabilities import Capabilities
-from kvbaton.protocol.effects import Copy, Direction
+from kvbaton.protocol.effects import Capabilities, Copy, Direction
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested
 from kvbaton.protocol.ids import JobId, PeerId, WorkerId
