@@ -18,10 +18,9 @@ from aiohttp import web
 import kvbaton
 import kvbaton_proof
 from kvbaton_proof.chaos import client_injuries, rest_oracle
-from kvbaton_proof.chaos.board import Board, Ended, Verdict
 from kvbaton_proof.chaos.chaos_plan import Plan
 from kvbaton_proof.chaos.fleet import Fleet, FleetError
-from kvbaton_proof.chaos.judged_request import Found, Prompt, Way, ask, judged
+from kvbaton_proof.chaos.judged_request import Board, Ended, Found, Prompt, Verdict, Way, ask, judged
 from kvbaton_proof.chaos.members import Ports, Spec, Surroundings
 from kvbaton_proof.chaos.outcome import AtRest, Finds, Outcome, Row, Sample, Seen, seen
 from kvbaton_proof.chaos.rest_oracle import Usage, is_there, usage

@@ -17,9 +17,8 @@ from kvbaton_proof.chaos.chaos_plan import Step
 from kvbaton_proof.chaos.fault_catalogue import Moment
 from kvbaton_proof.chaos.outcome import Row
 from kvbaton_proof.chaos.vllm import vllm_judge, vllm_run, vllm_steps
-from kvbaton_proof.chaos.vllm.vllm_judge import Well, row_of
-from kvbaton_proof.chaos.vllm.vllm_pair import Pair
-from kvbaton_proof.chaos.vllm.vllm_plan import standard
+from kvbaton_proof.chaos.vllm.vllm_judge import Pair, Well, row_of
+from kvbaton_proof.chaos.vllm.vllm_steps import standard
 from kvbaton_proof.rig.client import Answer, Tally, ask
 from kvbaton_proof.rig.server import EngineError
 from tests.chaos.vllm_stand_in import Habits, right, stand_ins

@@ -9,8 +9,7 @@ import pytest
 
 from kvbaton_proof.chaos.chaos_plan import from_json, to_json
 from kvbaton_proof.chaos.fault_catalogue import BY_NAME, FAULTS, ON_VLLM
-from kvbaton_proof.chaos.vllm.vllm_plan import MUTATIONS, poisoned, standard
-from kvbaton_proof.chaos.vllm.vllm_steps import DO
+from kvbaton_proof.chaos.vllm.vllm_steps import DO, MUTATIONS, poisoned, standard
 
 GIVEN: dict[str, dict[str, Any]] = {
     "kvbaton": {"do_remote_prefill": True, "mode": "pull", "ticket": "abcdef"},

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from kvbaton_proof.chaos import rest_oracle
-from kvbaton_proof.chaos.board import Board, Verdict
 from kvbaton_proof.chaos.chaos_plan import Plan
+from kvbaton_proof.chaos.judged_request import Board, Verdict
 from kvbaton_proof.chaos.members import STORE
 from kvbaton_proof.chaos.rest_oracle import Usage
 

@@ -84,7 +84,7 @@ def _numbers(high: int) -> Callable[[str], tuple[int, ...]]:
 def run(args: argparse.Namespace) -> int:
     from kvbaton.local_cluster import vllm_engine
     from kvbaton_proof.bench.kit import run_facts
-    from kvbaton_proof.bench.vllm import vllm_levels, vllm_page, vllm_targets
+    from kvbaton_proof.bench.vllm import vllm_levels, vllm_rows, vllm_targets
     from kvbaton_proof.rig.servers import SERVED
 
     planned = levels(args.concurrency, args.requests)
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     own = {"kvbaton": run_facts.own_versions()["kvbaton"], **versions}
     told = watch.facts(shlex.join(["kvbaton", *sys.argv[1:]]), own, with_memory=True)
     facts, ok = vllm_levels.facts_of(plan, told, findings), vllm_levels.is_ok(plan, findings)
-    shown = vllm_page.findings(facts, findings.rows)
+    shown = vllm_rows.findings(facts, findings.rows)
     verdict = f"{stdout().verdict(ok)} ({facts.seconds:.0f} s)"
     show(shown, vllm_levels.as_object(facts, findings, ok), as_json=args.json, page=out, verdict=verdict)
     return 0 if ok else 1

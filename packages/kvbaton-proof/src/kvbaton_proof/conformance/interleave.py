@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton_proof.conformance import stores, taps
+from kvbaton_proof.conformance import stores
 from kvbaton_proof.conformance.case_registry import (
     MODES,
     CaseVerdict,
@@ -141,7 +141,7 @@ class World:
     granted: list[tuple[LabEngine, str, list[int]]] = field(default_factory=list)  # pulls whose P has not ended yet
     live: list[tuple[LabEngine, str]] = field(default_factory=list)
 
-    def act(self, what: str, tap: taps.Copies, calls: stores.Calls) -> None:
+    def act(self, what: str, tap: stores.Copies, calls: stores.Calls) -> None:
         doing: dict[str, Callable[[], None]] = {
             "turn": self.turn,
             "arrive": self.arrive,
@@ -236,7 +236,7 @@ def run_seed(seed: int) -> CaseVerdict:
     plan, lab, begun = with_store(plan, random.Random(f"store {seed}")), Lab(), time.monotonic()
     faults, what, kind, trace = sum(guard.faults.values()), "", "", ""
     try:
-        with taps.copies() as tap, taps.frames() as wire, stores.calls() as calls:
+        with stores.copies() as tap, stores.frames() as wire, stores.calls() as calls:
             _play(World(lab, rng, plan), tap, wire, calls)
             tap.release()
             calls.release()
@@ -253,7 +253,7 @@ def run_seed(seed: int) -> CaseVerdict:
     return verdict_of(f"seed {seed}", lab, time.monotonic() - begun, faults, what=what, kind=kind, trace=trace)
 
 
-def _play(world: World, tap: taps.Copies, wire: taps.Frames, calls: stores.Calls) -> None:
+def _play(world: World, tap: stores.Copies, wire: stores.Frames, calls: stores.Calls) -> None:
     plan, outside = world.plan, random.Random(world.rng.random())  # asked by other threads
     if plan.store:
         world.lab.stores.append(stores.LabStore(key_directory()))
