@@ -21,7 +21,7 @@ from kvbaton.cli.succession import ANSWER_S, NEWS_S, EngineStanding, agrees, awa
 from kvbaton.control import keyring as keys
 from kvbaton.control.addressing import engine_of
 from kvbaton.control.registry import DrainState, OperatorLine, registry_places
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.ids import WorkerId, is_worker_id
 
 POLL_S = 0.25

@@ -2,11 +2,8 @@
 
 Law: whatever an operator can cause ends in one line on stderr with the next step, and status 2; tracebacks need
 --debug. Only results go to stdout; a reader that closes the pipe (`| head -1`) ends a command silently. Any of the
-three standard streams may be closed at startup or later: its output is lost, the exit status is not.
-
-What a plain installation leaves out, and how to get it.
-
-Law: whatever serves clients, and whatever looks at a cluster, runs without these; engines, stores and proofs need them.
+three standard streams may be closed at startup or later: its output is lost, the exit status is not. Whatever serves
+clients or looks at a cluster runs in a plain installation; `lacking` names what engines and stores need beyond it.
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ import kvbaton
 from kvbaton.cli import screen
 from kvbaton.cli.arguments import BAD_USAGE, HelpFormatter, Parser, add_common, complain
 from kvbaton.processes.gc_freeze_imports import gc_freeze_imports
-from kvbaton.processes.operator_control import CommandError, StoppedError
+from kvbaton.processes.operator_errors import CommandError, StoppedError
 
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "run a cluster": {
@@ -284,10 +281,6 @@ def _nobody_reads() -> bool:
     return found
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 GET = "pip install 'kvbaton[serve]'"
 LIBRARIES = frozenset({"numpy", "httptools", "uvloop", "xxhash", "yaml", "shtab"})
 """The first comes with the extra. Where another is missing, packages were left out, and the extra brings that too."""
@@ -303,3 +296,7 @@ def need(name: str) -> None:
     """`ModuleNotFoundError` now, before processes are started that would end with it."""
     if importlib.util.find_spec(name) is None:
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

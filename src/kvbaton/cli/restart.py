@@ -16,7 +16,7 @@ from kvbaton.cli.drain import DrainOutcome, add_worker, drain_if_agreed, followe
 from kvbaton.cli.progress import note
 from kvbaton.cli.succession import await_successor, look_at
 from kvbaton.local_cluster import restart_orders
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.ids import WorkerId
 
 START_S = 240.0

@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.processes.operator_control import CommandError, StoppedError
+from kvbaton.processes.operator_errors import CommandError, StoppedError
 
 PORTS = range(12_000, 32_000)
 _TRIES = 2_000

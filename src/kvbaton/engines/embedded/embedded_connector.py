@@ -21,6 +21,7 @@ from kvbaton.engines.embedded.engine_request import EngineRequest, RequestStatus
 from kvbaton.engines.embedded.hooks import (
     BlockIds,
     Chunk,
+    Connector,
     LoadOrder,
     LoadOutcome,
     Match,
@@ -35,10 +36,9 @@ from kvbaton.engines.side.asks import ParamsSource, Target
 from kvbaton.engines.side.decode import DecodeSide, FailedLoads
 from kvbaton.engines.side.grouping import Grouping
 from kvbaton.engines.side.instructions import NOTHING, Answer, Leaving, LoadVerdict
-from kvbaton.engines.side.no_store import NoStore
 from kvbaton.engines.side.pin_admission import PinAdmission
 from kvbaton.engines.side.prefill import PrefillSide
-from kvbaton.engines.side.store import StoreSide
+from kvbaton.engines.side.store import NoStore, StoreSide
 from kvbaton.engines.side.turns import TurnSide
 from kvbaton.node.doorway import Doorway, DropBlocks, ForgetCached, UnpinBlocks
 from kvbaton.node.pin_budget import Room
@@ -70,7 +70,7 @@ class EmbeddedSides:
     stored: NoStore
 
 
-class EmbeddedConnector:
+class EmbeddedConnector(Connector):
     """Hands KV over for one engine, in both roles, and keeps the account of its prompts. Alive once it has a pool."""
 
     def __init__(

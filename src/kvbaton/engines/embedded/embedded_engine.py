@@ -13,7 +13,7 @@ import msgspec
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.engine_config import EngineConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest, Output, RequestState, RequestStatus, Sequence
-from kvbaton.engines.embedded.hooks import Chunk, Connector, NullConnector
+from kvbaton.engines.embedded.hooks import Chunk, Connector
 from kvbaton.engines.embedded.memory.block_cache import BlockPool
 from kvbaton.engines.embedded.memory.block_tables import KvCache
 from kvbaton.engines.embedded.memory.kv_memory import Floats, KvGeometry, KvMemory, allocate_regions
@@ -46,7 +46,7 @@ class Engine:
         """`regions`: the KV bytes, one per rank; private memory if not given."""
         geometry = KvGeometry(config.model, config.cache)
         self.config = config
-        self.connector: Connector = connector or NullConnector()
+        self.connector = connector or Connector()
         self.model = Model(config.model)
         self.memory = KvMemory(geometry, allocate_regions(geometry) if regions is None else regions)
         self.pool = BlockPool(config.cache.blocks)

@@ -97,6 +97,7 @@ class EmbeddedWorker:
         config = config or engine_config(options)
         geometry = KvGeometry(config.model, config.cache)
         self.options = options
+        self._faults_before = faults.total()  # of this process, which may have had other workers
         self.planes = catalogue.offered(
             options.transport, checksum=options.checksum, require_enforcement=options.require_enforcement
         )
@@ -192,7 +193,7 @@ class EmbeddedWorker:
             "links": {str(link.worker): link.transport.name for link in links if link.transport is not None},
             "versions": {str(link.worker): link.version for link in links if link.transport is not None},
             **self.connector.stats(),
-            "faults_total": node.loop.faults + self.thread.faults + faults.total(),
+            "faults_total": node.loop.faults + self.thread.faults + faults.total() - self._faults_before,
         }
 
     def _gauges(self) -> Mapping[str, float]:

@@ -28,9 +28,8 @@ from kvbaton.engines.side.grouping import Grouping, Tables
 from kvbaton.engines.side.guard import guarded, makes, note, returns
 from kvbaton.engines.side.instructions import NOT_YET, NOTHING, Leaving, LoadVerdict
 from kvbaton.engines.side.load_admission import LoadAdmission
-from kvbaton.engines.side.no_store import NoStore
 from kvbaton.engines.side.prefill import PrefillSide
-from kvbaton.engines.side.store import StoreSide
+from kvbaton.engines.side.store import NoStore, StoreSide
 from kvbaton.engines.side.turns import TurnSide
 from kvbaton.engines.vllm import interpreter, prompt_counting
 from kvbaton.engines.vllm.block_pool import PinnedPool, is_exact

@@ -177,7 +177,6 @@ PIECES = (
     f"{_SIDE}.asks",
     f"{_SIDE}.pin_admission",
     f"{_SIDE}.prefill",
-    f"{_SIDE}.second_loads",
     f"{_SIDE}.stored_loads",
     f"{_SIDE}.stored_puts",
     f"{_SIDE}.store",
@@ -191,7 +190,7 @@ PIECES = (
     f"{_BASE}.waiting",
     f"{_BASE}.worker_side",
 )
-WITH_STORE = tuple(f"{_SIDE}.{name}" for name in ("second_loads", "stored_loads", "stored_puts", "store"))
+WITH_STORE = tuple(f"{_SIDE}.{name}" for name in ("stored_loads", "stored_puts", "store"))
 QUICK: dict[str, Any] = {
     "lease_s": 0.4,
     "max_hold_s": 1.0,

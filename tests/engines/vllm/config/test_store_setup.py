@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,7 +12,6 @@ import pytest
 from kvbaton.control import keyring
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.zmq import ZmqControl
-from kvbaton.engines.side.second_loads import SecondLoads
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.config.store_setup import keyring_of, rank_identity, rank_shelf
 from kvbaton.engines.vllm.memory.vllm_layout import GroupFacts, RankFacts
@@ -227,28 +225,3 @@ def test_each_rank_has_a_name_of_its_own() -> None:
 def test_a_mooncake_store_asks_ranks_for_no_identity() -> None:
     settings = ConnectorSettings.parse({"store": MOONCAKE})
     assert rank_shelf(settings, facts(), 3, 4, []) is not None
-
-
-# --- a second load
-
-
-def request(name: str, tokens: int) -> Any:
-    return SimpleNamespace(request_id=name, num_tokens=tokens)
-
-
-def test_a_second_load_needs_its_blocks_beyond_all_that_failed_loads_reserve() -> None:
-    pool: Any = SimpleNamespace(free_blocks=12)
-    loads = SecondLoads(pool, 4)
-    first, other = request("a", 16), request("b", 8)
-    assert loads.admits(first), "one that was never loaded is vLLM's own business"
-    loads.allocated(first, 12)
-    assert loads.admits(first), "5 reserved and 5 more of 12"
-    loads.allocated(other, 4)
-    assert not loads.admits(first), "8 reserved and 5 more of 12"
-    loads.allocated(other, 0)
-    assert loads.admits(first), "the other one runs"
-    loads.allocated(other, 4)
-    loads.left("b")
-    assert loads.admits(first)
-    pool.free_blocks = 9
-    assert not loads.admits(first)

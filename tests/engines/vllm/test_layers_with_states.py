@@ -29,9 +29,9 @@ from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKin
 from kvbaton.protocol.geometry.plan import plan
 from kvbaton.protocol.geometry.progress import Rect
 from kvbaton.protocol.geometry.spans import BlockLists, SpanSide, segments
-from tests.engines.vllm.test_vllm_layout import Config, Storage, Tensor, spec
-from tests.engines.vllm.test_vllm_layout import Group as LayerGroup
-from tests.engines.vllm.test_vllm_small_parts import FakePool
+from tests.engines.vllm.memory.test_vllm_layout import Config, Storage, Tensor, spec
+from tests.engines.vllm.memory.test_vllm_layout import Group as LayerGroup
+from tests.engines.vllm.test_block_pool import FakePool
 
 CONTENT, PAGE = 24, 32
 

@@ -17,7 +17,7 @@ from kvbaton.engines.embedded.model.attention import AttentionPiece
 from kvbaton.engines.embedded.model.decoder import Model
 from kvbaton.engines.embedded.model.sampling import choose
 
-from .helpers import SLIDING, TINY, Prompt, prompt
+from ..helpers import SLIDING, TINY, Prompt, prompt
 
 BLOCK = 16
 ANSWER = 16

@@ -14,7 +14,7 @@ from kvbaton.engines.embedded.memory.kv_memory import Floats, KvGeometry, KvMemo
 from kvbaton.engines.embedded.model.attention import AttentionPiece
 from kvbaton.engines.embedded.model.decoder import Model
 
-from .helpers import SLIDING, naive_logits, prompt
+from ..helpers import SLIDING, naive_logits, prompt
 
 DEFAULT = ModelConfig()
 MODELS = [DEFAULT, SLIDING, ModelConfig(kv_heads=4, layers=2)]
