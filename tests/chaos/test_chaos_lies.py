@@ -17,7 +17,6 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import FRAME_BYTES_MAX, decode
 from kvbaton_proof.chaos.chaos_plan import Plan, Step, from_json, to_json
-from kvbaton_proof.chaos.chaos_report import bare, markdown
 from kvbaton_proof.chaos.draw import Size, draw
 from kvbaton_proof.chaos.liars import false_fault, lies
 from kvbaton_proof.chaos.liars.liar_main import TELLINGS
@@ -25,7 +24,7 @@ from kvbaton_proof.chaos.liars.liar_post import honest_card, said
 from kvbaton_proof.chaos.liars.lies import ALWAYS, BY_NAME, EACH, LIAR, LIES, Count, Guise, Tally
 from kvbaton_proof.chaos.liars.lies_to_engines import huge_layout
 from kvbaton_proof.chaos.members import Ports, Spec
-from kvbaton_proof.chaos.outcome import Outcome
+from kvbaton_proof.chaos.outcome import Outcome, bare, markdown
 
 TWO = Size(2, 2)
 ROLES = TWO.roles()

@@ -10,6 +10,6 @@ injuries    one function per fault; client_injuries, strangers: those that are r
 liars       the fault `liar`: its process, its means, one function per lie; false members
 judged_request  one request and its judgement, and the board: what became of each; scene: with the steady clients
 rest_oracle what must be so at rest, and what the kernel counts of a process
-outcome     what was seen, row by row, and whether the promises held; chaos_report: its pages
+outcome     what was seen, row by row, whether the promises held, and the pages that say so
 vllm        the standard plan on real vLLM, with any connector of `rig`
 """

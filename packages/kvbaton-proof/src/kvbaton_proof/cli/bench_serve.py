@@ -222,7 +222,7 @@ def _flag(name: str) -> str:
 def run(args: argparse.Namespace) -> int:
     from kvbaton_proof.bench.kit import run_facts
     from kvbaton_proof.bench.serve import serve_clusters, serve_report, serve_run
-    from kvbaton_proof.bench.vllm.vllm_targets import versions
+    from kvbaton_proof.bench.vllm.vllm_levels import versions
 
     check(args)
     files, record = _files(args), new_file("record", args.record)

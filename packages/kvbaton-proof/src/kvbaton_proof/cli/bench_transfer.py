@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _device(args: argparse.Namespace) -> int:
     from kvbaton.transports.cuda.cuda_driver import CudaError
-    from kvbaton_proof.bench.device import device_page, device_ways
+    from kvbaton_proof.bench.device import device_ways
     from kvbaton_proof.bench.kit import run_facts
     from kvbaton_proof.bench.kit.piped_children import ChildFailed
 
@@ -70,9 +70,9 @@ def _device(args: argparse.Namespace) -> int:
     except (ImportError, CudaError, ChildFailed) as error:
         raise CommandError(f"--device cuda: {error}") from None
     facts = watch.facts(run_facts.shown(sys.argv[1:]), run_facts.own_versions())
-    findings = device_page.findings(facts, report)
+    findings = device_ways.findings(facts, report)
     if plot is not None:
-        plot.write_text(device_page.plot(report))
+        plot.write_text(device_ways.plot(report))
     result = {**run_facts.with_facts(report, facts), "verdicts": findings.checks}
     show(findings, result, as_json=args.json, page=page)
     return 0 if findings.ok else 1

@@ -15,8 +15,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton_proof.bench.kit.lab_pages import Findings, Grid, Table, number
-from kvbaton_proof.bench.kit.line_plot import line_plot
+from kvbaton_proof.bench.kit.lab_pages import Findings, Grid, Table, line_plot, number
 from kvbaton_proof.bench.kit.run_facts import AGGREGATED, RunFacts, named, unquiet
 from kvbaton_proof.bench.serve.serve_parts import Figures, Part
 

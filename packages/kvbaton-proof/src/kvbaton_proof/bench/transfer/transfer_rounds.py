@@ -21,8 +21,7 @@ import msgspec
 
 from kvbaton.processes.proc_stat import cpu_s, foreign_cpu_s
 from kvbaton.transports.core.mover import choose_mover
-from kvbaton_proof.bench.kit.lab_pages import Check, Findings, Relation, Table, check
-from kvbaton_proof.bench.kit.line_plot import line_plot
+from kvbaton_proof.bench.kit.lab_pages import Check, Findings, Relation, Table, check, line_plot
 from kvbaton_proof.bench.kit.run_facts import QUIET_CORES, RunFacts, named
 from kvbaton_proof.bench.transfer import ways_own, whole_handoff
 from kvbaton_proof.bench.transfer.peers import IDLE, Peer, Took
