@@ -20,7 +20,6 @@ from fuzzing import (
     dialable,
     host_port,
     hosts,
-    numeric,
     packed,
     ports,
     text_edits,
@@ -34,8 +33,7 @@ from kvbaton.api.request_ids import RequestIdError, parse_address
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.plain import AnnouncedWorker, Announcement, Fleet, PlainFault, PlainSettings
 from kvbaton.control.plain.announcement_listener import PlainRoster
-from kvbaton.control.plain.announcements import RANKS_MAX, decode, payload_of
-from kvbaton.control.plain.announcer import p2p_nccl_registration, registration
+from kvbaton.control.plain.announcements import RANKS_MAX, payload_of
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry import statements
 from kvbaton.control.signing import Signed
@@ -74,16 +72,6 @@ announcements = st.builds(
 def test_every_announcement_arrives_as_it_was(said: Announcement, more: object) -> None:
     assert heard(packed(told(said))) == said
     assert heard(packed({**told(said), "later": more})) == said
-
-
-@plain.fuzz(st.sampled_from("PD"), http_addresses, numeric, ports, ports, sizes)
-def test_what_our_own_workers_send_is_understood(
-    role: typing.Literal["P", "D"], http: str, ip: str, one: int, other: int, size: int
-) -> None:
-    moriios = registration(role, http, moriio(ip, one, other), transfer_mode="WRITE", tp_size=size, dp_size=size)
-    assert decode(moriios.payload) == Announcement(Fleet.MORIIO_WRITE, role, http, moriio(ip, one, other), size, size)
-    p2p = p2p_nccl_registration(role, http, host_port(ip, one))
-    assert decode(p2p.payload) == Announcement(Fleet.P2P_NCCL, role, http, host_port(ip, one))
 
 
 near_hosts = hosts | st.sampled_from(["a___b", "a..b", "127.1", "0x7f.1", "A"])

@@ -103,11 +103,15 @@ class EmbeddedConnector(Connector):
     def bind(self, pool: BlockPool) -> None:
         door, config = self._door, self._config
         pool.watch(door.epochs.raise_epoch)
-        layout, total = engine_layout(KvGeometry(config.model, config.cache)), config.cache.blocks
-        grouping, requests = Grouping(layout, tuple(range(len(layout.groups)))), EmbeddedRequests()
-        recomputes, is_stored = config.on_load_failure == "recompute", self._shelf is not None
+        total = config.cache.blocks
+        layout = engine_layout(KvGeometry(config.model, config.cache))
+        grouping = Grouping(layout, tuple(range(len(layout.groups))))
+        requests = EmbeddedRequests()
+        recomputes = config.on_load_failure == "recompute"
         prefill = PrefillSide(door, pool, grouping, requests)
-        decode = DecodeSide(door, pool, grouping, requests, recomputes, False, has_second_source=is_stored)
+        decode = DecodeSide(
+            door, pool, grouping, requests, recomputes, False, has_second_source=self._shelf is not None
+        )
         decode.failed = FailedLoads(self.prompts, client_id=_client_id)
         turns = TurnSide(door, pool, grouping, requests, decode, self._settings, blocks_total=total, takes=True)
         stored = NoStore()
@@ -158,7 +162,8 @@ class EmbeddedConnector(Connector):
     def request_finished(
         self, request: EngineRequest, blocks: BlockIds, status: RequestStatus
     ) -> Mapping[str, object] | None:
-        name, asked, well = request.request_id, self._asked.pop(request.request_id), status in WELL
+        asked = self._asked.pop(request.request_id)
+        well = status in WELL
         if well:
             asked.num_computed_tokens = asked.num_tokens - 1
         is_kept = well and not self._is_spoilt(asked)
@@ -167,7 +172,7 @@ class EmbeddedConnector(Connector):
         self.sides.decode.finished(asked)
         answer = self.sides.prefill.finished(asked, blocks, well=well)
         self.sides.pins.left(asked)
-        self.prompts.left(name)
+        self.prompts.left(request.request_id)
         return answer
 
     def stats(self) -> dict[str, Any]:

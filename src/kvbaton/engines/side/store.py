@@ -202,7 +202,7 @@ class StoreSide(NoStore):
         return (missing, True) if missing > 0 else NOTHING
 
     def offers(self, request_id: str) -> bool:
-        """Whether blocks that vLLM has found for this request are for a load from the store."""
+        """Whether blocks that the engine has found for this request are for a load from the store."""
         prompt = self._prompts.get(request_id)
         return prompt is not None and prompt.phase is Phase.FOUND
 
@@ -218,7 +218,7 @@ class StoreSide(NoStore):
             self._prompts[request.request_id] = StoredPrompt(request, hashes, 0)
 
     def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:
-        """vLLM has blocks for the request; with external tokens it now waits for a report."""
+        """The engine has blocks for the request; with external tokens it now waits for a report."""
         prompt = self._prompts.get(request.request_id)
         if prompt is not None and prompt.phase is not Phase.FOUND:
             prompt = None
@@ -237,7 +237,7 @@ class StoreSide(NoStore):
             self.loads.refuse(request.request_id)
 
     def reports(self, request_id: str) -> bool:
-        """Whether vLLM is still to be told of a load of this request."""
+        """Whether the engine is still to be told of a load of this request."""
         return self.loads.waits(request_id)
 
     @guarded(returns(None))
@@ -330,7 +330,7 @@ class StoreSide(NoStore):
     # --- helpers
 
     def _look_up(self, request: Any, local_tokens: int) -> StoredPrompt:
-        """Ask the store, unless vLLM itself has all that could be loaded."""
+        """Ask the store, unless the engine itself has all that could be loaded."""
         size = self.grouping.block_tokens[0]
         hashes = () if getattr(request, "resumable", False) else self._hashes(request, size)
         usable = min(len(hashes), (request.num_tokens - 1) // size)
