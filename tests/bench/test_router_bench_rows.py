@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from kvbaton.router import policy
 from kvbaton_proof.bench.kit import cpu_meter
 from kvbaton_proof.bench.kit.cpu_meter import Cpu, cpu_s, descended, family
 from kvbaton_proof.bench.kit.run_facts import RunFacts
 from kvbaton_proof.bench.router import router_rows as rows_of
 from kvbaton_proof.bench.router.router_rows import DIRECT, KVBATON, KVBATON_2, MORIIO, NIXL, TOY, Level, Row, Streams
+from kvbaton_proof.bench.router.several_routers import ROUTERS, SeveralLoad, as_lines, several_routers
 
 RATE, MORE_CPU = "req/s of two processes", "CPU a request of two processes"
 ONE, MANY, STREAMING = Level(False, 1), Level(False, 64), Level(True, 512)
@@ -211,3 +213,20 @@ def test_a_page_tells_figures_bounds_failures_and_what_is_missing() -> None:
         "`python -m x`",
     ):
         assert said in text, said
+
+
+LOAD = SeveralLoad(requests=800)
+
+
+def test_hits_and_balance_hold_with_more_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {row.routers: row for row in several_routers(LOAD, ["prefix"])}
+    assert tuple(rows) == ROUTERS and as_lines([*rows.values()])[1].split()[:2] == ["prefix", "1"]
+    assert all(row.hit_rate >= 0.95 * rows[1].hit_rate and row.balance < 1.35 for row in rows.values()), rows
+    monkeypatch.setattr(policy, "HOME_SHARE", 0.0)
+    without = {row.routers: row for row in several_routers(LOAD, ["prefix"])}
+    assert rows[4].hit_rate > 1.05 * without[4].hit_rate, (rows[4], without[4])
+
+
+def test_the_same_seed_gives_the_same_rows() -> None:
+    short = SeveralLoad(requests=100)
+    assert several_routers(short) == several_routers(short)

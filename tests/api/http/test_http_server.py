@@ -1454,33 +1454,29 @@ def test_closing_ends_all_that_is_under_way_in_a_bounded_time_and_leaves_nothing
         gc.collect()
 
 
-def test_a_handler_that_will_not_end_does_not_hold_the_door(
+async def test_a_handler_that_will_not_end_does_not_hold_the_door(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(http_server, "SHUTDOWN_S", 0.1)
+    gate = asyncio.Event()
+    tasks: list[asyncio.Task[Any] | None] = []
 
-    async def scene() -> None:
-        gate = asyncio.Event()
-        tasks: list[asyncio.Task[Any] | None] = []
+    async def stubborn(_: Request) -> Answer:
+        tasks.append(asyncio.current_task())
+        while not gate.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await gate.wait()
+        return Answer(b"")
 
-        async def stubborn(_: Request) -> Answer:
-            tasks.append(asyncio.current_task())
-            while not gate.is_set():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await gate.wait()
-            return Answer(b"")
-
-        stage = Stage(stubborn=stubborn)
-        async with http_server.serving(stage, "127.0.0.1", 0) as url:
-            found = Town(url)
-            await (await found.client()).say(post(b"", path=b"/stubborn"))
-            await until(lambda: stage.seen)
-        found.close()
-        gate.set()
-        assert tasks[0] is not None
-        await tasks[0]
-
-    run(scene())
+    stage = Stage(stubborn=stubborn)
+    async with http_server.serving(stage, "127.0.0.1", 0) as url:
+        found = Town(url)
+        await (await found.client()).say(post(b"", path=b"/stubborn"))
+        await until(lambda: stage.seen)
+    found.close()
+    gate.set()
+    assert tasks[0] is not None
+    await tasks[0]
     assert "1 handlers have not finished" in caplog.text
 
 

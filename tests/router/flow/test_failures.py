@@ -6,7 +6,6 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from kvbaton.api import sse
 from tests.router.fake_workers import (
     QUICK,
     Script,
@@ -71,10 +70,6 @@ async def test_a_handoff_that_fails_for_good_is_told_with_its_reason() -> None:
         assert "peer_gone: P is gone" in answer["error"]["message"]
 
 
-async def _end_early(_: web.Request, __: web.StreamResponse) -> None:
-    pass
-
-
 async def _tell_error(_: web.Request, response: web.StreamResponse) -> None:
     await response.write(event({"error": {"message": "engine broke", "code": "internal"}}))
 
@@ -86,21 +81,6 @@ async def test_an_error_that_d_tells_in_mid_stream_is_the_last_event_and_nobody_
         assert [("error" in one) for one in events] == [False, True]
         assert events[1]["error"]["code"] == "internal"
         assert sum(len(worker.bodies) for worker in c.d) == 1
-
-
-async def test_an_error_event_as_the_first_one_counts_as_a_refusal() -> None:
-    first = event({"error": {"message": "late refusal", "type": "x", "code": 500}})
-    async with cluster(1, [begin_then(_end_early, first), speak]) as c:
-        assert (await c.events(BODY))[-1] == "[DONE]"
-
-
-async def test_an_event_without_end_is_cut_off() -> None:
-    async def flood(_: web.Request, response: web.StreamResponse) -> None:
-        for _ in range(sse.EVENT_BYTES_MAX // (1 << 16) + 8):
-            await response.write(b"x" * (1 << 16))
-
-    async with cluster(1, [begin_then(flood)]) as c:
-        assert (await c.events(BODY))[-1]["error"]["code"] == "bad_answer"
 
 
 async def test_an_answer_without_end_is_cut_off() -> None:

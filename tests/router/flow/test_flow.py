@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import Any
 
 import msgspec
@@ -18,7 +17,6 @@ from tests.router.fake_workers import (
     QUICK,
     FakeWorker,
     after,
-    begin_then,
     cluster,
     event,
     hang,
@@ -127,33 +125,6 @@ async def test_an_event_is_passed_on_before_the_next_one_is_made(mode: str) -> N
         assert payloads(await response.content.readany()) == [{"n": 2}]  # the cut event waits for its end
         seen.set()
         assert await response.content.read() == b"data: [DONE]\n\n"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("mode", MODES)
-async def test_a_client_that_goes_takes_both_legs_along(mode: str, stream: bool) -> None:
-    async with cluster([hang], [hang]) as c:
-        body = {**BODY, "stream": stream}
-        call = asyncio.create_task(c.post(body, x_kvbaton_mode=mode))
-        legs = c.p if mode == "pull" else [*c.p, *c.d]
-        await until(lambda: all(worker.bodies for worker in legs))
-        call.cancel()
-        await until(lambda: all(worker.aborted == 1 for worker in legs))
-        await until_idle(c)
-
-
-@pytest.mark.parametrize("mode", MODES)
-async def test_a_client_that_goes_in_mid_stream_closes_d(mode: str) -> None:
-    async def wait(*_: Any) -> None:
-        await asyncio.Event().wait()
-
-    async with cluster(1, [begin_then(wait)]) as c:
-        body = json.dumps({**BODY, "stream": True}).encode()
-        response = await c.session.post(f"{c.url}/v1/completions", data=body, headers={"x-kvbaton-mode": mode})
-        await response.content.readany()
-        response.close()
-        await until(lambda: c.d[0].aborted == 1)
-        await until_idle(c)
 
 
 async def until_idle(c: Any) -> None:

@@ -33,7 +33,6 @@ from tests.router.fake_workers import (
     hang,
     lease,
     refuse,
-    run,
     say,
     speak,
     until,
@@ -164,21 +163,18 @@ async def test_a_stream_that_nobody_asked_for_is_refused_before_it_is_read(side:
     assert sum(sent) < 8 << 20  # what sockets hold
 
 
-def test_a_few_comments_before_the_first_event_pass_and_are_told() -> None:
+async def test_a_few_comments_before_the_first_event_pass_and_are_told() -> None:
     first = b": wait\n\n" * 1000
-
-    async def story() -> None:
-        async def then_speaks(request: web.Request, response: web.StreamResponse) -> None:
-            await response.write(b"data: [DONE]\n\n")
-
-        async with (
-            cluster(1, [begin_then(then_speaks, first)]) as c,
-            c.session.post(c.url + "/v1/completions", json={**BODY, "stream": True}) as response,
-        ):
-            assert await response.read() == first + b"data: [DONE]\n\n"
-
     assert len(first) < COMMENTS_BYTES_MAX
-    run(story())
+
+    async def then_speaks(request: web.Request, response: web.StreamResponse) -> None:
+        await response.write(b"data: [DONE]\n\n")
+
+    async with (
+        cluster(1, [begin_then(then_speaks, first)]) as c,
+        c.session.post(c.url + "/v1/completions", json={**BODY, "stream": True}) as response,
+    ):
+        assert await response.read() == first + b"data: [DONE]\n\n"
 
 
 async def test_the_answers_of_a_worker_fill_no_more_than_the_routers_room(monkeypatch: pytest.MonkeyPatch) -> None:

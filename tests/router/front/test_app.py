@@ -13,9 +13,6 @@ import msgspec
 import openai
 import pytest
 
-from kvbaton.api.api_errors import PortInUseError
-from kvbaton.api.http.http_server import serving
-from kvbaton.api.http.path_site import PathSite
 from kvbaton.api.params import Mode
 from tests.router.fake_workers import QUICK, FakeWorker, cluster, hang, only_first, refuse, say, speak, until
 
@@ -204,14 +201,6 @@ async def test_operators_see_workers_pairs_and_numbers() -> None:
 async def test_models_without_a_worker_are_unavailable() -> None:
     async with cluster(0, 0) as c:
         assert (await c.get("/v1/models"))[0] == 503
-
-
-async def test_a_port_in_use_is_an_error_of_its_own() -> None:
-    async with cluster() as c:
-        port = int(c.url.rsplit(":", 1)[1])
-        with pytest.raises(PortInUseError, match=f"port {port} on 127.0.0.1 is in use"):
-            async with serving(PathSite({}, 1), "127.0.0.1", port):
-                pass
 
 
 async def test_hundreds_of_streams_at_once_all_end_well() -> None:

@@ -20,7 +20,7 @@ from kvbaton.router.front_access import OPEN_PATHS, ApiKeys, KeyFileError, read_
 from kvbaton.router.front_secrets import FrontSecrets
 from kvbaton.router.route_table import ROUTES, Treatment
 from kvbaton.router.router_settings import OperatorPages
-from tests.router.fake_workers import QUICK, Cluster, FakeWorker, cluster, run, speak
+from tests.router.fake_workers import QUICK, Cluster, FakeWorker, cluster, speak
 
 KEY, OTHER = "sk-one-0123456789", "sk-two-0123456789"
 OPERATOR = "op-one-0123456789"
@@ -232,17 +232,14 @@ async def test_a_page_of_an_origin_that_is_named_may_ask_and_read_and_others_may
             assert "Access-Control-Allow-Origin" not in got.headers
 
 
-def test_any_page_may_ask_where_the_operator_says_so_but_never_with_credentials() -> None:
-    async def story() -> None:
-        any_page = msgspec.structs.replace(QUICK, origins_allowed=("*",))
-        async with cluster(settings=any_page) as c:
-            status, _, headers = await c.post(BODY, Origin="null")
-            assert (status, headers["Access-Control-Allow-Origin"]) == (200, "*")
-        settings = msgspec.structs.replace(QUICK, origins_allowed=(PAGE,), cors_credentials=True)
-        async with cluster(settings=settings) as c, c.session.get(c.url + "/health", headers={"Origin": PAGE}) as got:
-            assert got.headers["Access-Control-Allow-Credentials"] == "true"
-
-    run(story())
+async def test_any_page_may_ask_where_the_operator_says_so_but_never_with_credentials() -> None:
+    any_page = msgspec.structs.replace(QUICK, origins_allowed=("*",))
+    async with cluster(settings=any_page) as c:
+        status, _, headers = await c.post(BODY, Origin="null")
+        assert (status, headers["Access-Control-Allow-Origin"]) == (200, "*")
+    settings = msgspec.structs.replace(QUICK, origins_allowed=(PAGE,), cors_credentials=True)
+    async with cluster(settings=settings) as c, c.session.get(c.url + "/health", headers={"Origin": PAGE}) as got:
+        assert got.headers["Access-Control-Allow-Credentials"] == "true"
     with pytest.raises(ValueError, match="cors_credentials: not with origin"):
         msgspec.structs.replace(QUICK, origins_allowed=("*",), cors_credentials=True)
 

@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from kvbaton.observe.flight.dumps import Dumps
-from tests.router.fake_workers import QUICK, FakeWorker, cluster, run
+from tests.router.fake_workers import QUICK, FakeWorker, cluster
 
 BODY = {"prompt": "abc", "max_tokens": 4}
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
@@ -125,7 +125,7 @@ WORDS = ("987654", "midnight", "dreary", "Once")
 @pytest.mark.parametrize("status", [400, 404, 422, 429, 500, 503])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 @pytest.mark.parametrize("shape", ["error", "text", "code", "event"])
-def test_nothing_of_a_prompt_that_a_worker_quotes_is_in_a_record(
+async def test_nothing_of_a_prompt_that_a_worker_quotes_is_in_a_record(
     status: int, side: str, shape: str, tmp_path: Path
 ) -> None:
     """The client reads what the worker said; the file on the router's disk has who answered what status."""
@@ -138,17 +138,14 @@ def test_nothing_of_a_prompt_that_a_worker_quotes_is_in_a_record(
             return web.Response(body=b"data: " + json.dumps({"error": error}).encode() + b"\n\n")
         return web.json_response({"error": error}, status=status)
 
-    async def story() -> None:
-        workers = ([quoting], 1) if side == "prefill" else (1, [quoting])
-        async with cluster(*workers, settings=msgspec.structs.replace(QUICK, prefill_retries=0)) as c:
-            dumps = Dumps(tmp_path, "router", c.app.gathering.records)
-            c.app.gathering.on_flight.append(dumps.on_flight)
-            told, _, _ = await c.post({**BODY, "stream": shape == "event"})
-            assert told >= 400
-            dumps.ask()
-            await asyncio.to_thread(dumps.close)
-
-    run(story())
+    workers = ([quoting], 1) if side == "prefill" else (1, [quoting])
+    async with cluster(*workers, settings=msgspec.structs.replace(QUICK, prefill_retries=0)) as c:
+        dumps = Dumps(tmp_path, "router", c.app.gathering.records)
+        c.app.gathering.on_flight.append(dumps.on_flight)
+        told, _, _ = await c.post({**BODY, "stream": shape == "event"})
+        assert told >= 400
+        dumps.ask()
+        await asyncio.to_thread(dumps.close)
     written = "".join(path.read_text() for path in tmp_path.iterdir())
     assert f"{side} worker {side[0]}0 answered" in written
     assert not [word for word in WORDS if word in written]
