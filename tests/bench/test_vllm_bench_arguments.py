@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvbaton.cli import main as cli
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.vllm import vllm_targets
 from kvbaton_proof.bench.vllm.vllm_rows import Level
 from kvbaton_proof.cli import bench_vllm

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from kvbaton.cli import main as cli
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.cli import conformance
 from kvbaton_proof.conformance.case_registry import STALL_S, TRIES, CaseVerdict, StallMeter, unstalled
 from kvbaton_proof.conformance.conformance_run import VERDICT, Collector, ConformanceReport

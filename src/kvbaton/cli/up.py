@@ -22,7 +22,7 @@ import msgspec
 
 from kvbaton.api.http.server_loop import run as run_loop
 from kvbaton.api.params import Mode
-from kvbaton.cli import main, progress
+from kvbaton.cli import installed, progress
 from kvbaton.cli.arguments import planes_choice, port, seconds, seconds_or_off, whole
 from kvbaton.cli.flags import log as log_flags
 from kvbaton.cli.flags import traces
@@ -43,7 +43,8 @@ from kvbaton.local_cluster.vllm_engine import (
 )
 from kvbaton.processes.child_process import free_ports
 from kvbaton.processes.open_files import raise_file_limit
-from kvbaton.processes.operator_control import CommandError, StoppedError, told_to_stop, unless_stopped
+from kvbaton.processes.operator_control import told_to_stop, unless_stopped
+from kvbaton.processes.operator_errors import CommandError, StoppedError
 from kvbaton.router.processes.router_parent import PROCESSES_MAX
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.security.sealing import ENCRYPT
@@ -153,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     if args.engine == "vllm":
         server = _server_of(args)
         return run_loop(_check_vllm(args, server) if args.check else _serve(args, server))
-    main.need("numpy")
+    installed.need("numpy")
     return run_loop(_check(args) if args.check else _serve(args))
 
 

@@ -28,7 +28,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.processes.operator_control import CommandError, StoppedError
+from kvbaton.processes.operator_errors import CommandError, StoppedError
 
 PORTS = range(12_000, 32_000)
 _TRIES = 2_000
@@ -199,20 +199,6 @@ async def ready(
             for child in late:
                 say(f"{now - begun:.0f} s: {child.name} is starting: {child.last_line()}")
         await asyncio.sleep(look_s)
-
-
-async def with_news(work: Awaitable[Any], tell: Callable[[float], None], every_s: float = NEWS_S) -> None:
-    """Await `work`, which has its own deadline, and now and then `tell` how many seconds it has taken."""
-    loop = asyncio.get_running_loop()
-    begun, working = loop.time(), asyncio.ensure_future(work)
-    try:
-        while not working.done():
-            await asyncio.wait((working,), timeout=every_s)
-            if not working.done():
-                tell(loop.time() - begun)
-        working.result()
-    finally:
-        working.cancel()
 
 
 async def end(children: Sequence[Child], within_s: float = STOP_S) -> None:

@@ -17,8 +17,8 @@ import msgspec
 
 from kvbaton.local_cluster.vllm_engine import fetch
 from kvbaton.observe.metrics.scraping import figures as parsed
-from kvbaton.processes.proc_stat import all_stats, foreign_cpu_s
 from kvbaton_proof.rig.connectors import CONNECTORS
+from kvbaton_proof.rig.proc_stat import all_stats, foreign_cpu_s
 from kvbaton_proof.rig.server import Engine, Figures
 
 USED = "vllm:kv_cache_usage_perc"

@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 
 from kvbaton.api.bodies import BodyKind
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.load.request_plan import Ask, Piece, prompt
 from kvbaton_proof.bench.load.token_stream import Answer, TokenStream, refusal
 

@@ -21,7 +21,8 @@ import kvbaton_proof.bench.vllm.vllm_rows as bench_rows
 from kvbaton.local_cluster.vllm_engine import fetch
 from kvbaton.observe.metrics.scraping import figures
 from kvbaton.processes.child_process import GUARD, Say
-from kvbaton.processes.operator_control import CommandError, told_to_stop, unless_stopped
+from kvbaton.processes.operator_control import told_to_stop, unless_stopped
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.openai_api import MODE_HEADER
 from kvbaton_proof.bench.kit.run_facts import RunFacts
 from kvbaton_proof.bench.vllm.vllm_page import VllmFacts, short

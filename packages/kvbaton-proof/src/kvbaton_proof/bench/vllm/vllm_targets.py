@@ -19,7 +19,7 @@ from kvbaton.control.key_room import KEYS, key_room
 from kvbaton.engines.vllm.launch.launching import PROBE_S
 from kvbaton.local_cluster.vllm_engine import ServerOptions
 from kvbaton.processes.child_process import STOP_S, Say
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.rig import servers
 from kvbaton_proof.rig.servers import Group, Site, Spec
 

@@ -24,7 +24,7 @@ from kvbaton.protocol.machines.context import Timers
 from kvbaton.protocol.machines.inbound import ConsumerBook, Source
 from kvbaton.protocol.machines.lease import ReaderEvent, ReaderState
 from kvbaton.protocol.machines.ledger import Ledger
-from kvbaton.protocol.machines.pairing_source import Sessions
+from kvbaton.protocol.machines.pairing_state import Sessions
 from kvbaton.protocol.machines.producer import Producer
 from kvbaton.protocol.machines.push_writer import Writer
 from kvbaton.protocol.machines.quotas import Buckets

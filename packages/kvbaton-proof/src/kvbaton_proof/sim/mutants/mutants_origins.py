@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kvbaton.protocol.machines.consumer import Consumer
+from kvbaton.protocol.machines.context import Origins
 from kvbaton.protocol.machines.ledger import Ledger
-from kvbaton.protocol.machines.origins import Origins
 from kvbaton.ranks import store_trust
 from kvbaton_proof.sim.mutants.mutation import Mutant, swap
 

@@ -7,7 +7,7 @@ from typing import Any
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry.progress import complete
-from kvbaton.protocol.machines import claims, lease, pairing_source, producer, push_writer, puts
+from kvbaton.protocol.machines import claims, lease, pairing_state, producer, push_writer, puts
 from kvbaton.protocol.wire import messages as m
 from kvbaton_proof.sim.mutants.mutation import Mutant, swap
 
@@ -134,7 +134,7 @@ SOURCE_MUTANTS: tuple[Mutant, ...] = (
     Mutant("failed_store_keeps_pin", "store", "seed 003: a failed store keeps its pin",
            swap(puts.Puts, "on_ended", _failed_store_keeps_pin)),
     Mutant("old_sessions_live_on", "3", "everything held for the old life is kept",
-           swap(pairing_source.Sessions, "_end_earlier", _old_sessions_live_on)),
+           swap(pairing_state.Sessions, "_end_earlier", _old_sessions_live_on)),
     Mutant("shortened_ids", "1", "NIXL push: matching by a stripped id",
            swap(claims.Claims, "on_claim", _shortened_ids)),
     Mutant("hold_without_limit", "9", "renewals pass max_hold",
