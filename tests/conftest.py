@@ -25,6 +25,8 @@ import signal
 
 import pytest
 
+from tests.async_tests import pytest_pyfunc_call, run, run_once  # noqa: F401 - for all tests
+
 LIBRARIES = {"nixl": ("nixl", "nixl_cu12", "nixl_cu13"), "mooncake": ("mooncake",)}
 HOW = "make planes-env installs it, or pip install --no-deps the versions that the Makefile names"
 

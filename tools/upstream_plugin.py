@@ -170,8 +170,8 @@ def swap(config: Any, keys: str) -> None:
 
 def note_failed_loads() -> None:
     """Note it where a request asks for KV and has no ticket of ours: such a load fails before it begins."""
-    from kvbaton.engines.side.decode import Decode
-    from kvbaton.engines.vllm.before_ranks import BeforeRanks
+    from kvbaton.engines.side.decode import DecodeSide
+    from kvbaton.engines.vllm.connector_parts import BeforeRanks
 
     def noting(plain: Any, failed: Any) -> Any:
         @functools.wraps(plain)
@@ -183,7 +183,7 @@ def note_failed_loads() -> None:
 
         return noted
 
-    Decode.refused = noting(Decode.refused, lambda _: True)  # type: ignore[method-assign]
+    DecodeSide.refused = noting(DecodeSide.refused, lambda _: True)  # type: ignore[method-assign]
     BeforeRanks.match = noting(BeforeRanks.match, lambda answer: bool(answer[0]))  # type: ignore[method-assign]
 
 

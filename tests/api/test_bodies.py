@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
 import pytest
@@ -41,22 +40,3 @@ def test_deep_nesting_and_huge_numbers_are_refused_or_pass_but_never_raise_other
     for data in (b"[" * 100_000, b'{"prompt":' * 5000, b'{"prompt": "a", "seed": 1e400}', b'{"prompt": "", "n": 1e99}'):
         with pytest.raises(ApiError):
             parse(BodyKind.COMPLETION, data)
-
-
-def test_ten_thousand_damaged_bodies_are_refused_or_pass() -> None:
-    rng = random.Random(5)
-    good = json.dumps({"prompt": ["a", "b"], "n": 2, "stop": ["x"], "stream_options": {"include_usage": True}}).encode()
-    chat = json.dumps({"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "n": 2}).encode()
-    refused = 0
-    for kind, source in ((BodyKind.COMPLETION, good), (BodyKind.CHAT, chat)):
-        for _ in range(5000):
-            data = bytearray(source)
-            for _ in range(rng.randint(1, 4)):
-                data[rng.randrange(len(data))] = rng.choice(b'{}[]",:0123456789truefalsn\x00\xff')
-            try:
-                parse(kind, bytes(data))
-            except ApiError as error:
-                assert error.status == 400
-                assert error.param
-                refused += 1
-    assert refused > 5000

@@ -6,8 +6,6 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from kvbaton.api.foreign import TICKETS_MAX, ForeignLookup, one_of, pair_params, tickets_in, together, translated
 from kvbaton.api.params import Mode, TransferParams
@@ -95,29 +93,6 @@ def test_tickets_of_several_parts_travel_together_and_part_again() -> None:
 def test_tickets_that_do_not_fit_the_request_are_refused(tickets: object) -> None:
     with pytest.raises(ProtocolError, match=r"kv_transfer_params\.tickets: expected a list of 2"):
         one_of({"do_remote_prefill": True, "tickets": tickets}, 0, 2)
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=6,
-)
-fields = st.sampled_from([*TO_P, "ticket", "tickets", "mode"])
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
-@given(
-    st.dictionaries(fields, json_values | st.just(f"tx-{HEX}"), max_size=6),
-    st.text(max_size=80) | st.sampled_from([ID, ID[:-1], f"cmpl-{ID}-0", ID.replace("7100", "")]),
-    st.integers(0, 300),
-)
-def test_nothing_but_a_protocol_error_is_ever_raised(params: dict[str, Any], request_id: str, index: int) -> None:
-    try:
-        found = translated(request_id, one_of(params, 0, 1), lookup("p0"), index)
-    except ProtocolError as error:
-        assert error.detail
-        return
-    assert found is None or found.ticket
 
 
 def test_the_tickets_of_parameters_that_were_refused_are_found_within_bounds() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
-import msgspec
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -30,19 +27,7 @@ ID = (
     f"___decode_addr_host:10.0.0.2,handshake:6302,notify:61006_{HEX}"
 )
 
-ports = st.integers(1, 65535)
-hosts = st.one_of(
-    st.ip_addresses().map(str),
-    st.from_regex(r"[a-z][a-z0-9]{0,20}(-[a-z0-9]{1,9})?(\.[a-z][a-z0-9]{0,9}){0,3}", fullmatch=True),
-)
-peers: st.SearchStrategy[PeerAddress] = st.one_of(
-    st.builds(MoriioAddress, hosts, ports, ports), st.builds(HostPort, hosts, ports)
-)
 hexes = st.text("0123456789abcdef", min_size=32, max_size=32)
-tails = st.text("0123456789abcdef", min_size=8, max_size=8)
-indexes = st.integers(0, 9_999_999)
-
-
 unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 
 
@@ -57,39 +42,6 @@ def refused(request_id: str) -> str:
 def test_the_id_is_exactly_the_one_that_vllm_router_builds() -> None:
     assert build(P, D, HEX) == ID
     assert parse(ID) == Addresses(P, D, HEX)
-
-
-@unhurried
-@given(peers, peers, hexes)
-def test_what_is_built_is_read_back(prefill: PeerAddress, decode: PeerAddress, unique: str) -> None:
-    assert parse(build(prefill, decode, unique)) == Addresses(prefill, decode, unique)
-
-
-@unhurried
-@given(
-    st.none() | indexes,
-    st.sampled_from(["", "cmpl-", "chatcmpl-", "generate-tokens-", "resp_", "some-later-endpoint-"]),
-    peers,
-    peers,
-    hexes,
-    st.none() | indexes,
-    st.none() | indexes,
-    st.none() | tails,
-)
-def test_vllms_decorations_are_understood_in_any_combination(
-    sample: int | None,
-    word: str,
-    prefill: PeerAddress,
-    decode: PeerAddress,
-    unique: str,
-    prompt: int | None,
-    number: int | None,
-    tail: str | None,
-) -> None:
-    text = f"{'' if sample is None else f'{sample}_'}{word}{build(prefill, decode, unique)}"
-    text += f"{'' if prompt is None else f'-{prompt}'}{'' if number is None else f'_{number}'}"
-    text += "" if tail is None else f"-{tail}"
-    assert parse(text) == Addresses(prefill, decode, unique, prompt or 0, number or 0, sample or 0)
 
 
 @pytest.mark.parametrize(
@@ -122,60 +74,6 @@ def test_p_and_d_agree_although_vllm_gave_each_its_own_tail() -> None:
 def test_an_id_without_addresses_is_none(text: str) -> None:
     if "___prefill_addr_" not in text and "___decode_addr_" not in text:
         assert parse(text) is None
-
-
-addressing = [
-    "___prefill_addr_",
-    "___decode_addr_",
-    "host:",
-    ",handshake:",
-    ",notify:",
-    "::1",
-    "[::1]",
-    "10.0.0.1",
-    ":80",
-]
-around = [
-    "_",
-    "-",
-    HEX,
-    "_" + HEX,
-    "deadbeef",
-    "cmpl-",
-    "5_",
-    ",",
-    ":",
-    "[",
-    "]",
-    "%eth0",
-    "٣",
-    "\n",
-    "\ud800",
-    "99999",
-]
-pieces = st.sampled_from([*addressing, *around])
-
-
-@unhurried
-@given(st.lists(pieces | st.text(max_size=3), max_size=20).map("".join))
-def test_no_text_raises_anything_but_a_refusal(text: str) -> None:
-    with suppress(RequestIdError):
-        parse(text)
-    with suppress(RequestIdError):
-        parse_address(text)
-    transfer_hex(text)
-
-
-@unhurried
-@given(st.integers(0, len(ID) - 1), st.text(max_size=2))
-def test_a_damaged_id_is_refused_or_none_or_names_what_it_says(at: int, put: str) -> None:
-    damaged = ID[:at] + put + ID[at + 1 :]
-    with suppress(RequestIdError):
-        found = parse(damaged)
-        if found is not None:
-            assert parse(build(found.prefill, found.decode, found.unique)) == msgspec.structs.replace(
-                found, prompt_index=0, input_index=0, sample_index=0
-            )
 
 
 @pytest.mark.parametrize(

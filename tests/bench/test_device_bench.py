@@ -13,7 +13,7 @@ from kvbaton.cli.main import main
 from kvbaton.control import keyring
 from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.cuda import cuda_driver
-from kvbaton_proof.bench.device import device_page
+from kvbaton_proof.bench.device import device_ways
 from kvbaton_proof.bench.device.device_nixl import Reads
 from kvbaton_proof.bench.device.device_peer import device_side
 from kvbaton_proof.bench.device.device_ways import Bus, DeviceReport, Size
@@ -55,7 +55,7 @@ def test_blocks_by_layers_are_the_same_bytes_as_span_by_span() -> None:
 
 
 def test_a_run_that_holds_every_bound_holds() -> None:
-    assert all(verdict.ok for verdict in device_page.checks(report()))
+    assert all(verdict.ok for verdict in device_ways.checks(report()))
 
 
 @pytest.mark.parametrize(
@@ -68,19 +68,19 @@ def test_a_run_that_holds_every_bound_holds() -> None:
     ],
 )
 def test_each_bound_that_is_missed_is_one_verdict(change: dict[str, object]) -> None:
-    missed = [verdict for verdict in device_page.checks(report(size(**change))) if not verdict.ok]
+    missed = [verdict for verdict in device_ways.checks(report(size(**change))) if not verdict.ok]
     assert len(missed) == 1 and str(missed[0]).startswith("DOES NOT HOLD")
 
 
 def test_an_aim_is_told_beside_its_bound_and_missing_it_is_no_miss() -> None:
-    (handoff,) = (verdict for verdict in device_page.checks(report()) if verdict.aim is not None)
+    (handoff,) = (verdict for verdict in device_ways.checks(report()) if verdict.aim is not None)
     assert handoff.ok and handoff.value > handoff.aim  # type: ignore[operator]
     assert str(handoff).endswith("2.4 (<= 2.5, aim 1.5)")
 
 
 def test_wrong_bytes_by_nixl_are_wrong_bytes_and_a_setting_that_failed_is_not() -> None:
-    assert not device_page.checks(report(nixl=[Reads("x", {16: 1.0}, right=False)]))[0].ok
-    assert device_page.checks(report(nixl=[Reads("x", problem="no such back end")]))[0].ok
+    assert not device_ways.checks(report(nixl=[Reads("x", {16: 1.0}, right=False)]))[0].ok
+    assert device_ways.checks(report(nixl=[Reads("x", problem="no such back end")]))[0].ok
 
 
 def test_the_best_setting_is_the_fastest_at_the_largest_size_that_it_finished() -> None:
@@ -91,14 +91,14 @@ def test_the_best_setting_is_the_fastest_at_the_largest_size_that_it_finished() 
         Reads("one descriptor (contiguous)", {16: 0.1, 1000: 2.0}, True),
         Reads("failed", problem="x"),
     ]
-    best = device_page.best_nixl(report(nixl=reads))
+    best = device_ways.best_nixl(report(nixl=reads))
     assert best is not None and best.setting == "best"
-    assert device_page.best_nixl(report()) is None
+    assert device_ways.best_nixl(report()) is None
 
 
 def test_the_page_and_the_plot_name_every_way() -> None:
     found = report(size(blocks=16, handoff_over_copy=9.0), size(), nixl=[Reads("as installed", {1000: 4000.0}, True)])
-    shown, drawn = device_page.findings(Stopwatch().facts("kvbaton", {}), found), device_page.plot(found)
+    shown, drawn = device_ways.findings(Stopwatch().facts("kvbaton", {}), found), device_ways.plot(found)
     text = shown.as_text()
     assert shown.ok and "handoff" in shown.as_page()
     for name in ("contiguous", "handoff", "staged-tcp"):

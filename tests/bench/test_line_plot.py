@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from kvbaton_proof.bench.kit.line_plot import HEIGHT, LEFT, line_plot
+from kvbaton_proof.bench.kit.lab_pages import HEIGHT, LEFT, line_plot
 
 SVG = "{http://www.w3.org/2000/svg}"
 

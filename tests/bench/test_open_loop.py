@@ -16,8 +16,11 @@ from kvbaton_proof.bench.load.open_loop import (
     CUT_OFF,
     ERRORS_IN_A_ROW_MAX,
     LATE,
+    NO_END,
+    SHORT,
     WARMUP_ANSWER_TOKENS,
     Aim,
+    Answer,
     Load,
     Pace,
     Record,
@@ -27,7 +30,6 @@ from kvbaton_proof.bench.load.open_loop import (
     warm_up,
 )
 from kvbaton_proof.bench.load.request_plan import Ask, Lengths, Piece, Shape, drawn, prompt
-from kvbaton_proof.bench.load.token_stream import NO_END, SHORT, Answer
 
 TOKEN = b'data: {"choices": [{"text": "a", "finish_reason": null}]}\n\n'
 DONE = b"data: [DONE]\n\n"

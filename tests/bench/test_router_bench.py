@@ -16,8 +16,6 @@ from kvbaton.processes.child_process import Say
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.kit import run_facts
 from kvbaton_proof.bench.router import router_run, several_routers
-from kvbaton_proof.bench.router import router_targets as targets
-from kvbaton_proof.bench.router.router_page import Measured
 from kvbaton_proof.bench.router.router_rows import (
     DIRECT,
     KVBATON,
@@ -27,14 +25,15 @@ from kvbaton_proof.bench.router.router_rows import (
     THEIRS,
     TOY,
     Level,
+    Measured,
     Row,
     Streams,
 )
 from kvbaton_proof.bench.router.router_toy import to_prefill
 from kvbaton_proof.cli import bench_router
 
-SITE = targets.Site(targets.Backends(1111, 2222), "/somewhere/vllm-router")
-PORTS = targets.Ports(3333, 4444, 5555)
+SITE = router_run.Site(router_run.Backends(1111, 2222), "/somewhere/vllm-router")
+PORTS = router_run.Ports(3333, 4444, 5555)
 
 
 def parsed(*words: str) -> argparse.Namespace:
@@ -92,26 +91,26 @@ def test_what_cannot_be_meant_ends_in_one_line_and_status_2(
 def test_vllm_router_is_looked_for_in_the_environment_made_for_it_then_on_the_path(tmp_path: Path) -> None:
     below = tmp_path / "a" / "b"
     below.mkdir(parents=True)
-    assert targets.find_vllm_router(None, below, str(below)) is None
+    assert router_run.find_vllm_router(None, below, str(below)) is None
     (below / "vllm-router").touch(0o755)
-    assert targets.find_vllm_router(None, below, str(below)) == str(below / "vllm-router")
+    assert router_run.find_vllm_router(None, below, str(below)) == str(below / "vllm-router")
     made = tmp_path / ".venv-router" / "bin" / "vllm-router"
     made.parent.mkdir(parents=True)
     made.touch(0o755)
-    assert targets.find_vllm_router(None, below, str(below)) == str(made)
-    assert targets.find_vllm_router(str(below / "vllm-router"), tmp_path, "") == str(below / "vllm-router")
-    assert targets.find_vllm_router(str(below / "other"), tmp_path, "") is None
+    assert router_run.find_vllm_router(None, below, str(below)) == str(made)
+    assert router_run.find_vllm_router(str(below / "vllm-router"), tmp_path, "") == str(below / "vllm-router")
+    assert router_run.find_vllm_router(str(below / "other"), tmp_path, "") is None
 
 
 def test_every_target_but_direct_has_a_command_with_its_port_and_both_backends() -> None:
     for name in (KVBATON, NIXL, TOY):
-        words = targets.command(name, SITE, PORTS)
+        words = router_run.command(name, SITE, PORTS)
         assert "3333" in words and "http://127.0.0.1:1111" in words and "http://127.0.0.1:2222" in words
-    assert "127.0.0.1:5555" in targets.command(MORIIO, SITE, PORTS)
-    with pytest.raises(targets.TargetError, match="no such target: nginx"):
-        targets.command("nginx", SITE, PORTS)
-    with pytest.raises(targets.TargetError, match=r"make \.venv-router/\.ready"):
-        targets.command(NIXL, targets.Site(SITE.backends, None), PORTS)
+    assert "127.0.0.1:5555" in router_run.command(MORIIO, SITE, PORTS)
+    with pytest.raises(router_run.TargetError, match="no such target: nginx"):
+        router_run.command("nginx", SITE, PORTS)
+    with pytest.raises(router_run.TargetError, match=r"make \.venv-router/\.ready"):
+        router_run.command(NIXL, router_run.Site(SITE.backends, None), PORTS)
 
 
 def test_the_toy_asks_p_for_one_token_and_leaves_the_clients_body_alone() -> None:
@@ -149,7 +148,7 @@ def told(
 
 
 def with_vllm_router(monkeypatch: pytest.MonkeyPatch, program: str | None) -> None:
-    monkeypatch.setattr(targets, "find_vllm_router", lambda *_: program)
+    monkeypatch.setattr(router_run, "find_vllm_router", lambda *_: program)
 
 
 def test_status_is_0_when_all_was_measured_without_errors_within_bounds(

@@ -10,10 +10,9 @@ import msgspec
 import pytest
 
 from kvbaton_proof.bench.router import router_backends as backends
-from kvbaton_proof.bench.router.router_answer import Answer, dechunked
 from kvbaton_proof.bench.router.router_backends import Backend, Counts, Desk
 from kvbaton_proof.bench.router.router_client import carry_out, get
-from kvbaton_proof.bench.router.router_load import Order, Outcome, request
+from kvbaton_proof.bench.router.router_load import Answer, Order, Outcome, dechunked, request
 
 STREAM = b"".join(backends.STREAM)
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
+from kvbaton.router import policy
+from kvbaton_proof.bench.kit import cpu_meter
 from kvbaton_proof.bench.kit.cpu_meter import Cpu, cpu_s, descended, family
 from kvbaton_proof.bench.kit.run_facts import RunFacts
-from kvbaton_proof.bench.router import router_page
 from kvbaton_proof.bench.router import router_rows as rows_of
 from kvbaton_proof.bench.router.router_rows import DIRECT, KVBATON, KVBATON_2, MORIIO, NIXL, TOY, Level, Row, Streams
+from kvbaton_proof.bench.router.several_routers import ROUTERS, SeveralLoad, as_lines, several_routers
 
 RATE, MORE_CPU = "req/s of two processes", "CPU a request of two processes"
 ONE, MANY, STREAMING = Level(False, 1), Level(False, 64), Level(True, 512)
@@ -158,6 +162,31 @@ def test_a_family_is_all_descendants_and_nobody_else() -> None:
     assert family(1)[0] == 1
 
 
+WORKS = """
+import sys, time
+print("begun", flush=True)
+sys.stdin.readline()
+until = time.process_time() + 0.2
+while time.process_time() < until:
+    pass
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_familys_cpu_time_grows_with_its_work() -> None:
+    words = [sys.executable, "-c", WORKS]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdin is not None and child.stdout is not None
+        assert child.stdout.readline() == "begun\n"
+        before = cpu_meter.read({"engines": family(child.pid)})
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "done\n"
+        used = before.until(cpu_meter.read({"engines": family(child.pid)}))
+    assert used.used["engines"] >= 0.15 and used.at >= 0.15
+
+
 def test_cpu_of_a_process_that_is_gone_is_nothing() -> None:
     assert cpu_s([2**22 + 1]) == 0
     assert Cpu(1, {"router": 2}, 3).until(Cpu(3, {"router": 5}, 9)) == Cpu(2, {"router": 3}, 6)
@@ -167,11 +196,11 @@ def test_a_page_tells_figures_bounds_failures_and_what_is_missing() -> None:
     facts = RunFacts(
         date="2026-01-01", machine="2 cores", versions={"kvbaton": "0"}, command="kvbaton bench router", seconds=3.0
     )
-    measured = router_page.Measured(
+    measured = rows_of.Measured(
         targets=[KVBATON], missing={MORIIO: "make it"}, rounds=1, window_s=0.5, rows=good(cpu=0.9)[:5],
         streams=[streams(complete=3)], failures=["toy could not be measured: away"], commands={KVBATON: "python -m x"},
     )  # fmt: skip
-    text = router_page.findings(facts, measured).as_page()
+    text = rows_of.findings(facts, measured).as_page()
     for said in (
         "| 1 | kvbaton | 500 | 0.700 | 1.00 | 0.600 | 0.00 | 900 |",
         "kvbaton / vllm-router-nixl | 2.25 | 2.00 | 1.00 |",
@@ -184,3 +213,20 @@ def test_a_page_tells_figures_bounds_failures_and_what_is_missing() -> None:
         "`python -m x`",
     ):
         assert said in text, said
+
+
+LOAD = SeveralLoad(requests=800)
+
+
+def test_hits_and_balance_hold_with_more_routers(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {row.routers: row for row in several_routers(LOAD, ["prefix"])}
+    assert tuple(rows) == ROUTERS and as_lines([*rows.values()])[1].split()[:2] == ["prefix", "1"]
+    assert all(row.hit_rate >= 0.95 * rows[1].hit_rate and row.balance < 1.35 for row in rows.values()), rows
+    monkeypatch.setattr(policy, "HOME_SHARE", 0.0)
+    without = {row.routers: row for row in several_routers(LOAD, ["prefix"])}
+    assert rows[4].hit_rate > 1.05 * without[4].hit_rate, (rows[4], without[4])
+
+
+def test_the_same_seed_gives_the_same_rows() -> None:
+    short = SeveralLoad(requests=100)
+    assert several_routers(short) == several_routers(short)

@@ -7,11 +7,18 @@ import random
 import numpy as np
 import pytest
 
-from kvbaton_proof.bench.load.load_figures import Slo, figures, quantiles
-from kvbaton_proof.bench.load.open_loop import Record
+from kvbaton_proof.bench.load.open_loop import Answer, Record
 from kvbaton_proof.bench.load.request_plan import Ask, Piece
-from kvbaton_proof.bench.load.token_stream import Answer
-from kvbaton_proof.bench.serve.serve_parts import ERROR_KINDS_MAX, Turn, Used, part_of, together
+from kvbaton_proof.bench.serve.serve_parts import (
+    ERROR_KINDS_MAX,
+    Slo,
+    Turn,
+    Used,
+    figures,
+    part_of,
+    quantiles,
+    together,
+)
 
 
 def answered(ttft_s: float = 0.1, gaps_s: tuple[float, ...] = (0.02, 0.04), digest: bytes = b"x") -> Answer:

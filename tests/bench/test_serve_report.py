@@ -8,11 +8,9 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from kvbaton_proof.bench.load.load_figures import TIMES, quantiles, times_of
-from kvbaton_proof.bench.load.open_loop import Record
+from kvbaton_proof.bench.load.open_loop import Answer, Record
 from kvbaton_proof.bench.load.request_plan import Ask, Piece
-from kvbaton_proof.bench.load.token_stream import Answer
-from kvbaton_proof.bench.serve.serve_parts import Part, Turn, Used, part_of, together
+from kvbaton_proof.bench.serve.serve_parts import TIMES, Part, Turn, Used, part_of, quantiles, times_of, together
 from kvbaton_proof.bench.serve.serve_report import (
     Report,
     Spread,

@@ -14,8 +14,7 @@ from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.testing.store_harness import FaultyBackend
 from kvbaton_proof.bench.kit.run_facts import Stopwatch
 from kvbaton_proof.bench.store.store_moves import SHAPES, Shape, measure, settled
-from kvbaton_proof.bench.store.store_page import StoreReport, complaints, findings
-from kvbaton_proof.bench.store.store_ttft import Ttft
+from kvbaton_proof.bench.store.store_page import StoreReport, Ttft, complaints, findings
 
 SMALL = Shape(8, 3, 1 << 10)
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from kvbaton_proof.bench.load.token_stream import LONG, MALFORMED, NO_END, SHORT, Answer, TokenStream, refusal
+from kvbaton_proof.bench.load.open_loop import LONG, MALFORMED, NO_END, SHORT, Answer, TokenStream, refusal
 
 DONE = b"data: [DONE]\n\n"
 LAST = b'data: {"choices": [{"text": "", "finish_reason": "length"}]}\n\n'

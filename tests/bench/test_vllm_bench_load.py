@@ -14,8 +14,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from kvbaton.engines.vllm.launch import nixl_shim
-from kvbaton_proof.bench.vllm import vllm_load
-from kvbaton_proof.bench.vllm.vllm_load import Load, Outcome
+from kvbaton_proof.bench.vllm import vllm_levels
+from kvbaton_proof.bench.vllm.vllm_levels import Load, Outcome
 from kvbaton_proof.bench.vllm.vllm_rows import Level
 from tests.bench.test_vllm_bench_rows import TOLD
 
@@ -34,9 +34,9 @@ WRITES = TALKS + f"print('=== Serving Benchmark Result ===', flush=True); where.
 
 
 def _run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str, **times: float) -> Outcome[float]:
-    monkeypatch.setattr(vllm_load, "DRIVER", ("-c", code))
+    monkeypatch.setattr(vllm_levels, "DRIVER", ("-c", code))
     given = {"deadline_s": 60.0, **times}
-    running = vllm_load.run(LOAD, [sys.executable], tmp_path, lambda _pid: time.monotonic(), **given)
+    running = vllm_levels.run(LOAD, [sys.executable], tmp_path, lambda _pid: time.monotonic(), **given)
     return asyncio.run(running)
 
 

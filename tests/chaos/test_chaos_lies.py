@@ -17,15 +17,14 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import FRAME_BYTES_MAX, decode
 from kvbaton_proof.chaos.chaos_plan import Plan, Step, from_json, to_json
-from kvbaton_proof.chaos.chaos_report import bare, markdown
 from kvbaton_proof.chaos.draw import Size, draw
-from kvbaton_proof.chaos.liars import liar_fault, lies
+from kvbaton_proof.chaos.liars import false_fault, lies
 from kvbaton_proof.chaos.liars.liar_main import TELLINGS
 from kvbaton_proof.chaos.liars.liar_post import honest_card, said
 from kvbaton_proof.chaos.liars.lies import ALWAYS, BY_NAME, EACH, LIAR, LIES, Count, Guise, Tally
-from kvbaton_proof.chaos.liars.lies_in_shapes import huge_layout
+from kvbaton_proof.chaos.liars.lies_to_engines import huge_layout
 from kvbaton_proof.chaos.members import Ports, Spec
-from kvbaton_proof.chaos.outcome import Outcome
+from kvbaton_proof.chaos.outcome import Outcome, bare, markdown
 
 TWO = Size(2, 2)
 ROLES = TWO.roles()
@@ -94,9 +93,9 @@ def test_seeds_draw_every_lie_in_time_and_every_guise() -> None:
 
 
 def test_a_replay_tells_the_same_down_to_the_last_number(tmp_path: Path) -> None:
-    assert liar_fault.errand_of(_scene(tmp_path), STEP).seed == liar_fault.errand_of(_scene(tmp_path), STEP).seed
+    assert false_fault.errand_of(_scene(tmp_path), STEP).seed == false_fault.errand_of(_scene(tmp_path), STEP).seed
     other = msgspec.structs.replace(STEP, at_s=2.0)
-    assert liar_fault.errand_of(_scene(tmp_path), other).seed != liar_fault.errand_of(_scene(tmp_path), STEP).seed
+    assert false_fault.errand_of(_scene(tmp_path), other).seed != false_fault.errand_of(_scene(tmp_path), STEP).seed
 
 
 def test_the_same_seed_tells_the_same_lies_and_another_seed_others() -> None:
@@ -209,14 +208,14 @@ STEP = Step(1.0, LIAR, "p0", seconds=1.0, detail="decode", lies=("read-all@p0",)
 def test_what_the_liar_was_believed_breaks_the_verdict(tmp_path: Path) -> None:
     told = lies.encode(Tally({"read-all": Count(3, 1, 2, "p0 gave 9 bytes")}))
     scene = _scene(tmp_path, _Printing(told))
-    assert asyncio.run(liar_fault.tell_lies(scene, STEP)) == "refused of told: read-all 1/3"
+    assert asyncio.run(false_fault.tell_lies(scene, STEP)) == "refused of told: read-all 1/3"
     assert scene.problems == ["liar: read-all was believed 2 of 3 times: p0 gave 9 bytes"]
     assert lies.figures(scene.lies) == {"read-all": {"told": 3, "refused": 1, "believed": 2}}
 
 
 def test_a_liar_that_fails_is_no_liar_that_was_refused(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"the liar ended with status 4; see .*liar.txt"):
-        asyncio.run(liar_fault.tell_lies(_scene(tmp_path, _Printing(b"{}", 4)), STEP))
+        asyncio.run(false_fault.tell_lies(_scene(tmp_path, _Printing(b"{}", 4)), STEP))
 
 
 @pytest.mark.parametrize(
@@ -226,7 +225,7 @@ def test_a_liar_holds_the_one_key_of_its_guise_and_knows_where_everybody_is(
     guise: str, name: str, tmp_path: Path
 ) -> None:
     step = Step(1.0, LIAR, "p0", seconds=1.0, detail=guise, lies=("read-all@p0",))
-    errand = liar_fault.errand_of(_scene(tmp_path), step)
+    errand = false_fault.errand_of(_scene(tmp_path), step)
     assert errand.name == name
     assert errand.members["store"].control == "tcp://h2:3"
     assert errand.members["router"].control == "tcp://h1:2"

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from kvbaton_proof.chaos.vllm.vllm_pair import BLOCKS, LONG, USUAL, Pair
+from kvbaton_proof.chaos.vllm.vllm_judge import BLOCKS, LONG, USUAL, Pair
 from kvbaton_proof.rig.client import prompt_of
 from kvbaton_proof.rig.connectors import D, P
 from kvbaton_proof.rig.server import Engine

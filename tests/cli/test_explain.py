@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +20,7 @@ from kvbaton.observe.codes.entry import CodeKind, Severity, Who
 from kvbaton.observe.codes.reasons import ADVICE
 from kvbaton.observe.metrics.metric_names import BY_NAME
 from kvbaton.protocol.errors import MEANING, Reason
+from tests.tool_modules import tool_module
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ROOT / "src" / "kvbaton"
@@ -323,12 +322,7 @@ def test_every_finding_of_doctor_is_in_the_catalogue_and_every_one_can_be_found(
 
 
 def docs_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reasons_docs", ROOT / "tools" / "docs" / "reasons_docs.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["reasons_docs"] = module
-    spec.loader.exec_module(module)
-    return module
+    return tool_module("docs/reasons_docs")
 
 
 def test_the_pages_are_up_to_date() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import re
 import tomllib
@@ -11,6 +10,7 @@ from types import ModuleType
 import msgspec
 import pytest
 from docs_commands import ROOT
+from tests.tool_modules import tool_module
 
 from kvbaton.cli.main import COMMANDS
 from kvbaton.cli.settings import layers
@@ -19,11 +19,7 @@ from kvbaton.observe.tracing import export
 
 
 def loaded(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / "docs" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tool_module(f"docs/{name}")
 
 
 @pytest.fixture(scope="module")

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from types import ModuleType
 
 import msgspec
 import pytest
 from docs_commands import ROOT
+from tests.tool_modules import tool_module
 
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "compatibility_docs", ROOT / "tools" / "docs" / "compatibility_docs.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compatibility_docs"] = module
-    spec.loader.exec_module(module)
-    return module
+    return tool_module("docs/compatibility_docs")
 
 
 def makefile() -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from types import ModuleType
 
 import pytest
-from docs_commands import ROOT
+from tests.tool_modules import tool_module
 
 TABLE = """\
 | noun | what it is | where |
@@ -23,12 +21,7 @@ TABLE = """\
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("glossary_docs", ROOT / "tools" / "docs" / "glossary_docs.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["glossary_docs"] = module
-    spec.loader.exec_module(module)
-    return module
+    return tool_module("docs/glossary_docs")
 
 
 def test_the_page_is_what_the_generator_makes(tool: ModuleType) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import os
 import re
 import subprocess
-import sys
 import threading
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +15,7 @@ from types import ModuleType
 import pytest
 from docs_commands import ROOT, commands_of, pages, spans
 from tests.observe.dashboard.browser import a_browser
+from tests.tool_modules import tool_module
 
 from kvbaton.observe.metrics.metric_names import METRICS
 from kvbaton.protocol.wire import messages
@@ -31,12 +30,7 @@ LINKS_ONLY = {"canonical", "prev", "next", "alternate"}
 
 
 def tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / "docs" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return tool_module(f"docs/{name}")
 
 
 def build(config: Path, to: Path) -> subprocess.CompletedProcess[str]:

@@ -53,88 +53,70 @@ async def talk(both: Pair) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("p", "d"), [({}, {}), ({"block_tokens": 32}, {"block_tokens": 8}), ({"tp": 2}, {})])
-def test_the_next_turn_takes_from_d_what_it_need_not_compute(tmp_path, p, d):
-    async def go() -> None:
-        async with pair(tmp_path, p=p, d={"turn_s": 30.0, **d}) as both:
-            said = await talk(both)
-            assert [text for _, text in said] == reference_answers([prompt for prompt, _ in said], ANSWER_TOKENS)
-            stats, kept = both.p.stats(), both.d.stats()
-            assert stats["turn_loads_total"] == {"taken": 2}
-            size = p.get("block_tokens", 16)  # P has what it computed itself, in whole blocks
-            computed = [len(tokenizer.encode(prompt)) // size * size for prompt, _ in said[:2]]
-            had = [len(tokenizer.encode(prompt + text)) - 1 for prompt, text in said[:2]]
-            assert stats["turn_tokens_total"] == sum(had) - sum(computed)
-            assert kept["turns_total"] == {"kept": 3, "taken": 2}
-            assert kept["pins"] == kept["turn_blocks"] > 0, "the third waits for a fourth turn"
-
-    asyncio.run(go())
+async def test_the_next_turn_takes_from_d_what_it_need_not_compute(tmp_path, p, d):
+    async with pair(tmp_path, p=p, d={"turn_s": 30.0, **d}) as both:
+        said = await talk(both)
+        assert [text for _, text in said] == reference_answers([prompt for prompt, _ in said], ANSWER_TOKENS)
+        stats, kept = both.p.stats(), both.d.stats()
+        assert stats["turn_loads_total"] == {"taken": 2}
+        size = p.get("block_tokens", 16)  # P has what it computed itself, in whole blocks
+        computed = [len(tokenizer.encode(prompt)) // size * size for prompt, _ in said[:2]]
+        had = [len(tokenizer.encode(prompt + text)) - 1 for prompt, text in said[:2]]
+        assert stats["turn_tokens_total"] == sum(had) - sum(computed)
+        assert kept["turns_total"] == {"kept": 3, "taken": 2}
+        assert kept["pins"] == kept["turn_blocks"] > 0, "the third waits for a fourth turn"
 
 
 @pytest.mark.parametrize("mode", [Mode.STREAM, Mode.PUSH])
-def test_a_d_that_was_asked_at_once_waits_for_a_p_that_takes_a_turn(tmp_path, mode):
+async def test_a_d_that_was_asked_at_once_waits_for_a_p_that_takes_a_turn(tmp_path, mode):
     """P's prompt begins with a load; D reads behind what P computes, or is written to, from the load on."""
-
-    async def go() -> None:
-        async with pair(tmp_path, d={"turn_s": 30.0}) as both:
-            text, turn = await one_turn(both, FIRST, None, new_handoff())
-            prompt, ticket = FIRST + text + MORE[0], both.ticket()
-            source = msgspec.structs.replace(TransferParams.parse(source_params(mode, ticket)), turn=turn)
-            target = TransferParams.parse(target_params(mode, ticket))
-            _, (said, _) = await asyncio.gather(
-                generate(both.p, prompt, 1, source), generate(both.d, prompt, ANSWER_TOKENS, target)
-            )
-            assert [said] == reference_answers([prompt], ANSWER_TOKENS)
-            assert both.p.stats()["turn_loads_total"] == {"taken": 1}
-            assert both.d.stats()["ends_total"] == {"delivered": 2}
-            await both.at_rest()
-
-    asyncio.run(go())
+    async with pair(tmp_path, d={"turn_s": 30.0}) as both:
+        text, turn = await one_turn(both, FIRST, None, new_handoff())
+        prompt, ticket = FIRST + text + MORE[0], both.ticket()
+        source = msgspec.structs.replace(TransferParams.parse(source_params(mode, ticket)), turn=turn)
+        target = TransferParams.parse(target_params(mode, ticket))
+        _, (said, _) = await asyncio.gather(
+            generate(both.p, prompt, 1, source), generate(both.d, prompt, ANSWER_TOKENS, target)
+        )
+        assert [said] == reference_answers([prompt], ANSWER_TOKENS)
+        assert both.p.stats()["turn_loads_total"] == {"taken": 1}
+        assert both.d.stats()["ends_total"] == {"delivered": 2}
+        await both.at_rest()
 
 
-def test_a_turn_of_other_words_is_computed_and_shows_nothing(tmp_path):
+async def test_a_turn_of_other_words_is_computed_and_shows_nothing(tmp_path):
     """Promises 1 and 5: a ticket that is valid, with a conversation that is not the one it is of."""
-
-    async def go() -> None:
-        async with pair(tmp_path, d={"turn_s": 30.0}) as both:
-            text, turn = await one_turn(both, FIRST, None, new_handoff())
-            other = FIRST + "x" * len(text) + MORE[0]
-            said, _ = await one_turn(both, other, turn, new_handoff())
-            assert [said] == reference_answers([other], ANSWER_TOKENS)
-            assert both.p.stats()["turn_loads_total"] == {"content_mismatch": 1}
-            assert both.d.stats()["turns_total"]["content_mismatch"] == 1, "and its blocks are free again"
-
-    asyncio.run(go())
+    async with pair(tmp_path, d={"turn_s": 30.0}) as both:
+        text, turn = await one_turn(both, FIRST, None, new_handoff())
+        other = FIRST + "x" * len(text) + MORE[0]
+        said, _ = await one_turn(both, other, turn, new_handoff())
+        assert [said] == reference_answers([other], ANSWER_TOKENS)
+        assert both.p.stats()["turn_loads_total"] == {"content_mismatch": 1}
+        assert both.d.stats()["turns_total"]["content_mismatch"] == 1, "and its blocks are free again"
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_turn_that_nobody_has_costs_one_question(tmp_path, policy):
-    async def go() -> None:
-        async with pair(tmp_path, p={"policy": policy}, d={"turn_s": 0.0}) as both:
-            text, turn = await one_turn(both, FIRST, None, new_handoff())
-            prompt = FIRST + text + MORE[0]
-            said, _ = await one_turn(both, prompt, turn, new_handoff())
-            assert [said] == reference_answers([prompt], ANSWER_TOKENS)
-            assert both.p.stats()["turn_loads_total"] == {"unknown_lease": 1}
-            await both.at_rest()
-
-    asyncio.run(go())
+async def test_a_turn_that_nobody_has_costs_one_question(tmp_path, policy):
+    async with pair(tmp_path, p={"policy": policy}, d={"turn_s": 0.0}) as both:
+        text, turn = await one_turn(both, FIRST, None, new_handoff())
+        prompt = FIRST + text + MORE[0]
+        said, _ = await one_turn(both, prompt, turn, new_handoff())
+        assert [said] == reference_answers([prompt], ANSWER_TOKENS)
+        assert both.p.stats()["turn_loads_total"] == {"unknown_lease": 1}
+        await both.at_rest()
 
 
-def test_turns_go_when_requests_need_their_blocks(tmp_path):
+async def test_turns_go_when_requests_need_their_blocks(tmp_path):
     """Promise 3: a D whose cache turns have filled serves what fits into it without them."""
-
-    async def go() -> None:
-        options = {"turn_s": 60.0, "turn_percent": 100.0, "blocks": 64}
-        async with pair(tmp_path, d=options) as both:
-            prompts = [f"{index} " + FIRST for index in range(8)]
-            texts = [(await one_turn(both, prompt, None, new_handoff()))[0] for prompt in prompts]
-            assert texts == reference_answers(prompts, ANSWER_TOKENS)
-            stats = both.d.stats()
-            assert stats["turns_total"]["discarded"] > 0
-            assert stats["turn_blocks"] <= 64
-            assert stats["faults_total"] == 0
-
-    asyncio.run(go())
+    options = {"turn_s": 60.0, "turn_percent": 100.0, "blocks": 64}
+    async with pair(tmp_path, d=options) as both:
+        prompts = [f"{index} " + FIRST for index in range(8)]
+        texts = [(await one_turn(both, prompt, None, new_handoff()))[0] for prompt in prompts]
+        assert texts == reference_answers(prompts, ANSWER_TOKENS)
+        stats = both.d.stats()
+        assert stats["turns_total"]["discarded"] > 0
+        assert stats["turn_blocks"] <= 64
+        assert stats["faults_total"] == 0
 
 
 async def completed(session: aiohttp.ClientSession, url: str, said: list[str], stream: bool) -> str:

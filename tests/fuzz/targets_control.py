@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 import typing
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -70,25 +71,30 @@ def announced_seeds() -> list[bytes]:
 # --- the registry
 
 
-def registry_seeds() -> list[bytes]:
-    """One message of each kind, made of the plainest values."""
-    found = []
+def plainest_messages() -> Iterator[tuple[Callable[[bytes], msgspec.Struct], msgspec.Struct]]:
+    """One message of each kind, made of the plainest values, with the decoder that understands it."""
     for _, decoder in sorted(DECODERS.items()):
         result = typing.get_type_hints(decoder)["return"]
-        for kind in typing.get_args(result) or (result,):
-            found.append(m.encode(_plainest(kind)))
-    return found
+        yield from ((decoder, _plainest(kind)) for kind in typing.get_args(result) or (result,))
+
+
+def registry_seeds() -> list[bytes]:
+    return [m.encode(message) for _, message in plainest_messages()]  # type: ignore[arg-type]
 
 
 _PLAIN: dict[str, object] = {
-    "worker": WorkerId("d0"), "incarnation": Incarnation(5), "role": "decode", "endpoint": "tcp://10.0.0.1:5000",
-    "http_address": "10.0.0.1:8100", "http": "10.0.0.1:8100", "public": "a" * 40, "key": "a" * 40, "host": "h",
+    "worker": WorkerId("d0"), "incarnation": Incarnation(5), "role": "decode", "dp_rank": 0, "host": "h",
+    "endpoint": "tcp://10.0.0.1:5000", "control_endpoint": "tcp://10.0.0.1:5000",
+    "http_address": "10.0.0.1:8100", "http": "10.0.0.1:8100",
+    "public": "a" * 40, "key": "a" * 40, "public_key": "a" * 40,
 }  # fmt: skip
 
 
 def _plainest(kind: typing.Any, name: str = "") -> typing.Any:
+    least = 1
     while typing.get_origin(kind) is typing.Annotated:
-        kind = typing.get_args(kind)[0]
+        kind, bounds = typing.get_args(kind)[:2]
+        least = max(least, getattr(bounds, "min_length", None) or 0)
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
     if isinstance(kind, type) and issubclass(kind, PeerId):
         return PeerId(WorkerId("d0"), Incarnation(5))
@@ -106,7 +112,7 @@ def _plainest(kind: typing.Any, name: str = "") -> typing.Any:
         return None
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return next(iter(kind))
-    return {int: 1, str: "x", bool: True, bytes: b"x", float: 1.0}[kind]
+    return {int: 1, str: "x", bool: True, bytes: b"x" * least, float: 1.0}[kind]
 
 
 # --- what operators write

@@ -15,9 +15,9 @@ from kvbaton_proof.chaos.vllm import fault_table
 from kvbaton_proof.chaos.vllm.vllm_judge import Well
 from kvbaton_proof.chaos.vllm.vllm_steps import DO
 from kvbaton_proof.gpu_test import gpu_faults
+from kvbaton_proof.gpu_test.gpu_faults import START_S, Meeting
 from kvbaton_proof.gpu_test.gpu_machine import MemoryWatch
 from kvbaton_proof.gpu_test.sizes import CPU, QUICK, STANDARD, Sizes
-from kvbaton_proof.gpu_test.watched import START_S, Meeting
 from kvbaton_proof.rig.connectors import D, P
 from kvbaton_proof.rig.record import Book, Page
 from kvbaton_proof.rig.servers import GIB

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvbaton_proof.gpu_test import command, gpu_answers, gpu_faults, timing
-from kvbaton_proof.gpu_test.gpu_plan import ABOUT, acts
+from kvbaton_proof.gpu_test.command import ABOUT, acts
 from kvbaton_proof.gpu_test.sizes import CPU, QUICK, STANDARD, sizes_of
 from kvbaton_proof.rig import record
 from kvbaton_proof.rig.record import Book

@@ -434,34 +434,26 @@ def test_several_prompts_are_pulled_whatever_is_asked() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_client_that_leaves_in_mid_answer_ends_d(mode: str) -> None:
+async def test_a_client_that_leaves_in_mid_answer_ends_d(mode: str) -> None:
     prefills, engine = Prefills([("a", answers)]), Engine()
-
-    async def run() -> None:
-        here = Orchestrator(OrchestrationSettings(), Backend(), engine.decode)
-        answer = here.answer(prefills, Asked(), None, mode)
-        assert await anext(answer) == "one"
-        await answer.aclose()
-
-    asyncio.run(run())
+    here = Orchestrator(OrchestrationSettings(), Backend(), engine.decode)
+    answer = here.answer(prefills, Asked(), None, mode)
+    assert await anext(answer) == "one"
+    await answer.aclose()
     assert engine.closed == 1
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_client_that_leaves_ends_both_legs(mode: str) -> None:
+async def test_a_client_that_leaves_ends_both_legs(mode: str) -> None:
     prefills, engine = Prefills([("a", lambda: HANGS)]), Engine(waits_for_kv=True)
-
-    async def run() -> None:
-        here = Orchestrator(OrchestrationSettings(), Backend(), engine.decode)
-        asking = asyncio.ensure_future(anext(here.answer(prefills, Asked(), None, mode)))
-        while not prefills.asked or (mode != "pull" and not engine.asked):
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.01)
-        asking.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asking
-        await asyncio.sleep(0.01)
-
-    asyncio.run(run())
+    here = Orchestrator(OrchestrationSettings(), Backend(), engine.decode)
+    asking = asyncio.ensure_future(anext(here.answer(prefills, Asked(), None, mode)))
+    while not prefills.asked or (mode != "pull" and not engine.asked):
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(0.01)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    await asyncio.sleep(0.01)
     assert prefills.cancelled == 1 and prefills.released == 1
     assert engine.closed == len(engine.asked)

@@ -96,16 +96,13 @@ def _runs(pid: int) -> bool:
         return False
 
 
-def test_a_death_ends_the_wait_with_what_was_logged_last_and_is_told(tmp_path: Path) -> None:
-    async def run() -> None:
-        deaths: asyncio.Queue[Child] = asyncio.Queue()
-        child = await start(program("import sys; print('no such model'); sys.exit(3)"), tmp_path / "log", deaths=deaths)
-        with pytest.raises(ChildError, match=r"p0 \(pid \d+\) exited with status 3 before .*: no such model"):
-            await ready(until_logged(child, "up"), [child], 20.0, lambda _: None)
-        assert await asyncio.wait_for(deaths.get(), 5.0) is child
-        await end([child])
-
-    asyncio.run(run())
+async def test_a_death_ends_the_wait_with_what_was_logged_last_and_is_told(tmp_path: Path) -> None:
+    deaths: asyncio.Queue[Child] = asyncio.Queue()
+    child = await start(program("import sys; print('no such model'); sys.exit(3)"), tmp_path / "log", deaths=deaths)
+    with pytest.raises(ChildError, match=r"p0 \(pid \d+\) exited with status 3 before .*: no such model"):
+        await ready(until_logged(child, "up"), [child], 20.0, lambda _: None)
+    assert await asyncio.wait_for(deaths.get(), 5.0) is child
+    await end([child])
 
 
 def test_a_wait_has_a_deadline_tells_how_far_it_is_and_stops_when_told(
@@ -130,15 +127,12 @@ def test_a_wait_has_a_deadline_tells_how_far_it_is_and_stops_when_told(
     assert said[-1].endswith("p0 is starting: up")
 
 
-def test_work_ends_with_its_result_or_with_the_operators_word() -> None:
-    async def run() -> None:
-        stop = asyncio.Event()
-        assert await unless_stopped(asyncio.sleep(0, 7), stop) == 7
-        stop.set()
-        with pytest.raises(StoppedError):
-            await unless_stopped(asyncio.sleep(60), stop)
-
-    asyncio.run(run())
+async def test_work_ends_with_its_result_or_with_the_operators_word() -> None:
+    stop = asyncio.Event()
+    assert await unless_stopped(asyncio.sleep(0, 7), stop) == 7
+    stop.set()
+    with pytest.raises(StoppedError):
+        await unless_stopped(asyncio.sleep(60), stop)
 
 
 def test_a_long_wait_is_told_of_and_its_error_comes_through() -> None:

@@ -37,7 +37,7 @@ def logs() -> Iterator[Logs]:
     root.handlers[:] = handlers
 
 
-def test_a_line_has_time_level_logger_and_the_request_that_the_task_serves(logs: Logs) -> None:
+async def test_a_line_has_time_level_logger_and_the_request_that_the_task_serves(logs: Logs) -> None:
     out = logs(level="info")
 
     async def serve(request: str) -> None:
@@ -46,11 +46,8 @@ def test_a_line_has_time_level_logger_and_the_request_that_the_task_serves(logs:
             await asyncio.create_task(asyncio.sleep(0))
             log.info("[worker-failing] asked p0")
 
-    async def both() -> None:
-        await asyncio.gather(serve("req-1"), serve("req-2"))
-        log.info("[stopping] of none")
-
-    asyncio.run(both())
+    await asyncio.gather(serve("req-1"), serve("req-2"))
+    log.info("[stopping] of none")
     lines = out.getvalue().splitlines()
     assert [line.split(" ", 2)[2] for line in lines] == [
         "INFO kvbaton.tests: [worker-failing] asked p0 request=req-1",

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from party import KEY, WALL_S, Habits, Party, transfer
+from party import KEY, WALL_S, Habits, Load, Party, transfer
 
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
@@ -235,6 +235,19 @@ class Pair:
 
     # --- short cuts
 
+    def pull(self, *, copies: bool = True) -> Load:
+        """D wants what P has leased, and all that follows at this instant has happened."""
+        if not copies:
+            self.d.habits.copies = False
+        load = self.d.want("r", self.p.grant())
+        self.settle()
+        return load
+
+    def give_up(self) -> None:
+        """D's engine needs it no more."""
+        self.d.give_up("r")
+        self.settle()
+
     def router_ticket(self, number: int = 1, *, source: str = "p", **changes: Any) -> str:
         """A ticket minted before P began (streaming, push)."""
         given = {"target": WorkerId(""), "expires_unix_s": WALL_S + 1000.0} | changes
@@ -250,3 +263,7 @@ class Pair:
         self.run(REST_S)
         for party in self.parties.values():
             party.check_at_rest()
+
+
+Make = Callable[..., Pair]
+"""The fixture `make_pair`."""

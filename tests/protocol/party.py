@@ -90,6 +90,16 @@ class Load:
     drops: int = 0
 
 
+def why(load: Load) -> Reason | None:
+    end = load.failed or load.end
+    assert end is not None, f"{load.request} has not ended"
+    return end.reason
+
+
+def delivered(load: Load) -> bool:
+    return load.end is not None and load.end.delivered
+
+
 @dataclass(slots=True)
 class Moving:
     """A copy that the ledger has started."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tests.tool_modules import tool_module
 
 from kvbaton.protocol.errors import Reason
 from kvbaton_proof.sim.mutants.handwritten import MUTANTS
@@ -18,12 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("protocol_docs", ROOT / "tools" / "docs" / "protocol_docs.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["protocol_docs"] = module
-    spec.loader.exec_module(module)
-    return module
+    return tool_module("docs/protocol_docs")
 
 
 def test_the_page_is_what_the_generator_prints(tool: ModuleType) -> None:

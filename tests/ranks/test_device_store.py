@@ -306,7 +306,7 @@ def test_orders_in_every_state_end_by_a_cancel_or_a_close(faulty: FaultyBackend,
         assert not p.shelf.put(p.order(), HASHES[:1], [1], TIMEOUT_S), "closed: nothing begins"
 
 
-def test_a_shelf_that_nobody_used_pins_nothing_and_closes(p: Side) -> None:
+def test_a_store_that_nobody_used_pins_nothing_and_closes(p: Side) -> None:
     p.shelf.close()
     assert p.gpu.calls.count("pin") == 0
 

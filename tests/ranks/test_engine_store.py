@@ -1,4 +1,4 @@
-"""One engine's shelf over several ranks: one end for each order, the least of what ranks have, two threads apart."""
+"""One engine's store over several ranks: one end for each order, the least of what ranks have, two threads apart."""
 
 from __future__ import annotations
 
@@ -289,14 +289,14 @@ def test_only_the_nodes_thread_talks_to_ranks() -> None:
     assert ranks[0].threads == {thread.ident}
 
 
-def test_pins_of_all_ranks_are_summed_and_a_shelf_needs_ranks() -> None:
+def test_pins_of_all_ranks_are_summed_and_a_store_needs_ranks() -> None:
     assert made()[0].pins == 4
     with pytest.raises(ValueError, match="ranks"):
         EngineStore([])
 
 
 class _Member:
-    """A node whose keys can be exchanged, and a shelf that takes whatever trust it is given."""
+    """A node whose keys can be exchanged, and a store that takes whatever trust it is given."""
 
     def __init__(self, keyring: Keyring) -> None:
         self.keyring = keyring

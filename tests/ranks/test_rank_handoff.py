@@ -46,14 +46,10 @@ def _linked(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
 @pytest.mark.usefixtures("_linked")
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("mode", ["pull", "stream", "push"])
-def test_the_answer_is_that_of_one_engine(tmp_path: Path, transport: str, mode: str) -> None:
+async def test_the_answer_is_that_of_one_engine(tmp_path: Path, transport: str, mode: str) -> None:
     asked = [mode + prompt for prompt in PROMPTS]
-
-    async def scenario() -> None:
-        async with pair(tmp_path, transport=transport, p={"tp": 2}) as two:
-            found = await asyncio.gather(*(two.answer(prompt, mode) for prompt in asked))
-            assert list(found) == reference_answers(asked, 12)
-            assert two.ends() == {"delivered": len(asked)}
-            await two.at_rest()
-
-    asyncio.run(scenario())
+    async with pair(tmp_path, transport=transport, p={"tp": 2}) as two:
+        found = await asyncio.gather(*(two.answer(prompt, mode) for prompt in asked))
+        assert list(found) == reference_answers(asked, 12)
+        assert two.ends() == {"delivered": len(asked)}
+        await two.at_rest()

@@ -140,7 +140,7 @@ class TestProgress:
         assert [each.lease for each in links.drain_progress()] == [1, 2] and host.counters["progress_lost"] == 1
 
 
-def test_the_shelf_of_a_near_rank_is_reached_over_the_sockets(rig: Rig) -> None:
+def test_the_store_of_a_near_rank_is_reached_over_the_sockets(rig: Rig) -> None:
     plane, made = FakePlane(), []
 
     def make(compat: str) -> FakeRankStore:

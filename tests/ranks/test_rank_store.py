@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
-from kvbaton.engines.embedded.kv_layout import engine_layout
-from kvbaton.engines.embedded.kv_memory import KvGeometry
+from kvbaton.engines.embedded.memory.kv_layout import engine_layout
+from kvbaton.engines.embedded.memory.kv_memory import KvGeometry
 from kvbaton.protocol.content import Content
 from kvbaton.protocol.errors import Reason
 from kvbaton.ranks.rank_store import LocalRankStore, rank_store_settings
@@ -115,7 +115,7 @@ def test_pins_are_counted_while_a_put_reads_and_none_is_left(faulty: FaultyBacke
     assert p.shelf.counters["pins"] == 0
 
 
-def test_a_cancelled_order_and_a_closed_shelf_end_what_is_open(faulty: FaultyBackend, p: Side) -> None:
+def test_a_cancelled_order_and_a_closed_store_end_what_is_open(faulty: FaultyBackend, p: Side) -> None:
     faulty.hangs.add("exists")
     order = p.order()
     assert p.shelf.put(order, HASHES[:2], [1, 2], TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""A shelf in another process: orders cross once and end once; what touches blocks ends only when the rank says so."""
+"""A store in another process: orders cross once and end once; what touches blocks ends only when the rank says so."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ ONE, TWO, THREE, FOUR = map(OrderId, (1, 2, 3, 4))
 
 @dataclass
 class FakeRankStore:
-    """A rank's shelf that does as the test says."""
+    """A rank's store that does as the test says."""
 
     asked: list[tuple[str, object]] = field(default_factory=list)
     ends: list[OrderEnded] = field(default_factory=list)
@@ -200,7 +200,7 @@ def test_a_link_that_is_stopped_ends_everything(rig: Rig) -> None:
     assert not shelf.lookup(TWO, HASHES, 1.0), "nothing is begun any more"
 
 
-def test_a_rank_without_a_store_has_no_shelf(rig: Rig) -> None:
+def test_a_rank_without_a_store_opens_none(rig: Rig) -> None:
     host = rig.host(("tcp", rig.direct("tcp", NEAR, rig.memory(4096).view)))
     links = rig.link(host.invitation)
     assert links.store(0) is None
@@ -386,7 +386,7 @@ def test_a_store_that_cannot_be_made_ends_every_order_with_the_reason() -> None:
     ],
     ids=["no room", "bad block", "throws"],
 )
-def test_what_the_shelf_does_not_begin_ends_once(fake: FakeRankStore, reason: Reason) -> None:
+def test_what_the_store_does_not_begin_ends_once(fake: FakeRankStore, reason: Reason) -> None:
     hosted = opened(fake)
     hosted.carry_out(RankStoreGet(1, pack_hashes(HASHES), pack_ids(BLOCKS), 1.0))
     hosted.turn()
@@ -420,7 +420,7 @@ def test_an_end_that_nobody_asked_for_is_not_told() -> None:
     assert ended(hosted) == []
 
 
-def test_closing_leaves_no_order_open_even_if_the_shelf_forgets_some() -> None:
+def test_closing_leaves_no_order_open_even_if_the_store_forgets_some() -> None:
     fake = FakeRankStore(ends_at_close=[OrderEnded(ONE, 2)])
     hosted = opened(fake)
     for number in (1, 2):
@@ -515,7 +515,7 @@ def test_hashes_and_ids_are_packed_without_loss() -> None:
 
 
 def test_a_peer_is_still_told_whose_it_is(rig: Rig) -> None:
-    """Commands for planes and for the shelf share one stream."""
+    """Commands for planes and for the store share one stream."""
     assert isinstance(NEAR, PeerId)
     shelf = linked(rig, lambda compat: FakeRankStore())
     shelf.open(COMPAT)

@@ -98,7 +98,7 @@ def ray_app(prefill: dict[str, Any], decode: dict[str, Any], kvbaton: Mapping[st
     import ray
     from ray import serve
 
-    from kvbaton.integrations.ray import build_pd_app
+    from kvbaton.integrations.ray.pd_app import build_pd_app
 
     directory = tempfile.mkdtemp(prefix="kvr-", dir="/tmp")  # short: Ray's UNIX sockets lie in it
     http, metrics = free_ports(2)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 
 from kvbaton.observe.metrics.scraping import figures
-from kvbaton_proof.chaos.vllm.vllm_pair import BLOCKS
+from kvbaton_proof.chaos.vllm.vllm_judge import BLOCKS
 from kvbaton_proof.rig import meters
 
 RESTING = """\
@@ -57,34 +55,6 @@ def test_rest_is_waited_for_and_what_holds_is_named() -> None:
     assert rest.at_rest and rest.seconds > 0 and not rest.holding
     gone = asyncio.run(meters.come_to_rest({"p": "http://p", "x": "http://x"}, fetch, 0.1))
     assert not gone.at_rest and gone.holding == ("x does not tell: refused",)
-
-
-WORKS = """
-import sys, time
-print("begun", flush=True)
-sys.stdin.readline()
-until = time.process_time() + 0.2
-while time.process_time() < until:
-    pass
-print("done", flush=True)
-sys.stdin.readline()
-"""
-
-
-def test_a_sessions_cpu_time_grows_with_its_work() -> None:
-    """A session of its own: in this one, processes of other tests come and go."""
-    words = [sys.executable, "-c", WORKS]
-    with subprocess.Popen(
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
-    ) as child:
-        assert child.stdin is not None and child.stdout is not None
-        assert child.stdout.readline() == "begun\n"
-        before = meters.cpu([child.pid], None, 0)
-        child.stdin.write("\n")
-        child.stdin.flush()
-        assert child.stdout.readline() == "done\n"
-        used = before.until(meters.cpu([child.pid], None, 0))
-    assert used.engines >= 0.15 and used.at >= 0.15 and used.router == 0
 
 
 def test_handoffs_are_counted_for_either_connector() -> None:

@@ -11,10 +11,9 @@ import pytest
 
 from kvbaton.engines.vllm.models.tiny_model import KINDS
 from kvbaton.local_cluster.vllm_engine import ServerOptions
-from kvbaton_proof.bench.vllm import vllm_targets
-from kvbaton_proof.bench.vllm.vllm_levels import VllmBenchPlan
+from kvbaton_proof.bench.vllm import vllm_levels
+from kvbaton_proof.bench.vllm.vllm_levels import TARGETS, Setup, VllmBenchPlan
 from kvbaton_proof.bench.vllm.vllm_rows import Level
-from kvbaton_proof.bench.vllm.vllm_targets import TARGETS, Setup
 from kvbaton_proof.gpu_test import gpu_features, timing
 from kvbaton_proof.gpu_test.gpu_answers import runner_of
 from kvbaton_proof.gpu_test.gpu_features import FEATURES, specs
@@ -165,7 +164,7 @@ class TestTargets:
     """Of `kvbaton bench vllm`."""
 
     def group(self, name: str, tmp_path: Path) -> Group:
-        return made(site_in(tmp_path, "cpu"), vllm_targets.spec(name, SETUP))
+        return made(site_in(tmp_path, "cpu"), vllm_levels.spec(name, SETUP))
 
     @pytest.mark.parametrize("name", TARGETS)
     def test_engines_of_all_targets_differ_in_their_connector_alone(self, name: str, tmp_path: Path) -> None:

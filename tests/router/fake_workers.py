@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -28,11 +28,6 @@ QUICK = RouterSettings(
     connect_s=20, first_byte_s=20, deadline_s=40, suspect_s=0.01, settle_s=1, fallback=Fallback.STRICT
 )
 Script = Callable[["FakeWorker", web.Request, dict[str, Any]], Awaitable[web.StreamResponse]]
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    """Run one test, with a bound."""
-    asyncio.run(asyncio.wait_for(work, 60))
 
 
 async def until(condition: Callable[[], Any], within_s: float = 20.0) -> None:

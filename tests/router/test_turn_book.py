@@ -17,7 +17,7 @@ from kvbaton.router.flow.dialect_table import TicketMinter
 from kvbaton.router.turns import turn_names
 from kvbaton.router.turns.turn_book import TurnBook, TurnTable
 from kvbaton.router.workers.directory import ListedEngine
-from tests.router.fake_workers import QUICK, cluster, run
+from tests.router.fake_workers import QUICK, cluster
 
 KEY = b"k" * 32
 P = ListedEngine(WorkerId("p0"), "prefill", "http://p", Incarnation(1))
@@ -292,21 +292,15 @@ def test_usage_that_tells_of_a_part_is_not_the_end() -> None:
     assert watch.stream(part) == part and not counts
 
 
-def test_a_router_without_turns_says_nothing_of_them() -> None:
-    async def story() -> None:
-        async with cluster(1, 1) as c:
-            status, _ = (await c.post({"prompt": LONG, "max_tokens": 4}))[:2]
-            assert status == 200
-            assert "keep" not in c.d[0].params[0] and "turn" not in c.p[0].params[0]
-            assert "stream_options" not in c.d[0].bodies[0]
-
-    run(story())
+async def test_a_router_without_turns_says_nothing_of_them() -> None:
+    async with cluster(1, 1) as c:
+        status, _ = (await c.post({"prompt": LONG, "max_tokens": 4}))[:2]
+        assert status == 200
+        assert "keep" not in c.d[0].params[0] and "turn" not in c.p[0].params[0]
+        assert "stream_options" not in c.d[0].bodies[0]
 
 
-def test_workers_that_have_not_registered_are_not_asked_to_keep_anything() -> None:
-    async def story() -> None:
-        async with cluster(1, 1, settings=msgspec.structs.replace(QUICK, turn_s=30.0)) as c:
-            assert (await c.post({"prompt": LONG, "max_tokens": 4}))[0] == 200
-            assert "keep" not in c.d[0].params[0]
-
-    run(story())
+async def test_workers_that_have_not_registered_are_not_asked_to_keep_anything() -> None:
+    async with cluster(1, 1, settings=msgspec.structs.replace(QUICK, turn_s=30.0)) as c:
+        assert (await c.post({"prompt": LONG, "max_tokens": 4}))[0] == 200
+        assert "keep" not in c.d[0].params[0]

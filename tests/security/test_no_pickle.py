@@ -30,7 +30,6 @@ TRUE_KEYWORDS = {"allow_pickle", "shell"}
 
 OWN_BYTES_ONLY = {
     "kvbaton_proof/conformance/conformance_engine.py": {"pickle", "loads", "dumps"},
-    "kvbaton_proof/sim/mutants/mutants_liars.py": {"compile"},
     "kvbaton_proof/sim/mutants/mutating.py": {"compile"},
 }
 """Tools for developers, which no server imports: one does to its own objects what vLLM does between its own processes,

@@ -24,7 +24,7 @@ from kvbaton.router.app import router_app
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import ListedEngine, StaticDirectory
 from tests.aiohttp_server import serving
-from tests.router.fake_workers import QUICK, FakeWorker, lease, run, speak
+from tests.router.fake_workers import QUICK, FakeWorker, lease, speak
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 
@@ -51,26 +51,21 @@ def guarded(name: str, key: bytes) -> Middleware:
     return middleware
 
 
-def test_a_worker_that_does_not_take_the_routers_token_costs_no_client_an_answer() -> None:
-    async def story() -> None:
-        async with contextlib.AsyncExitStack() as stack:
-            listed = []
-            for name, script, key in (("p0", lease, KEY), ("d0", speak, OTHER), ("d1", speak, KEY)):
-                app = FakeWorker(name, script).app()
-                app.middlewares.append(guarded(name, key))
-                url = await stack.enter_async_context(serving(app, "127.0.0.1", 0))
-                listed.append(
-                    ListedEngine(WorkerId(name), "prefill" if name == "p0" else "decode", url, Incarnation(5))
-                )
-            router = await stack.enter_async_context(router_app(StaticDirectory(listed), QUICK, KEY))
-            front = await stack.enter_async_context(http_server.serving(router, "127.0.0.1", 0))
-            session = await stack.enter_async_context(aiohttp.ClientSession())
-            for shown in [""] * 6 + ["a client's own"] * 2:
-                headers = {HEADER: shown} if shown else {}
-                async with session.post(f"{front}/v1/completions", json={"prompt": "abc"}, headers=headers) as answer:
-                    assert answer.status == 200, await answer.text()
-
-    run(story())
+async def test_a_worker_that_does_not_take_the_routers_token_costs_no_client_an_answer() -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        listed = []
+        for name, script, key in (("p0", lease, KEY), ("d0", speak, OTHER), ("d1", speak, KEY)):
+            app = FakeWorker(name, script).app()
+            app.middlewares.append(guarded(name, key))
+            url = await stack.enter_async_context(serving(app, "127.0.0.1", 0))
+            listed.append(ListedEngine(WorkerId(name), "prefill" if name == "p0" else "decode", url, Incarnation(5)))
+        router = await stack.enter_async_context(router_app(StaticDirectory(listed), QUICK, KEY))
+        front = await stack.enter_async_context(http_server.serving(router, "127.0.0.1", 0))
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        for shown in [""] * 6 + ["a client's own"] * 2:
+            headers = {HEADER: shown} if shown else {}
+            async with session.post(f"{front}/v1/completions", json={"prompt": "abc"}, headers=headers) as answer:
+                assert answer.status == 200, await answer.text()
 
 
 def test_a_token_may_hold_any_bytes() -> None:

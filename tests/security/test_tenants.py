@@ -5,7 +5,6 @@ Promise 1 seen from a neighbour's side: what one tenant computed can be neither 
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from pathlib import Path
 from typing import Any
@@ -46,43 +45,33 @@ async def ask(worker: EmbeddedWorker, salt: str, tokens: int = TOKENS, params: A
     return text, end
 
 
-def test_a_ticket_of_one_tenant_shows_another_nothing(tmp_path: Path) -> None:
+async def test_a_ticket_of_one_tenant_shows_another_nothing(tmp_path: Path) -> None:
     right = reference_answers([PROMPT], TOKENS)[0]
-
-    async def story() -> None:
-        async with pair(tmp_path, p={"lease_s": 8.0}) as made:  # plenty, and less than `at_rest` waits
-            for mine, theirs, delivered in (("a", "a", 1), ("a", "b", 1), ("a", "", 1), ("", "", 2)):
-                _, end = await ask(made.p, mine, 1, TransferParams(do_remote_decode=True))
-                given = TransferParams.parse(dict(end.kv_transfer_params or {}))
-                text, _ = await ask(made.d, theirs, TOKENS, given)
-                assert text == right, "refused or recomputed, never wrong"
-                assert made.ends().get("delivered", 0) == delivered, (mine, theirs)
-            await made.at_rest()
-
-    asyncio.run(story())
+    async with pair(tmp_path, p={"lease_s": 8.0}) as made:  # plenty, and less than `at_rest` waits
+        for mine, theirs, delivered in (("a", "a", 1), ("a", "b", 1), ("a", "", 1), ("", "", 2)):
+            _, end = await ask(made.p, mine, 1, TransferParams(do_remote_decode=True))
+            given = TransferParams.parse(dict(end.kv_transfer_params or {}))
+            text, _ = await ask(made.d, theirs, TOKENS, given)
+            assert text == right, "refused or recomputed, never wrong"
+            assert made.ends().get("delivered", 0) == delivered, (mine, theirs)
+        await made.at_rest()
 
 
-def test_a_prefix_of_one_tenant_is_no_hit_for_another(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with pair(tmp_path) as made:
-            cached = [(await ask(made.d, salt))[1].cached_tokens for salt in ("a", "a", "b", "", "b")]
-            assert [count > 0 for count in cached] == [False, True, False, False, True]
-
-    asyncio.run(story())
+async def test_a_prefix_of_one_tenant_is_no_hit_for_another(tmp_path: Path) -> None:
+    async with pair(tmp_path) as made:
+        cached = [(await ask(made.d, salt))[1].cached_tokens for salt in ("a", "a", "b", "", "b")]
+        assert [count > 0 for count in cached] == [False, True, False, False, True]
 
 
-def test_a_store_gives_one_tenants_blocks_to_no_other(tmp_path: Path) -> None:
-    async def story() -> None:
-        directory = key_directory(tmp_path)
-        with some_store("kvbaton", directory) as store:
-            async with house(directory, store, "p0", "d0") as both:
-                await ask(both["p0"], "a")
-                await both.until(lambda: both.stat("p0", "store_puts_total") == 1)
-                hits = []
-                for salt in ("b", "", "a"):
-                    await ask(both["d0"], salt)
-                    hits.append(both.stat("d0", "store_hits_blocks_total"))
-                assert hits[:2] == [0, 0] and hits[2] > 0
-                await both.at_rest()
-
-    asyncio.run(story())
+async def test_a_store_gives_one_tenants_blocks_to_no_other(tmp_path: Path) -> None:
+    directory = key_directory(tmp_path)
+    with some_store("kvbaton", directory) as store:
+        async with house(directory, store, "p0", "d0") as both:
+            await ask(both["p0"], "a")
+            await both.until(lambda: both.stat("p0", "store_puts_total") == 1)
+            hits = []
+            for salt in ("b", "", "a"):
+                await ask(both["d0"], salt)
+                hits.append(both.stat("d0", "store_hits_blocks_total"))
+            assert hits[:2] == [0, 0] and hits[2] > 0
+            await both.at_rest()

@@ -45,37 +45,32 @@ def test_a_router_that_cannot_show_a_token_needs_an_open_door() -> None:
     WorkerOptions(**BASE, http_host="10.1.2.3", announce_to="10.1.2.4:1", http_access="open")  # type: ignore[arg-type]
 
 
-def test_a_guarded_door_answers_its_router_and_tells_others_what_to_do() -> None:
+async def test_a_guarded_door_answers_its_router_and_tells_others_what_to_do() -> None:
     held = [OLD]
 
-    async def story() -> None:
-        app = worker_app(FakeBackend())
-        app.guards.append(guard("p0", lambda: held))
-        async with http_serving(app, "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
+    app = worker_app(FakeBackend())
+    app.guards.append(guard("p0", lambda: held))
+    async with http_serving(app, "127.0.0.1", 0) as url, aiohttp.ClientSession() as session:
 
-            async def asked(path: str, shown: str | None) -> int:
-                headers = {} if shown is None else {HEADER: shown}
-                async with session.get(f"{url}{path}", headers=headers) as response:
-                    if response.status == 401:
-                        said = (await response.json())["error"]
-                        assert said["code"] == "not_the_router" and "to the cluster's router" in said["message"]
-                    return response.status
+        async def asked(path: str, shown: str | None) -> int:
+            headers = {} if shown is None else {HEADER: shown}
+            async with session.get(f"{url}{path}", headers=headers) as response:
+                if response.status == 401:
+                    said = (await response.json())["error"]
+                    assert said["code"] == "not_the_router" and "to the cluster's router" in said["message"]
+                return response.status
 
-            for path in ("/v1/models", "/nowhere"):
-                assert [await asked(path, shown) for shown in (None, "", "guess", token(OLD, "p1"))] == [401] * 4
-                assert await asked(path, token(OLD, "p0")) == (200 if path == "/v1/models" else 404)
-            for path in ("completions", "chat/completions", "responses"):
-                async with session.post(f"{url}/v1/{path}", data=b"{}") as response:
-                    assert response.status == 401
-            assert [await asked(path, None) for path in sorted(OPEN_PATHS)] == [200] * 3, "for monitoring"
-            held[:] = [NEW, OLD]
-            assert [await asked("/v1/models", token(key, "p0")) for key in (OLD, NEW)] == [200, 200], (
-                "while it is rotated"
-            )
-            held[:] = [NEW]
-            assert [await asked("/v1/models", token(key, "p0")) for key in (OLD, NEW)] == [401, 200]
-
-    asyncio.run(story())
+        for path in ("/v1/models", "/nowhere"):
+            assert [await asked(path, shown) for shown in (None, "", "guess", token(OLD, "p1"))] == [401] * 4
+            assert await asked(path, token(OLD, "p0")) == (200 if path == "/v1/models" else 404)
+        for path in ("completions", "chat/completions", "responses"):
+            async with session.post(f"{url}/v1/{path}", data=b"{}") as response:
+                assert response.status == 401
+        assert [await asked(path, None) for path in sorted(OPEN_PATHS)] == [200] * 3, "for monitoring"
+        held[:] = [NEW, OLD]
+        assert [await asked("/v1/models", token(key, "p0")) for key in (OLD, NEW)] == [200, 200], "while it is rotated"
+        held[:] = [NEW]
+        assert [await asked("/v1/models", token(key, "p0")) for key in (OLD, NEW)] == [401, 200]
 
 
 def test_the_router_shows_its_token_to_registered_workers_and_to_nobody_else() -> None:

@@ -87,7 +87,15 @@ def test_gets_and_lookups_of_ranks_are_no_faults():
 
 
 @pytest.mark.usefixtures("worlds_alone")
-@pytest.mark.parametrize("name", ["no_turn_is_taken", "no_turn_is_kept", "nothing_is_pushed", "nothing_is_streamed"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "node.turn_keeping:TurnTaker.ask:early:1",
+        "node.turn_keeping:TurnKeeper.keep:always:1",
+        "protocol.machines.consumer_filling:Pushes.is_possible:early:2",
+        "nothing_is_streamed",
+    ],
+)
 def test_a_capability_that_never_happens_is_an_alarm(name):
     """Of 40 worlds of turns none objected while no turn was ever taken, or none ever kept."""
     catch = hunt(name, 80)
@@ -98,8 +106,8 @@ def test_a_capability_that_never_happens_is_an_alarm(name):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("reset_of_an_earlier_life", "failed for no cause"),
-        ("writer_remembers_sessions", "Writer.sessions holds"),
+        ("protocol.machines.ledger:Ledger._on_reset:operand:2", "failed for no cause"),
+        ("protocol.machines.push_writer:Writer._forget_if_over:drop:3", "Writer.sessions holds"),
     ],
 )
 def test_what_outlives_its_life_or_its_session_is_seen(name, words):

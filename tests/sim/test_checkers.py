@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbaton_proof.sim.looking import look
-from kvbaton_proof.sim.mutants import mutating
+from kvbaton_proof.sim.mutants import kept, mutating
 from kvbaton_proof.sim.mutants.hunting import hunt
 from kvbaton_proof.sim.mutants.mutants_successes import SUCCESS_MUTANTS
 from kvbaton_proof.sim.promises import NEEDLESS
@@ -16,7 +16,7 @@ SEEN = {
     "reasons_forgotten": (NEEDLESS, "failed for no cause"),
     "no_store_hits": (NEEDLESS, "a store finds or brings 0 of"),
     "nothing_brought_from_a_store": (NEEDLESS, "a store finds or brings 0 of"),
-    "no_fallback": (NEEDLESS, "failed for no cause"),
+    "protocol.machines.pairing_target:Links.on_welcome:forget:3": (NEEDLESS, "failed for no cause"),
     "drain_refuses_what_was_granted": (NEEDLESS, "drains, and refuses a claim"),
     "drain_gives_leases_up": (NEEDLESS, "drains, and gives up lease"),
     "short_first_term": (NEEDLESS, "lease_expired"),
@@ -26,7 +26,7 @@ SLOW = {"every_other_grant_fails", "every_fifth_claim_is_busy", "first_rank_read
 
 
 def test_every_mutant_without_a_wrong_answer_says_how_it_is_seen():
-    assert set(SEEN) == {mutant.name for mutant in SUCCESS_MUTANTS}
+    assert {mutant.name for mutant in SUCCESS_MUTANTS} <= set(SEEN) <= set(kept.every())
 
 
 @pytest.mark.usefixtures("worlds_alone")

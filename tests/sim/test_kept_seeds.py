@@ -11,8 +11,8 @@ from kvbaton_proof.sim.mutants.kept import find
 
 LINES = [
     KeptSeed(1, "a hang"),
-    KeptSeed(2, "a leak", "parked_and_forgotten"),
-    KeptSeed(3, "the same", "over_is_expired"),
+    KeptSeed(2, "a leak", "protocol.machines.claims:Claims.leave:early:1"),
+    KeptSeed(3, "the same", "protocol.machines.producer:Producer.why_over:operand:6"),
 ]
 
 
@@ -41,4 +41,9 @@ def test_a_seed_that_alarms_again_is_named() -> None:
 
 def test_a_mutant_that_none_of_its_seeds_catches_is_named() -> None:
     found = kept_seeds.replay(LINES, lambda line: None, lambda seed: None)
-    assert not found.holds and found.unseen == ["parked_and_forgotten", "over_is_expired"] and not found.broken
+    assert (
+        not found.holds
+        and found.unseen
+        == ["protocol.machines.claims:Claims.leave:early:1", "protocol.machines.producer:Producer.why_over:operand:6"]
+        and not found.broken
+    )

@@ -22,7 +22,7 @@ from kvbaton_proof.sim.cluster import Cluster
 from kvbaton_proof.sim.hardship.world_plan import FAULTY_S, draw_honest
 from kvbaton_proof.sim.liars.liar_plan import LIARS, SHARE, draw
 from kvbaton_proof.sim.liars.sim_liar import role_in, temper_of
-from kvbaton_proof.sim.mutants.mutants_liars import LIAR_MUTANTS, edited
+from kvbaton_proof.sim.mutants.kept import find
 from kvbaton_proof.sim.promises import Broken
 from kvbaton_proof.sim.run import run_seed
 from kvbaton_proof.sim.world.life import BoundedTimers
@@ -146,28 +146,21 @@ def test_timers_that_never_end_at_one_time_are_a_hang() -> None:
             timers.pop_due(1.0)
 
 
-QUICK = ("a_time_handled_twice", "role_ignored", "greetings_unmetered", "envelope_believed", "all_that_is_registered")
+QUICK = (
+    "a_time_handled_twice",
+    "protocol.machines.ledger:Ledger.on_frame:never:1",
+    "protocol.machines.quotas:Buckets.take:early:1",
+    "protocol.machines.ledger:Ledger.on_frame:guard:1",
+    "transports.core.loans:Loans._covers:early:1",
+)
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_what_a_liar_must_not_get_away_with_is_seen(name: str) -> None:
     """One of each kind; `make mutants` tries all."""
-    mutant = next(each for each in LIAR_MUTANTS if each.name == name)
-    with mutant.switch():
+    with find(name).switch():
         results = (run_seed(seed) for _, seed in zip(range(6), liar_seeds(), strict=False))
         assert any(not result.holds for result in results)
-
-
-def test_a_guard_that_is_not_there_any_more_is_an_error_and_not_a_mutant() -> None:
-    def judged(answer: bool) -> bool:
-        return answer
-
-    assert edited(("return answer", "return not answer"))(judged)(True) is False
-    with pytest.raises(LookupError, match="is there 0 times"):
-        edited(("return nothing", ""))(judged)
-    for mutant in LIAR_MUTANTS:
-        with mutant.switch():
-            pass
 
 
 def test_a_spoofed_name_is_refused_where_bytes_become_messages() -> None:

@@ -133,6 +133,19 @@ def test_numbers_and_bounds_are_off_by_one():
     assert list(mutants("def f(xs):\n    return min(xs)\n", "other", [1, 2])) == [2]
 
 
+def test_a_bound_is_not_kept_and_an_error_is_passed_on():
+    assert list(mutants("def f(x):\n    return max(x, 3)\n", "bound", 1)) == [1, 3]
+    caught = """
+    def f(words):
+        try:
+            return int(words)
+        except ValueError:
+            return 0
+    """
+    with pytest.raises(ValueError, match="invalid literal"):
+        next(mutants(caught, "uncaught", "x"))
+
+
 def test_fields_are_forgotten():
     source = """
     def f(make):
@@ -292,7 +305,7 @@ def test_who_is_remembered_caught_a_mutant_that_is_there():
 
 
 def test_a_seed_to_which_the_clean_tree_objects_proves_nothing(monkeypatch: pytest.MonkeyPatch):
-    name = "accepted_unheard"
+    name = "commit_answered_once"
     switched = []
 
     @contextlib.contextmanager
@@ -385,7 +398,7 @@ def test_a_mutant_is_judged_by_the_tests_of_its_module_first():
 
 def test_who_caught_a_mutant_is_asked_first(monkeypatch: pytest.MonkeyPatch):
     """A test that is remembered is all that is run; one that sees it no longer is followed by worlds and all others."""
-    name, asked = "accepted_unheard", []
+    name, asked = "commit_answered_once", []
     sees = {"tests/x.py::test_y"}
 
     def judge(name: str, tests: Sequence[str]) -> under_test.Verdict:

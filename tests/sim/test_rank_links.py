@@ -233,7 +233,13 @@ class TestWorlds:
         assert link | rank | store <= set(seen.faults)
 
 
-QUICK = ["rank_frame_twice", "rank_asked_to_stop_once", "rank_rest_forgotten", "rank_parts_kept", "rank_names_mixed_up"]
+QUICK = [
+    "rank_frame_twice",
+    "ranks.rank_planes:HostedPlane._stop:drop:5",
+    "ranks.rank_transport:RemoteTransport._abandon:drop:2",
+    "rank_parts_kept",
+    "rank_names_mixed_up",
+]
 
 
 @pytest.mark.parametrize("name", QUICK)

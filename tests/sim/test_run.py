@@ -53,11 +53,11 @@ def test_every_profile_is_drawn_and_most_reasons_are_met(seen):
 
 
 QUICK = [
-    "expiry_without_epochs",
+    "node.epochs:EpochTable.raise_epoch:early:1",
     "hold_dropped_at_end",
-    "deferred_without_deadline",
+    "protocol.machines.producer:Producer.on_begun:drop:4",
     "reported_twice",
-    "signature_ignored",
+    "protocol.wire.ticket:_verified_body:guard:3",
 ]
 
 

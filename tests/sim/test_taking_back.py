@@ -11,7 +11,7 @@ from kvbaton.protocol.ids import LeaseId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton_proof.sim.mutants.hunting import hunt
-from kvbaton_proof.sim.mutants.mutants_discard import DISCARD_MUTANTS
+from kvbaton_proof.sim.mutants.kept import find
 from kvbaton_proof.sim.promises import LEAK, Broken
 from kvbaton_proof.sim.world.life import TICKET_KEY, Character, Life
 from kvbaton_proof.sim.world.sim_memory import Shape
@@ -138,13 +138,12 @@ def test_every_kind_of_word_is_drawn_and_some_come_too_soon_for_a_reader(seen: S
 
 QUICK = {
     "discard_unpins_while_read": "no leak, no wrong answer",  # whichever is seen first
-    "discard_before_lease_forgotten": "no leak, no hang",  # whichever is seen first
+    "protocol.machines.producer:Producer.on_discarded:drop:1": "no leak, no hang",  # whichever is seen first
     "discard_releases_twice": "no leak",
-    "discard_leaves_claims_parked": "no hang",
-    "discards_remembered_for_ever": "no leak",
-    "discard_throws_readers_out": "no needless failure",
+    "protocol.machines.producer:Producer.on_discarded:drop:2": "no hang",
+    "protocol.machines.producer:Producer.on_discarded:never:2": "no needless failure",
 }
-"""The one that is left takes some seventy seeds; `make mutants` runs it too."""
+"""That a second place is kept for a reader who will not come takes some seventy seeds: `make mutants` runs it."""
 
 
 @pytest.mark.usefixtures("worlds_alone")
@@ -155,5 +154,5 @@ def test_wrong_ideas_about_discards_are_seen(name: str) -> None:
 
 
 def test_they_all_break_the_same_rule() -> None:
-    assert {mutant.rule for mutant in DISCARD_MUTANTS} == {"22"}
-    assert set(QUICK) | {"discard_keeps_a_second_place"} == {mutant.name for mutant in DISCARD_MUTANTS}
+    slow = "protocol.machines.producer:Producer.on_discarded:forget:1"
+    assert {find(name).rule for name in (*QUICK, slow)} == {"22"}

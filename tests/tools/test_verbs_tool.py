@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from tests.tool_modules import tool_module
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def verbs() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("verbs", ROOT / "tools" / "verbs.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return tool_module("verbs")
 
 
 def folder(site: Path, name: str, *files: str) -> Path:

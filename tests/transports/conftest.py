@@ -9,6 +9,7 @@ import pytest
 from kvbaton.testing import Case
 from kvbaton.transports.checksum import checksum_client
 from kvbaton.transports.core import jobs
+from kvbaton.transports.core.shared_memory import Region
 
 from .process_harness import ProcessHarness
 
@@ -23,6 +24,15 @@ def _soon_refused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     if isinstance(case, Case) and case.name != LENT_LATE:
         monkeypatch.setattr(jobs, "LENT_WAIT_S", REFUSED_S)
         monkeypatch.setattr(checksum_client, "LENT_WAIT_S", REFUSED_S)
+
+
+@pytest.fixture
+def regions() -> Iterator[list[Region]]:
+    """Memory that a test has allocated."""
+    found: list[Region] = []
+    yield found
+    for region in found:
+        region.close()
 
 
 @pytest.fixture(scope="session")

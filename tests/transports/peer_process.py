@@ -1,6 +1,6 @@
 """The far side of a pair in a process of its own: carries out calls from standard input, one JSON line each.
 
-Run as `python peer_process.py`. It can be stopped and killed like any process, which is what it is for.
+Forked by `forked_peers.py`. It can be stopped and killed like any process, which is what it is for.
 """
 
 from __future__ import annotations

@@ -48,6 +48,16 @@ CAPABILITIES = {
 }
 
 
+def allocated_in(regions: list[Region]) -> Callable[[int], memoryview]:
+    """Memory for both sides of a pair within one process; whoever has the list closes it."""
+
+    def allocated(size: int) -> memoryview:
+        regions.append(allocate(size))
+        return regions[-1].view
+
+    return allocated
+
+
 class PeerProcess:
     """Calls into `peer_process.py`, or into a script like it, each with a deadline."""
 
@@ -128,13 +138,14 @@ class ProcessHarness:
 
     offers = frozenset({"idle", "kill", "pause"})
 
+    _process: PeerProcess | None = None
+
     def __init__(self, kind: Kind, dial_deadline_s: float = 5.0) -> None:
         if kind == "tcp_encrypted":
             self.offers = self.offers | {"unproven"}
         self.capabilities = CAPABILITIES[kind]
         self._kind: Kind = kind
         self._dial_deadline_s = dial_deadline_s
-        self._process: PeerProcess | None = None
         self._sides: list[Side] = []
         self._regions: list[Region] = []
         self._count = 0

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import unittest
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
 from kvbaton.protocol.ids import PeerId
 from kvbaton.testing import Case, InProcessHarness, check_transport
 from kvbaton.testing.transport_case import offered
-from kvbaton.transports.core.shared_memory import Region, allocate
+from kvbaton.transports.core.shared_memory import Region
 from kvbaton.transports.core.transport import Transport
 from kvbaton.transports.shm import shm_transport
 from kvbaton.transports.shm.shm_transport import ShmConfig, ShmTransport
 from kvbaton.transports.tcp import tcp_transport
 from kvbaton.transports.tcp.tcp_transport import TcpConfig, TcpTransport
+from tests.transports.process_harness import allocated_in
 
 from .process_harness import ProcessHarness
 
@@ -34,12 +35,8 @@ SHM_APART = [case for case in APART if not case.needs & {"write", "fence"}]  # t
 
 
 def harness_of(name: str, regions: list[Region]) -> InProcessHarness:
-    def allocated(size: int) -> memoryview:
-        regions.append(allocate(size))
-        return regions[-1].view
-
     capabilities = shm_transport.CAPABILITIES if name.startswith("shm") else tcp_transport.CAPABILITIES
-    harness = InProcessHarness(MAKE[name], allocated, capabilities)
+    harness = InProcessHarness(MAKE[name], allocated_in(regions), capabilities)
     if name not in {"shm", "tcp", "tcp_encrypted"}:
         harness.offers = frozenset()  # a second each; their idling is the same code
     return harness
@@ -51,14 +48,6 @@ HERE = [
     for case in TOGETHER
     if case.needs <= offered(harness_of(name, []))
 ]
-
-
-@pytest.fixture
-def regions() -> Iterator[list[Region]]:
-    found: list[Region] = []
-    yield found
-    for region in found:
-        region.close()
 
 
 @pytest.mark.parametrize(("name", "case"), HERE)

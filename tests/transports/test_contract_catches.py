@@ -11,10 +11,11 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.testing import Case, InProcessHarness, check_transport, transport_harness
 from kvbaton.testing import transport_ending as ending
-from kvbaton.transports.core.shared_memory import Region, allocate
+from kvbaton.transports.core.shared_memory import Region
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction, FenceEnded, TransportEvent
 from kvbaton.transports.tcp import tcp_transport
 from kvbaton.transports.tcp.tcp_transport import TcpTransport
+from tests.transports.process_harness import allocated_in
 
 CASES = {case.name: case for case in check_transport.cases}
 
@@ -111,12 +112,8 @@ def test_a_broken_transport_is_caught(
     monkeypatch.setattr(ending, "IDLE_S", 0.2)
     regions: list[Region] = []
 
-    def allocated(size: int) -> memoryview:
-        regions.append(allocate(size))
-        return regions[-1].view
-
     case: Case = CASES[name]
     with pytest.raises(AssertionError):
-        case(InProcessHarness(liar, allocated, tcp_transport.CAPABILITIES))
+        case(InProcessHarness(liar, allocated_in(regions), tcp_transport.CAPABILITIES))
     for region in regions:
         region.close()

@@ -2,13 +2,15 @@
 
 Law: whatever an operator can cause ends in one line on stderr with the next step, and status 2; tracebacks need
 --debug. Only results go to stdout; a reader that closes the pipe (`| head -1`) ends a command silently. Any of the
-three standard streams may be closed at startup or later: its output is lost, the exit status is not.
+three standard streams may be closed at startup or later: its output is lost, the exit status is not. Whatever serves
+clients or looks at a cluster runs in a plain installation; `lacking` names what engines and stores need beyond it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import os
 import select
 import sys
@@ -18,7 +20,7 @@ from types import ModuleType
 from typing import Any, get_args
 
 import kvbaton
-from kvbaton.cli import installed, screen
+from kvbaton.cli import screen
 from kvbaton.cli.arguments import BAD_USAGE, HelpFormatter, Parser, add_common, complain
 from kvbaton.processes.gc_freeze_imports import gc_freeze_imports
 from kvbaton.processes.operator_errors import CommandError, StoppedError
@@ -154,7 +156,7 @@ def module_of(command: str | None) -> ModuleType:
         if error.name == "kvbaton_proof":
             get = f"pip install kvbaton-proof=={kvbaton.__version__}"
             raise CommandError(f"kvbaton {command} is part of the distribution kvbaton-proof: {get}") from None
-        if said := installed.lacking(error):
+        if said := lacking(error):
             raise CommandError(said) from None
         if error.name == name:
             raise CommandError(f"{command} is not part of this build") from None
@@ -204,7 +206,7 @@ def _bug(error: Exception) -> str:
 
 def _operator_must_act(error: Exception) -> str | None:
     """The line, if the operator can change something; None for a bug."""
-    if said := installed.lacking(error):
+    if said := lacking(error):
         return said
     from kvbaton.api.api_errors import PortInUseError
     from kvbaton.control.addressing import ControlError
@@ -277,6 +279,23 @@ def _nobody_reads() -> bool:
             os.dup2(nowhere, number)
             os.close(nowhere)
     return found
+
+
+GET = "pip install 'kvbaton[serve]'"
+LIBRARIES = frozenset({"numpy", "httptools", "uvloop", "xxhash", "yaml", "shtab"})
+"""The first comes with the extra. Where another is missing, packages were left out, and the extra brings that too."""
+
+
+def lacking(error: BaseException) -> str | None:
+    """What to install, if a library is missing; None for another error."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return f"this needs {name}: {GET}" if name in LIBRARIES else None
+
+
+def need(name: str) -> None:
+    """`ModuleNotFoundError` now, before processes are started that would end with it."""
+    if importlib.util.find_spec(name) is None:
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import msgspec
 
 from kvbaton.api.http.server_loop import run as run_loop
 from kvbaton.api.params import Mode
-from kvbaton.cli import installed, progress
+from kvbaton.cli import main, progress
 from kvbaton.cli.arguments import planes_choice, port, seconds, seconds_or_off, whole
 from kvbaton.cli.flags import log as log_flags
 from kvbaton.cli.flags import traces
@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     if args.engine == "vllm":
         server = _server_of(args)
         return run_loop(_check_vllm(args, server) if args.check else _serve(args, server))
-    installed.need("numpy")
+    main.need("numpy")
     return run_loop(_check(args) if args.check else _serve(args))
 
 

@@ -71,8 +71,8 @@ def config_of(engine: ConfiguredEngine) -> dict[str, Any] | None:
 
 def _layout(engine: ConfiguredEngine) -> EngineLayout | None:
     if engine.options is not None:
-        from kvbaton.engines.embedded.kv_layout import engine_layout  # with NumPy
-        from kvbaton.engines.embedded.kv_memory import KvGeometry
+        from kvbaton.engines.embedded.memory.kv_layout import engine_layout  # with NumPy
+        from kvbaton.engines.embedded.memory.kv_memory import KvGeometry
 
         told = engine.options
         cache = CacheConfig(blocks=told.blocks, block_tokens=told.block_tokens, tp=told.tp)

@@ -1,4 +1,4 @@
-"""Servers that say exactly the bytes that a test tells them, and the loop that such a test runs on."""
+"""Servers that say exactly the bytes that a test tells them."""
 
 from __future__ import annotations
 
@@ -7,30 +7,11 @@ import contextlib
 import re
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
-
-import uvloop
 
 Script = Callable[["Conn"], Awaitable[None]]
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
-LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
-    "asyncio": asyncio.SelectorEventLoop,
-    "uvloop": uvloop.new_event_loop,
-}
-
-
-def run_on(loop: str, work: Coroutine[Any, Any, None]) -> None:
-    """Run one test, with a bound. An exception that leaves a callback of the loop fails it."""
-    escaped: list[dict[str, Any]] = []
-
-    async def bounded() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: escaped.append(context))
-        await asyncio.wait_for(work, 60)
-
-    with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
-        runner.run(bounded())
-    assert not escaped, escaped
 
 
 class Conn:

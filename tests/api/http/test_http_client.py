@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import socket
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -24,11 +25,10 @@ from kvbaton.api.http.http_types import (
     UnreachableError,
     WireError,
 )
-from tests.api.http.raw_server import LOOPS, OK, Conn, Script, Server, answers, listening, run_on
+from tests.api.http.raw_server import OK, Conn, Script, Server, answers, listening
+from tests.async_tests import Run
 from tests.router.fake_workers import until
 
-Run = Callable[[Coroutine[Any, Any, None]], None]
-Story = Callable[[Pool, Server], Awaitable[None]]
 HEAD = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 LOOP_BYTES_MAX = 256 << 10
@@ -42,24 +42,15 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "IDLE_S", 60.0)
 
 
-@pytest.fixture(params=LOOPS)
-def run(request: pytest.FixtureRequest) -> Run:
-    """Runs a story on each kind of loop."""
-    return lambda work: run_on(request.param, work)
-
-
-def told(script: Script, story: Story) -> Coroutine[Any, Any, None]:
-    """A story with a pool and one server."""
-
-    async def whole() -> None:
-        pool = Pool(5.0)
-        try:
-            async with listening(script) as server:
-                await story(pool, server)
-        finally:
-            pool.close()
-
-    return whole()
+@contextlib.asynccontextmanager
+async def one_server(script: Script) -> AsyncIterator[tuple[Pool, Server]]:
+    """A pool and one server."""
+    pool = Pool(5.0)
+    try:
+        async with listening(script) as server:
+            yield pool, server
+    finally:
+        pool.close()
 
 
 def get(server: Server, path: str = "/x") -> tuple[Origin, bytes]:
@@ -170,49 +161,43 @@ ENDED_BY_CLOSING: dict[str, tuple[bytes, int, bytes]] = {
 
 
 @pytest.mark.parametrize(("data", "status", "body"), ANSWERS.values(), ids=ANSWERS)
-def test_an_answer_is_read_to_its_end_and_its_connection_used_again(
+async def test_an_answer_is_read_to_its_end_and_its_connection_used_again(
     run: Run, data: bytes, status: int, body: bytes
 ) -> None:
-    async def story(pool: Pool, server: Server) -> None:
+    middle = len(data) // 2
+    async with one_server(answers(data[:middle], data[middle:])) as (pool, server):
         for _ in range(3):
             assert await fetch(pool, server) == (status, body)
         assert (server.conns, pool.idle) == (1, 1)
 
-    middle = len(data) // 2
-    run(told(answers(data[:middle], data[middle:]), story))
-
 
 @pytest.mark.parametrize(("data", "status", "body"), ENDED_BY_CLOSING.values(), ids=ENDED_BY_CLOSING)
-def test_an_answer_without_a_length_ends_with_its_connection(run: Run, data: bytes, status: int, body: bytes) -> None:
-    async def story(pool: Pool, server: Server) -> None:
+async def test_an_answer_without_a_length_ends_with_its_connection(
+    run: Run, data: bytes, status: int, body: bytes
+) -> None:
+    async with one_server(answers(data, then=Conn.close)) as (pool, server):
         assert await fetch(pool, server) == (status, body)
         assert await fetch(pool, server) == (status, body)
         assert (server.conns, pool.idle) == (2, 0)
 
-    run(told(answers(data, then=Conn.close), story))
+
+@pytest.mark.parametrize(("data", "status", "body"), ANSWERS.values(), ids=ANSWERS)
+async def test_it_does_not_matter_where_an_answer_is_cut(run_once: Run, data: bytes, status: int, body: bytes) -> None:
+    for at in range(1, len(data)):
+        assert await outcome(data[:at], data[at:], lost=False) == (status, body)
+    assert await outcome(*(data[at : at + 1] for at in range(len(data))), lost=False) == (status, body)
 
 
 @pytest.mark.parametrize(("data", "status", "body"), ANSWERS.values(), ids=ANSWERS)
-def test_it_does_not_matter_where_an_answer_is_cut(data: bytes, status: int, body: bytes) -> None:
-    async def story() -> None:
-        for at in range(1, len(data)):
-            assert await outcome(data[:at], data[at:], lost=False) == (status, body)
-        assert await outcome(*(data[at : at + 1] for at in range(len(data))), lost=False) == (status, body)
-
-    run_on("asyncio", story())
-
-
-@pytest.mark.parametrize(("data", "status", "body"), ANSWERS.values(), ids=ANSWERS)
-def test_wherever_a_connection_closes_early_the_answer_is_broken(data: bytes, status: int, body: bytes) -> None:
-    async def story() -> None:
-        for at in range(len(data)):
-            assert type(await outcome(data[:at])) is BrokenError
-            assert type(await outcome(data[:at], served=True)) is (BrokenError if at else StaleError)
-
-    run_on("asyncio", story())
+async def test_wherever_a_connection_closes_early_the_answer_is_broken(
+    run_once: Run, data: bytes, status: int, body: bytes
+) -> None:
+    for at in range(len(data)):
+        assert type(await outcome(data[:at])) is BrokenError
+        assert type(await outcome(data[:at], served=True)) is (BrokenError if at else StaleError)
 
 
-def test_a_stream_is_read_as_it_comes(run: Run) -> None:
+async def test_a_stream_is_read_as_it_comes(run: Run) -> None:
     gates = [asyncio.Event() for _ in range(3)]
 
     async def script(conn: Conn) -> None:
@@ -224,7 +209,7 @@ def test_a_stream_is_read_as_it_comes(run: Run) -> None:
         await conn.say(b"0\r\n\r\n")
         await conn.gone()
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         exchange = await pool.exchange(*get(server))
         await exchange.head()
         assert (exchange.status, exchange.headers) == (200, [(b"transfer-encoding", b"chunked")])
@@ -236,44 +221,36 @@ def test_a_stream_is_read_as_it_comes(run: Run) -> None:
         exchange.close()
         assert pool.idle == 1
 
-    run(told(script, story))
+
+async def test_trailers_and_interim_headers_are_no_headers_of_the_answer(run_once: Run) -> None:
+    exchange, _ = unplugged(Pool(1.0))
+    exchange.send(b"?")
+    exchange.data_received(b"HTTP/1.1 103 Early Hints\r\nRetry-After: 1\r\n\r\n" + CHUNKED)
+    exchange.data_received(b"2\r\nok\r\n0\r\nRetry-After: 2\r\n\r\n")
+    assert await exchange.whole(9) == b"ok"
+    assert exchange.headers == [(b"transfer-encoding", b"chunked")]
 
 
-def test_trailers_and_interim_headers_are_no_headers_of_the_answer() -> None:
-    async def story() -> None:
-        exchange, _ = unplugged(Pool(1.0))
-        exchange.send(b"?")
-        exchange.data_received(b"HTTP/1.1 103 Early Hints\r\nRetry-After: 1\r\n\r\n" + CHUNKED)
-        exchange.data_received(b"2\r\nok\r\n0\r\nRetry-After: 2\r\n\r\n")
-        assert await exchange.whole(9) == b"ok"
-        assert exchange.headers == [(b"transfer-encoding", b"chunked")]
-
-    run_on("asyncio", story())
-
-
-def test_a_header_is_found_by_its_lower_case_name_and_without_blanks() -> None:
-    async def story() -> None:
-        exchange, _ = unplugged(Pool(1.0))
-        exchange.send(b"?")
-        exchange.data_received(HEAD + b"RETRY-After:  7 \r\nX: \xff\r\nx: 2\r\nContent-Length: 0\r\n\r\n")
-        assert header(exchange.headers, b"retry-after") == "7"
-        assert header(exchange.headers, b"x") == "2"
-        assert header(exchange.headers, b"y") is None
-
-    run_on("asyncio", story())
+async def test_a_header_is_found_by_its_lower_case_name_and_without_blanks(run_once: Run) -> None:
+    exchange, _ = unplugged(Pool(1.0))
+    exchange.send(b"?")
+    exchange.data_received(HEAD + b"RETRY-After:  7 \r\nX: \xff\r\nx: 2\r\nContent-Length: 0\r\n\r\n")
+    assert header(exchange.headers, b"retry-after") == "7"
+    assert header(exchange.headers, b"x") == "2"
+    assert header(exchange.headers, b"y") is None
 
 
 # --- what goes out
 
 
-def test_a_request_goes_out_under_the_prefix_with_its_headers_and_body(run: Run) -> None:
+async def test_a_request_goes_out_under_the_prefix_with_its_headers_and_body(run: Run) -> None:
     heard: list[bytes] = []
 
     async def script(conn: Conn) -> None:
         heard.append(await conn.request())
         await conn.say(OK)
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         place = origin(server.url + "/pre/fix/")
         exchange = await pool.exchange(place, request_bytes("POST", place, "/v1/x", [(b"A", b"b")], b"{}"))
         assert await exchange.whole(9) == b"ok"
@@ -282,8 +259,6 @@ def test_a_request_goes_out_under_the_prefix_with_its_headers_and_body(run: Run)
             b"POST /pre/fix/v1/x HTTP/1.1\r\nHost: %b\r\nA: b\r\n"
             b"Content-Type: application/json\r\nContent-Length: 2\r\n\r\n{}" % place.authority.encode()
         ]
-
-    run(told(script, story))
 
 
 def test_a_get_has_no_body() -> None:
@@ -335,7 +310,7 @@ def test_a_bad_url_is_refused_by_name(url: str) -> None:
     ],
     ids=["close", "HTTP/1.0", "close, chunked"],
 )
-def test_a_connection_that_is_to_close_is_closed_from_here(run: Run, data: bytes) -> None:
+async def test_a_connection_that_is_to_close_is_closed_from_here(run: Run, data: bytes) -> None:
     seen: list[int] = []
 
     async def script(conn: Conn) -> None:
@@ -344,25 +319,24 @@ def test_a_connection_that_is_to_close_is_closed_from_here(run: Run, data: bytes
         await conn.gone()  # and does not close it itself
         seen.append(conn.number)
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         assert await fetch(pool, server) == (200, b"ok")
         assert await fetch(pool, server) == (200, b"ok")
         assert pool.idle == 0
         await until(lambda: seen == [0, 1])
 
-    run(told(script, story))
 
-
-def test_an_http_1_0_server_that_keeps_alive_is_asked_again(run: Run) -> None:
-    async def story(pool: Pool, server: Server) -> None:
+async def test_an_http_1_0_server_that_keeps_alive_is_asked_again(run: Run) -> None:
+    async with one_server(answers(b"HTTP/1.0 200 OK\r\nConnection: keep-alive\r\nContent-Length: 2\r\n\r\nok")) as (
+        pool,
+        server,
+    ):
         await fetch(pool, server)
         await fetch(pool, server)
         assert server.conns == 1
 
-    run(told(answers(b"HTTP/1.0 200 OK\r\nConnection: keep-alive\r\nContent-Length: 2\r\n\r\nok"), story))
 
-
-def test_exchanges_at_the_same_time_have_connections_of_their_own(run: Run) -> None:
+async def test_exchanges_at_the_same_time_have_connections_of_their_own(run: Run) -> None:
     gate = asyncio.Event()
 
     async def script(conn: Conn) -> None:
@@ -372,7 +346,7 @@ def test_exchanges_at_the_same_time_have_connections_of_their_own(run: Run) -> N
                 await gate.wait()
             await conn.say(HEAD + b"Content-Length: 1\r\n\r\n%d" % conn.number)
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         slow = asyncio.create_task(fetch(pool, server))
         await until(lambda: server.conns == 1)
         assert await fetch(pool, server) == (200, b"1")  # nobody waits behind the slow one
@@ -380,14 +354,12 @@ def test_exchanges_at_the_same_time_have_connections_of_their_own(run: Run) -> N
         assert await slow == (200, b"0")
         assert (server.conns, pool.idle) == (2, 2)
 
-    run(told(script, story))
-
 
 @pytest.mark.parametrize("how", [Conn.close, Conn.reset], ids=["closes", "resets"])
-def test_a_connection_that_the_server_closes_while_idle_is_not_used_again(
+async def test_a_connection_that_the_server_closes_while_idle_is_not_used_again(
     run: Run, how: Callable[[Conn], None]
 ) -> None:
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(answers(OK, then=how)) as (pool, server):
         exchange = await pool.exchange(*get(server))
         await exchange.whole(9)
         exchange.close()
@@ -395,11 +367,9 @@ def test_a_connection_that_the_server_closes_while_idle_is_not_used_again(
         assert await fetch(pool, server) == (200, b"ok")
         assert server.conns == 2
 
-    run(told(answers(OK, then=how), story))
-
 
 @pytest.mark.parametrize("how", [Conn.close, Conn.reset], ids=["closes", "resets"])
-def test_a_request_that_meets_with_the_close_of_an_idle_connection_is_stale(
+async def test_a_request_that_meets_with_the_close_of_an_idle_connection_is_stale(
     run: Run, how: Callable[[Conn], None]
 ) -> None:
     async def script(conn: Conn) -> None:
@@ -408,18 +378,16 @@ def test_a_request_that_meets_with_the_close_of_an_idle_connection_is_stale(
         await conn.request()
         how(conn)
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         assert await fetch(pool, server) == (200, b"ok")
         with pytest.raises(StaleError, match="idle"):
             await fetch(pool, server)
         assert await fetch(pool, server) == (200, b"ok")
         assert server.conns == 2
 
-    run(told(script, story))
-
 
 @pytest.mark.parametrize("how", [Conn.close, Conn.reset], ids=["closes", "resets"])
-def test_a_worker_that_goes_long_after_it_was_asked_did_not_close_an_idle_connection(
+async def test_a_worker_that_goes_long_after_it_was_asked_did_not_close_an_idle_connection(
     run: Run, how: Callable[[Conn], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had the request and died with it: it is to blame, and its end is a failure on record."""
@@ -432,43 +400,37 @@ def test_a_worker_that_goes_long_after_it_was_asked_did_not_close_an_idle_connec
         await asyncio.sleep(0.05)  # longer than that
         how(conn)
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         assert await fetch(pool, server) == (200, b"ok")
         with pytest.raises(BrokenError):
             await fetch(pool, server)
 
-    run(told(script, story))
-
 
 @pytest.mark.parametrize("how", [Conn.close, Conn.reset], ids=["closes", "resets"])
-def test_a_new_connection_is_never_stale(run: Run, how: Callable[[Conn], None]) -> None:
+async def test_a_new_connection_is_never_stale(run: Run, how: Callable[[Conn], None]) -> None:
     async def script(conn: Conn) -> None:
         await conn.request()
         how(conn)
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         with pytest.raises(BrokenError):
             await fetch(pool, server)
 
-    run(told(script, story))
-
 
 @pytest.mark.parametrize("how", [Conn.close, Conn.reset], ids=["closes", "resets"])
-def test_a_server_that_closes_on_sight_breaks_the_exchange(run: Run, how: Callable[[Conn], None]) -> None:
+async def test_a_server_that_closes_on_sight_breaks_the_exchange(run: Run, how: Callable[[Conn], None]) -> None:
     async def script(conn: Conn) -> None:
         how(conn)
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         for _ in range(20):
             with pytest.raises((BrokenError, UnreachableError)):
                 await fetch(pool, server)
 
-    run(told(script, story))
-
 
 @pytest.mark.parametrize("extra", [b"", b"\r\n", OK, OK[:4], b"!?", HEAD, b"HTTP/1.1 100 Continue\r\n\r\n"])
 @pytest.mark.parametrize("together", [True, False])
-def test_more_than_one_answer_changes_nothing_about_the_first_nor_the_next(
+async def test_more_than_one_answer_changes_nothing_about_the_first_nor_the_next(
     run: Run, extra: bytes, together: bool
 ) -> None:
     first = CHUNKED + b"3\r\none\r\n0\r\n\r\n"
@@ -483,7 +445,7 @@ def test_more_than_one_answer_changes_nothing_about_the_first_nor_the_next(
             else:
                 await conn.say(OK)
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         exchange = await pool.exchange(*get(server))
         assert await exchange.whole(99) == b"one"
         assert (exchange.status, exchange.headers) == (200, [(b"transfer-encoding", b"chunked")])
@@ -495,10 +457,8 @@ def test_more_than_one_answer_changes_nothing_about_the_first_nor_the_next(
             assert pool.idle == 0
             assert await fetch(pool, server) == (200, b"ok")
 
-    run(told(script, story))
 
-
-def test_what_comes_over_an_idle_connection_closes_it(run: Run) -> None:
+async def test_what_comes_over_an_idle_connection_closes_it(run: Run) -> None:
     asked = asyncio.Event()
 
     async def script(conn: Conn) -> None:
@@ -509,7 +469,7 @@ def test_what_comes_over_an_idle_connection_closes_it(run: Run) -> None:
             await conn.say(b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\n\r\n")
             await conn.gone()
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         exchange = await pool.exchange(*get(server))
         await exchange.whole(9)
         exchange.close()
@@ -519,10 +479,8 @@ def test_what_comes_over_an_idle_connection_closes_it(run: Run) -> None:
         assert await fetch(pool, server) == (200, b"ok")
         assert server.conns == 2
 
-    run(told(script, story))
 
-
-def test_an_answer_that_is_not_read_to_its_end_costs_its_connection(run: Run) -> None:
+async def test_an_answer_that_is_not_read_to_its_end_costs_its_connection(run: Run) -> None:
     seen = asyncio.Event()
 
     async def script(conn: Conn) -> None:
@@ -531,7 +489,7 @@ def test_an_answer_that_is_not_read_to_its_end_costs_its_connection(run: Run) ->
         await conn.gone()
         seen.set()
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         exchange = await pool.exchange(*get(server))
         await exchange.head()
         await until(lambda: exchange._answer.complete)
@@ -539,10 +497,8 @@ def test_an_answer_that_is_not_read_to_its_end_costs_its_connection(run: Run) ->
         assert pool.idle == 0
         await seen.wait()
 
-    run(told(script, story))
 
-
-def test_an_answer_before_the_request_was_wholly_sent_is_an_answer_but_ends_the_connection(run: Run) -> None:
+async def test_an_answer_before_the_request_was_wholly_sent_is_an_answer_but_ends_the_connection(run: Run) -> None:
     closed = asyncio.Event()
 
     async def script(conn: Conn) -> None:
@@ -551,7 +507,7 @@ def test_an_answer_before_the_request_was_wholly_sent_is_an_answer_but_ends_the_
         await closed.wait()
         await conn.gone()
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         place = origin(server.url)
         exchange = await pool.exchange(place, request_bytes("POST", place, "/x", (), bytes(64 << 20)))
         assert (await exchange.whole(9), exchange.status) == (b"no", 413)
@@ -560,15 +516,13 @@ def test_an_answer_before_the_request_was_wholly_sent_is_an_answer_but_ends_the_
         assert pool.idle == 0
         closed.set()
 
-    run(told(script, story))
 
-
-def test_an_early_refusal_that_closes_is_told(run: Run) -> None:
+async def test_an_early_refusal_that_closes_is_told(run: Run) -> None:
     async def script(conn: Conn) -> None:
         await conn.head()
         await conn.say(b"HTTP/1.1 413 Too Large\r\nConnection: close\r\nContent-Length: 2\r\n\r\nno")
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         place = origin(server.url)
         exchange = await pool.exchange(place, request_bytes("POST", place, "/x", (), bytes(64 << 20)))
         try:
@@ -576,26 +530,21 @@ def test_an_early_refusal_that_closes_is_told(run: Run) -> None:
         finally:
             exchange.close()
 
-    run(told(script, story))
 
+async def test_what_a_new_connection_says_before_it_is_asked_is_its_answer(run_once: Run) -> None:
+    full = b"HTTP/1.1 503 Full\r\nConnection: close\r\nContent-Length: 2\r\n\r\nno"
+    pool = Pool(1.0)
+    exchange, _ = unplugged(pool)
+    exchange.data_received(full)
+    exchange.send(b"?")
+    assert (await asyncio.wait_for(exchange.whole(9), 20), exchange.status) == (b"no", 503)
 
-def test_what_a_new_connection_says_before_it_is_asked_is_its_answer() -> None:
-    async def story() -> None:
-        full = b"HTTP/1.1 503 Full\r\nConnection: close\r\nContent-Length: 2\r\n\r\nno"
-        pool = Pool(1.0)
-        exchange, _ = unplugged(pool)
-        exchange.data_received(full)
-        exchange.send(b"?")
-        assert (await asyncio.wait_for(exchange.whole(9), 20), exchange.status) == (b"no", 503)
-
-        exchange, transport = unplugged(pool)
-        transport.gone = True
-        exchange.connection_lost(ConnectionResetError())
-        exchange.send(b"?")
-        with pytest.raises(BrokenError, match="ConnectionResetError"):
-            await asyncio.wait_for(exchange.whole(9), 20)
-
-    run_on("asyncio", story())
+    exchange, transport = unplugged(pool)
+    transport.gone = True
+    exchange.connection_lost(ConnectionResetError())
+    exchange.send(b"?")
+    with pytest.raises(BrokenError, match="ConnectionResetError"):
+        await asyncio.wait_for(exchange.whole(9), 20)
 
 
 # --- what is no answer
@@ -628,7 +577,7 @@ GARBAGE: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("data", GARBAGE.values(), ids=GARBAGE)
-def test_what_is_not_http_is_garbage_at_once_and_closes_the_connection(run: Run, data: bytes) -> None:
+async def test_what_is_not_http_is_garbage_at_once_and_closes_the_connection(run: Run, data: bytes) -> None:
     seen = asyncio.Event()
 
     async def script(conn: Conn) -> None:
@@ -637,7 +586,7 @@ def test_what_is_not_http_is_garbage_at_once_and_closes_the_connection(run: Run,
         await conn.gone()
         seen.set()
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         exchange = await pool.exchange(*get(server))
         with pytest.raises(GarbageError):
             await exchange.whole(1 << 20)
@@ -645,10 +594,8 @@ def test_what_is_not_http_is_garbage_at_once_and_closes_the_connection(run: Run,
         exchange.close()
         assert pool.idle == 0
 
-    run(told(script, story))
 
-
-def test_a_body_over_the_limit_is_garbage_before_it_is_there(run: Run) -> None:
+async def test_a_body_over_the_limit_is_garbage_before_it_is_there(run: Run) -> None:
     seen = asyncio.Event()
 
     async def script(conn: Conn) -> None:
@@ -657,40 +604,33 @@ def test_a_body_over_the_limit_is_garbage_before_it_is_there(run: Run) -> None:
         await conn.gone()
         seen.set()
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         with pytest.raises(GarbageError, match="more than 1000 bytes"):
             await fetch(pool, server, limit=1000)
         await seen.wait()
 
-    run(told(script, story))
-
 
 @pytest.mark.parametrize("length", [999, 1000])
-def test_a_body_within_the_limit_passes(run: Run, length: int) -> None:
-    async def story(pool: Pool, server: Server) -> None:
+async def test_a_body_within_the_limit_passes(run: Run, length: int) -> None:
+    async with one_server(answers(HEAD + b"Content-Length: %d\r\n\r\n" % length, bytes(length))) as (pool, server):
         assert await fetch(pool, server, limit=1000) == (200, bytes(length))
 
-    run(told(answers(HEAD + b"Content-Length: %d\r\n\r\n" % length, bytes(length)), story))
+
+async def test_a_body_over_the_limit_that_came_whole_is_garbage_too(run_once: Run) -> None:
+    exchange, _ = unplugged(Pool(1.0))
+    exchange.send(b"?")
+    exchange.data_received(OK)
+    with pytest.raises(GarbageError, match="more than 1 bytes"):
+        await exchange.whole(1)
+    exchange, _ = unplugged(Pool(1.0))
+    exchange.send(b"?")
+    exchange.data_received(CHUNKED + b"2\r\nok\r\n")  # and no end
+    with pytest.raises(GarbageError, match="more than 1 bytes"):
+        await asyncio.wait_for(exchange.whole(1), 20)
 
 
-def test_a_body_over_the_limit_that_came_whole_is_garbage_too() -> None:
-    async def story() -> None:
-        exchange, _ = unplugged(Pool(1.0))
-        exchange.send(b"?")
-        exchange.data_received(OK)
-        with pytest.raises(GarbageError, match="more than 1 bytes"):
-            await exchange.whole(1)
-        exchange, _ = unplugged(Pool(1.0))
-        exchange.send(b"?")
-        exchange.data_received(CHUNKED + b"2\r\nok\r\n")  # and no end
-        with pytest.raises(GarbageError, match="more than 1 bytes"):
-            await asyncio.wait_for(exchange.whole(1), 20)
-
-    run_on("asyncio", story())
-
-
-def test_events_before_the_garbage_are_still_read(run: Run) -> None:
-    async def story(pool: Pool, server: Server) -> None:
+async def test_events_before_the_garbage_are_still_read(run: Run) -> None:
+    async with one_server(answers(CHUNKED + b"4\r\ngood\r\nxyz\r\n", then=Conn.gone)) as (pool, server):
         exchange = await pool.exchange(*get(server))
         await exchange.head()
         assert await exchange.read() == b"good"
@@ -699,11 +639,9 @@ def test_events_before_the_garbage_are_still_read(run: Run) -> None:
                 await exchange.read()
         exchange.close()
 
-    run(told(answers(CHUNKED + b"4\r\ngood\r\nxyz\r\n", then=Conn.gone), story))
 
-
-def test_a_close_in_mid_stream_is_told_after_what_came_before_it(run: Run) -> None:
-    async def story(pool: Pool, server: Server) -> None:
+async def test_a_close_in_mid_stream_is_told_after_what_came_before_it(run: Run) -> None:
+    async with one_server(answers(CHUNKED + b"4\r\ngood\r\n", then=Conn.close)) as (pool, server):
         exchange = await pool.exchange(*get(server))
         await exchange.head()
         assert await exchange.read() == b"good"
@@ -712,10 +650,8 @@ def test_a_close_in_mid_stream_is_told_after_what_came_before_it(run: Run) -> No
                 await exchange.read()
         exchange.close()
 
-    run(told(answers(CHUNKED + b"4\r\ngood\r\n", then=Conn.close), story))
 
-
-def test_a_reset_does_not_end_an_answer_without_a_length(run: Run) -> None:
+async def test_a_reset_does_not_end_an_answer_without_a_length(run: Run) -> None:
     heard = asyncio.Event()
 
     async def script(conn: Conn) -> None:
@@ -724,7 +660,7 @@ def test_a_reset_does_not_end_an_answer_without_a_length(run: Run) -> None:
         await heard.wait()
         conn.reset()
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         exchange = await pool.exchange(*get(server))
         assert await exchange.read() == b"half"
         heard.set()
@@ -732,12 +668,12 @@ def test_a_reset_does_not_end_an_answer_without_a_length(run: Run) -> None:
             await exchange.read()
         exchange.close()
 
-    run(told(script, story))
-
 
 @pytest.mark.parametrize("data", [b"", HEAD, HEAD + b"\r\nhalf", CHUNKED + b"4\r\nhalf"])
 @pytest.mark.parametrize("reused", [False, True])
-def test_what_is_broken_off_here_is_broken_and_neither_stale_nor_whole(run: Run, data: bytes, reused: bool) -> None:
+async def test_what_is_broken_off_here_is_broken_and_neither_stale_nor_whole(
+    run: Run, data: bytes, reused: bool
+) -> None:
     async def script(conn: Conn) -> None:
         if reused:
             await conn.request()
@@ -746,7 +682,7 @@ def test_what_is_broken_off_here_is_broken_and_neither_stale_nor_whole(run: Run,
         await conn.say(data)
         await conn.gone()
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         if reused:
             await fetch(pool, server)
         exchange = await pool.exchange(*get(server))
@@ -759,32 +695,27 @@ def test_what_is_broken_off_here_is_broken_and_neither_stale_nor_whole(run: Run,
         exchange.close()
         assert (server.conns, pool.idle) == (1, 0)
 
-    run(told(script, story))
 
-
-def test_no_bytes_whatever_make_anything_but_an_answer_or_a_wire_error() -> None:
+async def test_no_bytes_whatever_make_anything_but_an_answer_or_a_wire_error(run_once: Run) -> None:
     rng = random.Random(7)
     seeds = [row[0] for row in (ANSWERS | ENDED_BY_CLOSING).values()] + [data[:300] for data in GARBAGE.values()]
 
-    async def story() -> None:
-        for _ in range(3000):
-            data = bytearray(rng.choice(seeds) + rng.choice(seeds))
-            for _ in range(rng.randrange(6)):
-                at = rng.randrange(len(data))
-                data[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
-            cut = rng.randrange(len(data) + 1)
-            found = await outcome(bytes(data[:cut]), bytes(data[cut:]), served=rng.random() < 0.3)
-            assert isinstance(found, tuple | WireError), bytes(data)
-            if isinstance(found, tuple):
-                assert 200 <= found[0] <= 999
-
-    run_on("asyncio", story())
+    for _ in range(3000):
+        data = bytearray(rng.choice(seeds) + rng.choice(seeds))
+        for _ in range(rng.randrange(6)):
+            at = rng.randrange(len(data))
+            data[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(3))
+        cut = rng.randrange(len(data) + 1)
+        found = await outcome(bytes(data[:cut]), bytes(data[cut:]), served=rng.random() < 0.3)
+        assert isinstance(found, tuple | WireError), bytes(data)
+        if isinstance(found, tuple):
+            assert 200 <= found[0] <= 999
 
 
 # --- waiting
 
 
-def test_a_reader_that_is_slow_stops_the_worker_and_loses_nothing(run: Run) -> None:
+async def test_a_reader_that_is_slow_stops_the_worker_and_loses_nothing(run: Run) -> None:
     length = 16 << 20
     data = random.Random(3).randbytes(length)
 
@@ -794,7 +725,7 @@ def test_a_reader_that_is_slow_stops_the_worker_and_loses_nothing(run: Run) -> N
         await conn.say(*(data[at : at + 65536] for at in range(0, length, 65536)))
         await conn.request()
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         exchange = await pool.exchange(*get(server))
         await exchange.head()
         found = []
@@ -810,10 +741,8 @@ def test_a_reader_that_is_slow_stops_the_worker_and_loses_nothing(run: Run) -> N
         exchange.close()
         assert pool.idle == 1
 
-    run(told(script, story))
 
-
-def test_what_was_stopped_before_all_of_it_was_wanted_goes_on(run: Run) -> None:
+async def test_what_was_stopped_before_all_of_it_was_wanted_goes_on(run: Run) -> None:
     length = UNREAD_BYTES_MAX * 3
 
     async def script(conn: Conn) -> None:
@@ -821,7 +750,7 @@ def test_what_was_stopped_before_all_of_it_was_wanted_goes_on(run: Run) -> None:
         await conn.say(b"HTTP/1.1 500 Oops\r\nContent-Length: %d\r\n\r\n" % length, bytes(length))
         await conn.request()
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         exchange = await pool.exchange(*get(server))
         await exchange.head()
         await until(lambda: exchange._paused)
@@ -829,17 +758,15 @@ def test_what_was_stopped_before_all_of_it_was_wanted_goes_on(run: Run) -> None:
         exchange.close()
         assert pool.idle == 1
 
-    run(told(script, story))
 
-
-def test_a_stopped_stream_may_be_closed_and_its_rest_read(run: Run) -> None:
+async def test_a_stopped_stream_may_be_closed_and_its_rest_read(run: Run) -> None:
     async def script(conn: Conn) -> None:
         await conn.request()
         await conn.say(HEAD + b"\r\n")
         while True:
             await conn.say(bytes(65536))
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         exchange = await pool.exchange(*get(server))
         await exchange.head()
         await until(lambda: exchange._paused)
@@ -852,11 +779,9 @@ def test_a_stopped_stream_may_be_closed_and_its_rest_read(run: Run) -> None:
         assert read > UNREAD_BYTES_MAX // 2
         exchange.close()
 
-    run(told(script, story))
-
 
 @pytest.mark.parametrize("data", [b"", HEAD, OK[:-1], CHUNKED + b"5\r\nhel"])
-def test_cancelling_the_wait_closes_the_connection(run: Run, data: bytes) -> None:
+async def test_cancelling_the_wait_closes_the_connection(run: Run, data: bytes) -> None:
     asked, seen = asyncio.Event(), asyncio.Event()
 
     async def script(conn: Conn) -> None:
@@ -866,7 +791,7 @@ def test_cancelling_the_wait_closes_the_connection(run: Run, data: bytes) -> Non
         await conn.gone()
         seen.set()
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         task = asyncio.create_task(fetch(pool, server))
         await asked.wait()
         task.cancel()
@@ -875,17 +800,15 @@ def test_cancelling_the_wait_closes_the_connection(run: Run, data: bytes) -> Non
         await seen.wait()
         assert pool.idle == 0
 
-    run(told(script, story))
 
-
-def test_cancelling_at_any_turn_of_the_loop_leaves_no_connection(run: Run) -> None:
+async def test_cancelling_at_any_turn_of_the_loop_leaves_no_connection(run: Run) -> None:
     gone: list[int] = []
 
     async def script(conn: Conn) -> None:
         await conn.gone()
         gone.append(conn.number)
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         for turns in range(20):
             task = asyncio.create_task(fetch(pool, server))
             for _ in range(turns):
@@ -895,77 +818,61 @@ def test_cancelling_at_any_turn_of_the_loop_leaves_no_connection(run: Run) -> No
                 await task
         await until(lambda: server.conns and len(gone) == server.conns)
 
-    run(told(script, story))
 
-
-def test_data_between_two_waits_is_not_lost() -> None:
-    async def story() -> None:
-        exchange, _ = unplugged(Pool(1.0))
-        exchange.send(b"?")
-        waiting = asyncio.create_task(exchange.head())
-        await asyncio.sleep(0)
-        exchange.data_received(CHUNKED)  # wakes the waiter, which has not run yet when the rest comes
-        exchange.data_received(b"2\r\nok\r\n")
-        exchange.data_received(b"0\r\n\r\n")
-        exchange.connection_lost(None)
-        await waiting
-        assert await drained(exchange) == b"ok"
-
-    run_on("asyncio", story())
+async def test_data_between_two_waits_is_not_lost(run_once: Run) -> None:
+    exchange, _ = unplugged(Pool(1.0))
+    exchange.send(b"?")
+    waiting = asyncio.create_task(exchange.head())
+    await asyncio.sleep(0)
+    exchange.data_received(CHUNKED)  # wakes the waiter, which has not run yet when the rest comes
+    exchange.data_received(b"2\r\nok\r\n")
+    exchange.data_received(b"0\r\n\r\n")
+    exchange.connection_lost(None)
+    await waiting
+    assert await drained(exchange) == b"ok"
 
 
 # --- connecting
 
 
-def test_a_refused_connection_is_unreachable(run: Run) -> None:
-    async def story() -> None:
-        with socket.socket() as bound:  # bound, but not listening
-            bound.bind(("127.0.0.1", 0))
-            pool = Pool(5.0)
-            with pytest.raises(UnreachableError, match=r"(?i)refused|connect call failed"):
-                await pool.exchange(origin(f"http://127.0.0.1:{bound.getsockname()[1]}"), b"?")
-
-    run(story())
+async def test_a_refused_connection_is_unreachable(run: Run) -> None:
+    with socket.socket() as bound:  # bound, but not listening
+        bound.bind(("127.0.0.1", 0))
+        pool = Pool(5.0)
+        with pytest.raises(UnreachableError, match=r"(?i)refused|connect call failed"):
+            await pool.exchange(origin(f"http://127.0.0.1:{bound.getsockname()[1]}"), b"?")
 
 
-def test_connecting_has_a_time_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connecting_has_a_time_out(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     async def never(*_: Any, **__: Any) -> None:
         await asyncio.Event().wait()
 
-    async def story() -> None:
-        pool = Pool(0.01)
-        monkeypatch.setattr(pool.loop, "create_connection", never)
-        with pytest.raises(UnreachableError, match=r"0\.01 s"):
-            await pool.exchange(origin("http://h:1"), b"?")
-
-    run(story())
+    pool = Pool(0.01)
+    monkeypatch.setattr(pool.loop, "create_connection", never)
+    with pytest.raises(UnreachableError, match=r"0\.01 s"):
+        await pool.exchange(origin("http://h:1"), b"?")
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64, "no-such-host.invalid"])
-def test_a_name_that_cannot_be_looked_up_is_unreachable(run: Run, host: str) -> None:
-    async def story() -> None:
-        with pytest.raises(UnreachableError, match=r"."):
-            await Pool(10.0).exchange(origin(f"http://{host}:1"), b"?")
-
-    run(story())
+async def test_a_name_that_cannot_be_looked_up_is_unreachable(run: Run, host: str) -> None:
+    with pytest.raises(UnreachableError, match=r"."):
+        await Pool(10.0).exchange(origin(f"http://{host}:1"), b"?")
 
 
-def test_https_with_a_server_that_does_not_speak_it_is_unreachable(run: Run) -> None:
+async def test_https_with_a_server_that_does_not_speak_it_is_unreachable(run: Run) -> None:
     async def script(conn: Conn) -> None:
         await conn.say(b"HTTP/1.1 400 Bad Request\r\n\r\n")
         await conn.gone()
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         with pytest.raises(UnreachableError, match=r"."):
             await pool.exchange(origin(server.url.replace("http", "https")), b"?")
-
-    run(told(script, story))
 
 
 # --- the pool
 
 
-def test_idle_connections_are_bounded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_are_bounded(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "IDLE_MAX", 2)
     gone: list[int] = []
     gate = asyncio.Event()
@@ -977,7 +884,7 @@ def test_idle_connections_are_bounded(run: Run, monkeypatch: pytest.MonkeyPatch)
         await conn.gone()
         gone.append(conn.number)
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         tasks = [asyncio.create_task(fetch(pool, server)) for _ in range(5)]
         await until(lambda: server.conns == 5)
         gate.set()
@@ -985,10 +892,8 @@ def test_idle_connections_are_bounded(run: Run, monkeypatch: pytest.MonkeyPatch)
         assert pool.idle == 2
         await until(lambda: len(gone) == 3)
 
-    run(told(script, story))
 
-
-def test_idle_connections_are_let_go_in_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_are_let_go_in_time(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "IDLE_S", 0.02)
     gone = asyncio.Event()
 
@@ -998,17 +903,15 @@ def test_idle_connections_are_let_go_in_time(run: Run, monkeypatch: pytest.Monke
         await conn.gone()
         gone.set()
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         await fetch(pool, server)
         await gone.wait()
         await until(lambda: pool._sweeping is None)  # nothing is left to be looked after
         assert (pool.idle, pool._idle) == (0, {})
 
-    run(told(script, story))
 
-
-def test_one_that_was_idle_too_long_is_not_used_even_before_it_is_swept(run: Run) -> None:
-    async def story(pool: Pool, server: Server) -> None:
+async def test_one_that_was_idle_too_long_is_not_used_even_before_it_is_swept(run: Run) -> None:
+    async with one_server(answers(OK)) as (pool, server):
         exchange = await pool.exchange(*get(server))
         await exchange.whole(9)
         exchange.close()
@@ -1017,11 +920,9 @@ def test_one_that_was_idle_too_long_is_not_used_even_before_it_is_swept(run: Run
         assert server.conns == 2
         assert exchange._transport.is_closing()
 
-    run(told(answers(OK), story))
 
-
-def test_the_sweep_leaves_those_that_were_used_lately(run: Run) -> None:
-    async def story(pool: Pool, server: Server) -> None:
+async def test_the_sweep_leaves_those_that_were_used_lately(run: Run) -> None:
+    async with one_server(answers(OK)) as (pool, server):
         first = await pool.exchange(*get(server))
         second = await pool.exchange(*get(server))
         for exchange in (first, second):
@@ -1032,10 +933,8 @@ def test_the_sweep_leaves_those_that_were_used_lately(run: Run) -> None:
         assert (pool.idle, first.usable, second.usable) == (1, False, True)
         assert pool._sweeping is not None
 
-    run(told(answers(OK), story))
 
-
-def test_a_closed_pool_keeps_nothing_and_lets_what_is_under_way_end(run: Run) -> None:
+async def test_a_closed_pool_keeps_nothing_and_lets_what_is_under_way_end(run: Run) -> None:
     asked, gate, gone = asyncio.Event(), asyncio.Event(), []
 
     async def script(conn: Conn) -> None:
@@ -1047,7 +946,7 @@ def test_a_closed_pool_keeps_nothing_and_lets_what_is_under_way_end(run: Run) ->
         await conn.gone()
         gone.append(conn.number)
 
-    async def story(pool: Pool, server: Server) -> None:
+    async with one_server(script) as (pool, server):
         idle, busy = await pool.exchange(*get(server)), await pool.exchange(*get(server))
         await idle.whole(9)
         idle.close()
@@ -1062,35 +961,30 @@ def test_a_closed_pool_keeps_nothing_and_lets_what_is_under_way_end(run: Run) ->
         assert (pool.idle, pool._idle) == (0, {})
         pool.close()
 
-    run(told(script, story))
 
-
-def test_a_connection_that_is_used_again_is_late_by_the_time_of_each_exchange(run: Run) -> None:
-    async def story() -> None:
-        pool = Pool(5.0)
-        exchange, _ = unplugged(pool)
-        for timeout_s in (60.0, 0.01, 60.0):
-            exchange.send(b"GET / HTTP/1.1\r\n\r\n")
-            exchange.expire_in(timeout_s)
-            exchange.data_received(OK)
-            assert await exchange.whole(1 << 10)
-            exchange.close()
+async def test_a_connection_that_is_used_again_is_late_by_the_time_of_each_exchange(run: Run) -> None:
+    pool = Pool(5.0)
+    exchange, _ = unplugged(pool)
+    for timeout_s in (60.0, 0.01, 60.0):
         exchange.send(b"GET / HTTP/1.1\r\n\r\n")
-        exchange.expire_in(60.0)
-        await asyncio.sleep(0.05)  # the timer of an exchange before has run out
-        for timeout_s in (60.0, 0.0, 0.0002, 0.0):
-            exchange.expire_in(timeout_s)
-        with pytest.raises(LateError):
-            await exchange.head()
+        exchange.expire_in(timeout_s)
+        exchange.data_received(OK)
+        assert await exchange.whole(1 << 10)
         exchange.close()
-        exchange.connection_lost(None)
-        pool.close()
+    exchange.send(b"GET / HTTP/1.1\r\n\r\n")
+    exchange.expire_in(60.0)
+    await asyncio.sleep(0.05)  # the timer of an exchange before has run out
+    for timeout_s in (60.0, 0.0, 0.0002, 0.0):
+        exchange.expire_in(timeout_s)
+    with pytest.raises(LateError):
+        await exchange.head()
+    exchange.close()
+    exchange.connection_lost(None)
+    pool.close()
 
-    run(story())
 
-
-def test_a_pool_at_its_bound_takes_an_idle_connection_for_a_new_one_or_says_that_there_is_none(run: Run) -> None:
-    async def story(pool: Pool, server: Server) -> None:
+async def test_a_pool_at_its_bound_takes_an_idle_connection_for_a_new_one_or_says_that_there_is_none(run: Run) -> None:
+    async with one_server(answers(OK)) as (pool, server):
         pool._connections_max = 1
         place, data = get(server)
         other = msgspec.structs.replace(place, prefix="/other")
@@ -1104,5 +998,3 @@ def test_a_pool_at_its_bound_takes_an_idle_connection_for_a_new_one_or_says_that
         exchange = await pool.exchange(other, data)
         assert await exchange.whole(1 << 10)
         exchange.close()
-
-    run(told(answers(OK), story))

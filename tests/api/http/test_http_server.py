@@ -13,7 +13,7 @@ import socket
 import struct
 import warnings
 import weakref
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -35,10 +35,9 @@ from kvbaton.api.http.http_types import (
 )
 from kvbaton.api.http.request_reader import AHEAD_MAX
 from kvbaton.api.request_ids import clients_request_id
-from tests.api.http.raw_server import LOOPS, run_on
+from tests.async_tests import Run
 from tests.router.fake_workers import until
 
-Run = Callable[[Coroutine[Any, Any, None]], None]
 Source = AsyncGenerator[bytes, None]
 NAMED = b"X-Request-Id: drawn\r\n"
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n" + NAMED
@@ -52,12 +51,6 @@ BODY_BYTES_MAX = 1000
 def same_id(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers are compared byte by byte."""
     monkeypatch.setattr(request_ids.secrets, "token_hex", lambda _: "drawn")
-
-
-@pytest.fixture(params=LOOPS)
-def run(request: pytest.FixtureRequest) -> Run:
-    """Runs a story on each kind of loop."""
-    return lambda work: run_on(request.param, work)
 
 
 class Stage:
@@ -195,18 +188,11 @@ async def town(site: Site, host: str = "127.0.0.1") -> AsyncIterator[Town]:
     assert not [task for task in left if task.get_coro().__qualname__.startswith(("_Connection", "Door"))]  # type: ignore[union-attr]
 
 
-Story = Callable[[Town, Stage], Awaitable[None]]
-
-
-def told(story: Story, stage: Stage | None = None) -> Coroutine[Any, Any, None]:
-    """A story with one door."""
-
-    async def whole() -> None:
-        site = stage or Stage()
-        async with town(site) as found:
-            await story(found, site)
-
-    return whole()
+@contextlib.asynccontextmanager
+async def one_door(stage: Stage | None = None) -> AsyncIterator[tuple[Town, Stage]]:
+    site = stage or Stage()
+    async with town(site) as found:
+        yield found, site
 
 
 def post(body: bytes, *headers: bytes, path: bytes = b"/echo", version: bytes = b"1.1") -> bytes:
@@ -230,8 +216,8 @@ def whole(body: bytes, connection: bytes = b"") -> bytes:
 # --- answers
 
 
-def test_a_whole_answer_is_exact_and_the_connection_serves_on(run: Run) -> None:
-    async def story(town: Town, stage: Stage) -> None:
+async def test_a_whole_answer_is_exact_and_the_connection_serves_on(run: Run) -> None:
+    async with one_door() as (town, stage):
         client = await town.client()
         await client.say(post(b"one", b"X-Thing:  spaced "))
         await client.expect(whole(b"one"))
@@ -243,19 +229,15 @@ def test_a_whole_answer_is_exact_and_the_connection_serves_on(run: Run) -> None:
         ]
         assert (stage.seen[0].header(b"x-thing") or "").strip() == "spaced"
 
-    run(told(story))
 
-
-def test_head_gets_the_length_without_the_body(run: Run) -> None:
-    async def story(town: Town, _: Stage) -> None:
+async def test_head_gets_the_length_without_the_body(run: Run) -> None:
+    async with one_door() as (town, _):
         client = await town.client()
         await client.say(b"HEAD /echo HTTP/1.1\r\nHost: a\r\n\r\n" + GET)
         await client.expect(OK + b"Content-Length: 4\r\n\r\n" + whole(b"GET"))
         await client.say(b"HEAD /none HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
         said = await client.rest()
         assert said.startswith(b"HTTP/1.1 404 Not Found\r\n") and said.endswith(b"\r\n\r\n")
-
-    run(told(story))
 
 
 @pytest.mark.parametrize(
@@ -268,8 +250,10 @@ def test_head_gets_the_length_without_the_body(run: Run) -> None:
         (b"1.0", b"keep-alive", b"Connection: keep-alive\r\n"),
     ],
 )
-def test_a_connection_is_kept_as_the_client_wishes(version: bytes, connection: bytes, said: bytes) -> None:
-    async def story(town: Town, _: Stage) -> None:
+async def test_a_connection_is_kept_as_the_client_wishes(
+    run_once: Run, version: bytes, connection: bytes, said: bytes
+) -> None:
+    async with one_door() as (town, _):
         client = await town.client()
         await client.say(post(b"a", b"Connection: " + connection, version=version))
         await client.expect(whole(b"a", said))
@@ -279,75 +263,67 @@ def test_a_connection_is_kept_as_the_client_wishes(version: bytes, connection: b
             await client.say(GET)
             await client.expect(whole(b"GET"))
 
-    run_on("asyncio", told(story))
 
-
-def test_a_stream_is_chunked_and_ends_explicitly(run: Run) -> None:
+async def test_a_stream_is_chunked_and_ends_explicitly(run: Run) -> None:
     async def events() -> Source:
         yield b"data: 1\n\n"
         yield b""
         yield b"data: twelve\n\n"
 
-    async def story(town: Town, _: Stage) -> None:
+    async with one_door(Stage(stream=streaming(events, {"X-A": "b"}))) as (town, _):
         client = await town.client()
         await client.say(post(b"", path=b"/stream") + GET)
         head = PLAIN_STREAM + b"X-A: b\r\n" + NAMED + b"Transfer-Encoding: chunked\r\n\r\n"
         await client.expect(head + b"9\r\ndata: 1\n\n\r\ne\r\ndata: twelve\n\n\r\n0\r\n\r\n" + whole(b"GET"))
 
-    run(told(story, Stage(stream=streaming(events, {"X-A": "b"}))))
-
 
 @pytest.mark.parametrize("connection", [b"close", b"keep-alive"])
-def test_an_old_client_gets_a_stream_without_chunks_that_ends_with_the_connection(connection: bytes) -> None:
+async def test_an_old_client_gets_a_stream_without_chunks_that_ends_with_the_connection(
+    run_once: Run, connection: bytes
+) -> None:
     async def events() -> Source:
         yield b"data: 1\n\n"
         yield b"data: 2\n\n"
 
-    async def story(town: Town, _: Stage) -> None:
+    async with one_door(Stage(stream=streaming(events))) as (town, _):
         client = await town.client()
         await client.say(b"POST /stream HTTP/1.0\r\nConnection: " + connection + b"\r\n\r\n")
         assert await client.rest() == STREAM + b"Connection: close\r\n\r\ndata: 1\n\ndata: 2\n\n"
 
-    run_on("asyncio", told(story, Stage(stream=streaming(events))))
 
-
-def test_an_empty_stream_is_a_stream(run: Run) -> None:
+async def test_an_empty_stream_is_a_stream(run: Run) -> None:
     async def events() -> Source:
         for each in list[bytes]():
             yield each
 
-    async def story(town: Town, _: Stage) -> None:
+    async with one_door(Stage(stream=streaming(events))) as (town, _):
         client = await town.client()
         await client.say(post(b"", path=b"/stream") + GET)
         await client.expect(STREAM + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + whole(b"GET"))
 
-    run(told(story, Stage(stream=streaming(events))))
 
-
-def test_headers_of_a_stream_may_be_filled_until_its_first_event() -> None:
+async def test_headers_of_a_stream_may_be_filled_until_its_first_event(run_once: Run) -> None:
     headers: dict[str, str] = {}
 
     async def events() -> Source:
         headers["X-Late"] = "yes"
         yield b"data: 1\n\n"
 
-    async def story(town: Town, _: Stage) -> None:
+    async with one_door(Stage(stream=streaming(events, headers))) as (town, _):
         client = await town.client()
         await client.say(post(b"", b"Connection: close", path=b"/stream"))
         assert b"\r\nX-Late: yes\r\n" in await client.rest()
 
-    run_on("asyncio", told(story, Stage(stream=streaming(events, headers))))
-
 
 @pytest.mark.parametrize("value", ["a\r\nX-Evil: 1", "a\nX-Evil: 1", "a\rX-Evil: 1", "a\r\n\r\nbody"])
-def test_no_header_can_hold_another(value: str) -> None:
+async def test_no_header_can_hold_another(run_once: Run, value: str) -> None:
     async def handler(_: Request) -> Answer:
         return json_answer({}, headers={"X-A": value, "X-B": "b"})
 
     async def events() -> Source:
         yield b"data: 1\n\n"
 
-    async def story(town: Town, _: Stage) -> None:
+    async with one_door(Stage(odd=handler, stream=streaming(events, {"X-A": value, "X-B": "b"}))) as (town, _):
         for path in (b"/odd", b"/stream"):
             client = await town.client()
             await client.say(post(b"", b"Connection: close", path=path))
@@ -356,13 +332,11 @@ def test_no_header_can_hold_another(value: str) -> None:
             assert names >= {b"X-A", b"X-B"} and b"X-Evil" not in names
             assert not any(b"\n" in line or b"\r" in line for line in lines)
 
-    run_on("asyncio", told(story, Stage(odd=handler, stream=streaming(events, {"X-A": value, "X-B": "b"}))))
-
 
 # --- handlers that fail
 
 
-def test_whatever_a_handler_raises_is_one_answer_and_the_connection_lives(
+async def test_whatever_a_handler_raises_is_one_answer_and_the_connection_lives(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     faults: list[BaseException] = [
@@ -381,32 +355,30 @@ def test_whatever_a_handler_raises_is_one_answer_and_the_connection_lives(
         raise faults.pop(0)
         yield b""
 
-    async def story(town: Town, _: Stage) -> None:
-        client = await town.client()
-        before = list(faults)
-        for path in (b"/whole", b"/stream"):
-            faults[:] = before
-            told = []
-            while faults:
-                await client.say(post(b"", path=path))
-                status, headers, body = await client.answer()
-                assert headers["content-type"] == "application/json" and b"secret" not in body
-                told.append((status, json.loads(body)["error"]["code"]))
-            assert told == [(500, "internal")] * 5 + [(429, "full")]
-        assert headers["retry-after"] == "1"
-
     with caplog.at_level(logging.CRITICAL):
-        run(told(story, Stage(whole=handler, stream=streaming(events))))
+        async with one_door(Stage(whole=handler, stream=streaming(events))) as (town, _):
+            client = await town.client()
+            before = list(faults)
+            for path in (b"/whole", b"/stream"):
+                faults[:] = before
+                told = []
+                while faults:
+                    await client.say(post(b"", path=path))
+                    status, headers, body = await client.answer()
+                    assert headers["content-type"] == "application/json" and b"secret" not in body
+                    told.append((status, json.loads(body)["error"]["code"]))
+                assert told == [(500, "internal")] * 5 + [(429, "full")]
+            assert headers["retry-after"] == "1"
 
 
 @pytest.mark.parametrize("fault", [bad_field("x", "odd"), ValueError("secret"), ConnectionResetError()])
 @pytest.mark.parametrize("version", [b"1.1", b"1.0"])
-def test_what_fails_in_mid_stream_is_told_in_it(run: Run, fault: Exception, version: bytes) -> None:
+async def test_what_fails_in_mid_stream_is_told_in_it(run: Run, fault: Exception, version: bytes) -> None:
     async def events() -> Source:
         yield b"data: 1\n\n"
         raise fault
 
-    async def story(town: Town, _: Stage) -> None:
+    async with one_door(Stage(stream=streaming(events))) as (town, _):
         client = await town.client()
         await client.say(post(b"", b"Connection: close", path=b"/stream", version=version))
         body = (await client.rest()).partition(b"\r\n\r\n")[2]
@@ -418,24 +390,20 @@ def test_what_fails_in_mid_stream_is_told_in_it(run: Run, fault: Exception, vers
         assert error["code"] == ("invalid_value" if isinstance(fault, ApiError) else "internal")
         assert error["request_id"] == "drawn"
 
-    run(told(story, Stage(stream=streaming(events))))
 
-
-def test_after_a_failure_in_mid_stream_the_connection_serves_on(run: Run) -> None:
+async def test_after_a_failure_in_mid_stream_the_connection_serves_on(run: Run) -> None:
     async def events() -> Source:
         yield b"data: 1\n\n"
         raise full("no more")
 
-    async def story(town: Town, _: Stage) -> None:
+    async with one_door(Stage(stream=streaming(events))) as (town, _):
         client = await town.client()
         await client.say(post(b"", path=b"/stream") + GET)
         await client.reader.readuntil(b"\r\n0\r\n\r\n")
         await client.expect(whole(b"GET"))
 
-    run(told(story, Stage(stream=streaming(events))))
 
-
-def test_an_answer_that_cannot_be_written_cuts_the_connection_and_is_logged(
+async def test_an_answer_that_cannot_be_written_cuts_the_connection_and_is_logged(
     run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def nothing(_: Request) -> Any:
@@ -451,25 +419,23 @@ def test_an_answer_that_cannot_be_written_cuts_the_connection_and_is_logged(
     async def handler(_: Request) -> Events:
         return Events(events(), {}, asyncio.get_running_loop().time() + 20, tell)
 
-    async def story(town: Town, _: Stage) -> None:
-        for path, end in ((b"/nothing", b""), (b"/stream", b"data: 1\n\n\r\n")):
-            client = await town.client()
-            await client.say(post(b"", path=path))
-            said = b""
-            with contextlib.suppress(ConnectionError):
-                while data := await client.reader.read(1000):
-                    said += data
-            assert said.endswith(end) and said.count(b"HTTP/1.1") == bool(end)
-
     with caplog.at_level(logging.ERROR):
-        run(told(story, Stage(nothing=nothing, stream=handler)))
+        async with one_door(Stage(nothing=nothing, stream=handler)) as (town, _):
+            for path, end in ((b"/nothing", b""), (b"/stream", b"data: 1\n\n\r\n")):
+                client = await town.client()
+                await client.say(post(b"", path=path))
+                said = b""
+                with contextlib.suppress(ConnectionError):
+                    while data := await client.reader.read(1000):
+                        said += data
+                assert said.endswith(end) and said.count(b"HTTP/1.1") == bool(end)
     assert [record.name for record in caplog.records].count(http_server.__name__) == 2
 
 
 # --- requests sent ahead
 
 
-def test_requests_sent_at_once_are_answered_in_order(run: Run) -> None:
+async def test_requests_sent_at_once_are_answered_in_order(run: Run) -> None:
     gate = asyncio.Event()
 
     async def slow(request: Request) -> Answer:
@@ -479,7 +445,7 @@ def test_requests_sent_at_once_are_answered_in_order(run: Run) -> None:
     async def events() -> Source:
         yield b"data: 1\n\n"
 
-    async def story(town: Town, stage: Stage) -> None:
+    async with one_door(Stage(slow=slow, stream=streaming(events))) as (town, stage):
         client = await town.client()
         await client.say(post(b"1", path=b"/slow") + post(b"", path=b"/stream") + post(b"3"))
         await until(lambda: stage.seen)
@@ -491,12 +457,12 @@ def test_requests_sent_at_once_are_answered_in_order(run: Run) -> None:
         await client.expect(whole(b"3") + whole(b"slow4") + whole(b"GET"))
         assert len(stage.seen) == 5
 
-    run(told(story, Stage(slow=slow, stream=streaming(events))))
-
 
 @pytest.mark.parametrize("more", [0, 1, 2, 5000])
-def test_more_requests_at_once_than_allowed_are_refused_after_the_others_were_answered(run: Run, more: int) -> None:
-    async def story(town: Town, stage: Stage) -> None:
+async def test_more_requests_at_once_than_allowed_are_refused_after_the_others_were_answered(
+    run: Run, more: int
+) -> None:
+    async with one_door() as (town, stage):
         client = await town.client()
         await client.say(GET * (AHEAD_MAX + 1 + more))
         await client.expect(whole(b"GET") * (AHEAD_MAX + 1))
@@ -507,10 +473,8 @@ def test_more_requests_at_once_than_allowed_are_refused_after_the_others_were_an
             await client.expect(whole(b"GET"))
         assert len(stage.seen) == AHEAD_MAX + 1 + (not more)
 
-    run(told(story))
 
-
-def test_what_is_sent_while_a_request_is_answered_is_bounded_and_read_later(
+async def test_what_is_sent_while_a_request_is_answered_is_bounded_and_read_later(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[Any] = []
@@ -522,7 +486,7 @@ def test_what_is_sent_while_a_request_is_answered_is_bounded_and_read_later(
         await gate.wait()
         return Answer(b"slow")
 
-    async def story(town: Town, stage: Stage) -> None:
+    async with one_door(Stage(slow=slow)) as (town, stage):
         client = await town.client()
         await client.say(post(b"", path=b"/slow"))
         await until(lambda: stage.seen)
@@ -541,39 +505,33 @@ def test_what_is_sent_while_a_request_is_answered_is_bounded_and_read_later(
         await client.expect(whole(b"GET"))
         await sending
 
-    run(told(story, Stage(slow=slow)))
 
-
-def test_a_bad_request_behind_good_ones_is_refused_in_its_turn(run: Run) -> None:
-    async def story(town: Town, stage: Stage) -> None:
+async def test_a_bad_request_behind_good_ones_is_refused_in_its_turn(run: Run) -> None:
+    async with one_door() as (town, stage):
         client = await town.client()
         await client.say(GET + GET + b"nonsense\r\n\r\n" + GET)
         await client.expect(whole(b"GET") * 2)
         assert await client.refusal() == (400, "bad_request")
         assert len(stage.seen) == 2
 
-    run(told(story))
 
-
-def test_what_follows_a_request_to_close_is_not_answered(run: Run) -> None:
-    async def story(town: Town, stage: Stage) -> None:
+async def test_what_follows_a_request_to_close_is_not_answered(run: Run) -> None:
+    async with one_door() as (town, stage):
         client = await town.client()
         await client.say(b"GET /echo HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n" + GET)
         await client.expect(whole(b"GET", b"Connection: close\r\n"))
         await client.end()
         assert len(stage.seen) == 1
 
-    run(told(story))
 
-
-def test_a_client_that_sends_on_without_reading_fills_no_memory(run: Run) -> None:
+async def test_a_client_that_sends_on_without_reading_fills_no_memory(run: Run) -> None:
     """Whole answers wait for the client too: else each request sent ahead would add one to the heap."""
     body = b"x" * (8 << 20)  # more than the kernel buffers
 
     async def large(_: Request) -> Answer:
         return Answer(body)
 
-    async def story(town: Town, stage: Stage) -> None:
+    async with one_door(Stage(large=large)) as (town, stage):
         client = await town.client()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await client.say(b"GET /large HTTP/1.1\r\nHost: a\r\n\r\n" * 10)
@@ -585,30 +543,25 @@ def test_a_client_that_sends_on_without_reading_fills_no_memory(run: Run) -> Non
         for _ in range(10):
             assert len((await client.answer())[2]) == len(body)
 
-    run(told(story, Stage(large=large)))
-
 
 # --- bodies and headers
 
 
-def test_a_request_may_come_byte_by_byte(run: Run) -> None:
-    async def story(town: Town, stage: Stage) -> None:
+async def test_a_request_may_come_byte_by_byte(run: Run) -> None:
+    async with one_door() as (town, stage):
         client = await town.client()
         data = post(b"hello", b"X-Long-Name: and its value")
         await client.say(*[data[at : at + 1] for at in range(len(data))])
         await client.expect(whole(b"hello"))
         assert stage.seen[0].header(b"x-long-name") == "and its value"
 
-    run(told(story))
 
-
-def test_a_chunked_body_may_be_split_anywhere_and_its_trailers_are_no_headers() -> None:
+async def test_a_chunked_body_may_be_split_anywhere_and_its_trailers_are_no_headers(run_once: Run) -> None:
     data = (
         b"POST /echo HTTP/1.1\r\nHost: a\r\nX-A: 1\r\nTransfer-Encoding: chunked\r\n\r\n"
         b"5;ext=1\r\nhello\r\n1\r\n,\r\n6\r\n world\r\n0\r\nX-A: 2\r\nX-Request-Id: evil\r\n\r\n"
     )
-
-    async def story(town: Town, stage: Stage) -> None:
+    async with one_door() as (town, stage):
         client = await town.client()
         for at in range(1, len(data)):
             await client.say(data[:at], data[at:])
@@ -618,11 +571,9 @@ def test_a_chunked_body_may_be_split_anywhere_and_its_trailers_are_no_headers() 
         for request in stage.seen:
             assert request.headers == [(b"host", b"a"), (b"x-a", b"1"), (b"transfer-encoding", b"chunked")]
 
-    run_on("asyncio", told(story))
 
-
-def test_a_client_that_asks_is_told_to_go_on_once(run: Run) -> None:
-    async def story(town: Town, _: Stage) -> None:
+async def test_a_client_that_asks_is_told_to_go_on_once(run: Run) -> None:
+    async with one_door() as (town, _):
         client = await town.client()
         data = post(b"hello", b"Expect: 100-Continue", b"Expect: 100-continue")
         await client.say(data[:-5])
@@ -639,23 +590,19 @@ def test_a_client_that_asks_is_told_to_go_on_once(run: Run) -> None:
         await client.say(old[:-5], old[-5:])
         await client.expect(whole(b"hello", b"Connection: close\r\n"))
 
-    run(told(story))
 
-
-def test_a_client_that_asks_is_not_told_to_send_what_is_too_large(run: Run) -> None:
-    async def story(town: Town, _: Stage) -> None:
+async def test_a_client_that_asks_is_not_told_to_send_what_is_too_large(run: Run) -> None:
+    async with one_door() as (town, _):
         client = await town.client()
         await client.say(post(b"x" * (BODY_BYTES_MAX + 1), b"Expect: 100-continue")[: -BODY_BYTES_MAX - 1])
         assert await client.refusal() == (413, "body_too_large")
 
-    run(told(story))
-
 
 @pytest.mark.parametrize("chunked", [True, False])
-def test_a_body_that_is_too_large_is_refused_and_the_client_learns_it_though_it_sends_on(
+async def test_a_body_that_is_too_large_is_refused_and_the_client_learns_it_though_it_sends_on(
     run: Run, chunked: bool
 ) -> None:
-    async def story(town: Town, stage: Stage) -> None:
+    async with one_door() as (town, stage):
         client = await town.client()
         size = 8 << 20
         head = b"POST /echo HTTP/1.1\r\nHost: a\r\n"
@@ -668,11 +615,9 @@ def test_a_body_that_is_too_large_is_refused_and_the_client_learns_it_though_it_
         assert await client.refusal() == (413, "body_too_large")
         assert stage.seen == []
 
-    run(told(story))
 
-
-def test_a_body_at_the_bound_passes() -> None:
-    async def story(town: Town, _: Stage) -> None:
+async def test_a_body_at_the_bound_passes(run_once: Run) -> None:
+    async with one_door() as (town, _):
         client = await town.client()
         await client.say(post(b"x" * BODY_BYTES_MAX))
         await client.expect(whole(b"x" * BODY_BYTES_MAX))
@@ -681,8 +626,6 @@ def test_a_body_at_the_bound_passes() -> None:
             b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" + pieces + b"0\r\n\r\n"
         )
         await client.expect(whole(b"x" * BODY_BYTES_MAX))
-
-    run_on("asyncio", told(story))
 
 
 LONG = b"x" * (HEADERS_BYTES_MAX + 1)
@@ -707,18 +650,16 @@ CHUNKED = b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n
     ],
     ids=["url", "value", "name", "sum", "count", "endless", "trailer", "extension", "upgrade"],
 )
-def test_headers_are_bounded(run: Run, data: bytes, split: bool) -> None:
-    async def story(town: Town, stage: Stage) -> None:
+async def test_headers_are_bounded(run: Run, data: bytes, split: bool) -> None:
+    async with one_door() as (town, stage):
         client = await town.client()
         await client.say(*([data[at : at + 4000] for at in range(0, len(data), 4000)] if split else [data]))
         assert await client.refusal() == (431, "headers_too_large")
         assert stage.seen == []
 
-    run(told(story))
 
-
-def test_headers_at_the_bound_pass_and_a_long_body_is_not_taken_for_headers() -> None:
-    async def story(town: Town, stage: Stage) -> None:
+async def test_headers_at_the_bound_pass_and_a_long_body_is_not_taken_for_headers(run_once: Run) -> None:
+    async with one_door() as (town, stage):
         stage.body_bytes_max = 1 << 20
         client = await town.client()
         await client.say(b"GET /echo HTTP/1.1\r\nHost: a\r\n" + b"X-A: 1\r\n" * (HEADERS_MAX - 1) + b"\r\n")
@@ -726,8 +667,6 @@ def test_headers_at_the_bound_pass_and_a_long_body_is_not_taken_for_headers() ->
         body = b"x" * (HEADERS_BYTES_MAX * 3)
         await client.say(post(body) * 2, GET)
         await client.expect(whole(body) * 2 + whole(b"GET"))
-
-    run_on("asyncio", told(story))
 
 
 @pytest.mark.parametrize(
@@ -764,14 +703,12 @@ def test_headers_at_the_bound_pass_and_a_long_body_is_not_taken_for_headers() ->
         b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n",
     ],
 )
-def test_what_is_not_http_is_refused_and_never_handled(run: Run, data: bytes) -> None:
-    async def story(town: Town, stage: Stage) -> None:
+async def test_what_is_not_http_is_refused_and_never_handled(run: Run, data: bytes) -> None:
+    async with one_door() as (town, stage):
         client = await town.client()
         await client.say(data)
         assert await client.refusal() == (400, "bad_request")
         assert stage.seen == []
-
-    run(told(story))
 
 
 @pytest.mark.parametrize(
@@ -789,8 +726,10 @@ def test_what_is_not_http_is_refused_and_never_handled(run: Run, data: bytes) ->
         (b"*", "*"),
     ],
 )
-def test_a_target_may_name_its_host_and_is_not_interpreted_otherwise(target: bytes, path: str) -> None:
-    async def story(town: Town, stage: Stage) -> None:
+async def test_a_target_may_name_its_host_and_is_not_interpreted_otherwise(
+    run_once: Run, target: bytes, path: str
+) -> None:
+    async with one_door() as (town, stage):
         client = await town.client()
         await client.say(b"GET " + target + b" HTTP/1.1\r\nHost: a\r\n\r\n")
         status, _, body = await client.answer()
@@ -799,15 +738,12 @@ def test_a_target_may_name_its_host_and_is_not_interpreted_otherwise(target: byt
         else:
             assert status == 404 and path in json.loads(body)["error"]["message"]
 
-    run_on("asyncio", told(story))
-
 
 @pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
-def test_one_who_asks_for_another_protocol_is_answered_in_this_one_once(run: Run, protocol: bytes) -> None:
+async def test_one_who_asks_for_another_protocol_is_answered_in_this_one_once(run: Run, protocol: bytes) -> None:
     """A body behind such headers is a body: the parser would take it for the other protocol."""
     more = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: " + protocol, b"HTTP2-Settings: AAMAAABk")
-
-    async def story(town: Town, stage: Stage) -> None:
+    async with one_door() as (town, stage):
         client = await town.client()
         await client.say(post(GET, *more) + GET)
         await client.expect(whole(GET) + whole(b"GET"))
@@ -819,18 +755,14 @@ def test_one_who_asks_for_another_protocol_is_answered_in_this_one_once(run: Run
         assert [each.body for each in stage.seen] == [GET, b"", b"hello", b"", b"hello", b""]
         assert stage.seen[0].header(b"http2-settings") == "AAMAAABk"
 
-    run(told(story))
 
-
-def test_a_tunnel_is_refused() -> None:
-    async def story(town: Town, stage: Stage) -> None:
+async def test_a_tunnel_is_refused(run_once: Run) -> None:
+    async with one_door() as (town, stage):
         client = await town.client()
         await client.say(GET + b"CONNECT example.com:443 HTTP/1.1\r\nHost: a\r\n\r\n" + GET)
         await client.expect(whole(b"GET"))
         assert await client.refusal() == (405, "method_not_allowed")
         assert len(stage.seen) == 1
-
-    run_on("asyncio", told(story))
 
 
 # --- clients that are slow
@@ -843,8 +775,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("begun", [b"G", b"GET /echo HTTP/1.1\r\nHost: a\r\nX-A: 1\r\n", GET + b"POST"])
-def test_headers_that_do_not_come_are_not_waited_for(run: Run, monkeypatch: pytest.MonkeyPatch, begun: bytes) -> None:
-    async def story(town: Town, _: Stage) -> None:
+async def test_headers_that_do_not_come_are_not_waited_for(
+    run: Run, monkeypatch: pytest.MonkeyPatch, begun: bytes
+) -> None:
+    async with one_door() as (town, _):
         client = await town.client()
         if begun.startswith(GET):
             await client.say(GET)
@@ -852,8 +786,6 @@ def test_headers_that_do_not_come_are_not_waited_for(run: Run, monkeypatch: pyte
         monkeypatch.setattr(http_server, "HEAD_S", 0.05)
         await client.say(begun.removeprefix(GET))
         assert await client.refusal() == (408, "headers_timeout")
-
-    run(told(story))
 
 
 @pytest.mark.usefixtures("quick")
@@ -865,20 +797,18 @@ def test_headers_that_do_not_come_are_not_waited_for(run: Run, monkeypatch: pyte
         b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n5\r\n",
     ],
 )
-def test_a_body_that_does_not_come_is_not_waited_for(run: Run, begun: bytes) -> None:
-    async def story(town: Town, stage: Stage) -> None:
+async def test_a_body_that_does_not_come_is_not_waited_for(run: Run, begun: bytes) -> None:
+    async with one_door() as (town, stage):
         stage.body_s = 0.05
         client = await town.client()
         await client.say(begun)
         assert await client.refusal() == (408, "body_timeout")
         assert stage.seen == []
 
-    run(told(story))
-
 
 @pytest.mark.usefixtures("quick")
-def test_an_idle_connection_is_closed_without_a_word(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def story(town: Town, _: Stage) -> None:
+async def test_an_idle_connection_is_closed_without_a_word(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with one_door() as (town, _):
         silent, served = await town.client(), await town.client()
         await served.say(GET)
         await served.expect(whole(b"GET"))
@@ -886,11 +816,9 @@ def test_an_idle_connection_is_closed_without_a_word(run: Run, monkeypatch: pyte
         await served.end()
         await silent.end()
 
-    run(told(story))
-
 
 @pytest.mark.usefixtures("quick")
-def test_a_handler_may_take_longer_than_any_client(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_handler_may_take_longer_than_any_client(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("KEEPALIVE_S", "HEAD_S"):
         monkeypatch.setattr(http_server, name, 0.02)
     looked = 0
@@ -908,20 +836,17 @@ def test_a_handler_may_take_longer_than_any_client(run: Run, monkeypatch: pytest
         await until(lambda: looked > before + 3)
         return Answer(b"slow")
 
-    async def story(town: Town, stage: Stage) -> None:
+    async with one_door(Stage(slow=slow)) as (town, stage):
         stage.body_s = 0.02
         client = await town.client()
         await client.say(post(b"", path=b"/slow") + post(b"", path=b"/slow"))
         await client.expect(whole(b"slow") * 2)
 
-    run(told(story, Stage(slow=slow)))
-
 
 @pytest.mark.usefixtures("quick")
-def test_a_refused_client_that_sends_on_for_ever_is_cut_off(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_client_that_sends_on_for_ever_is_cut_off(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "LINGER_S", 0.05)
-
-    async def story(town: Town, _: Stage) -> None:
+    async with one_door() as (town, _):
         client = await town.client()
         await client.say(b"nonsense\r\n\r\n")
         with pytest.raises(ConnectionError):
@@ -929,10 +854,8 @@ def test_a_refused_client_that_sends_on_for_ever_is_cut_off(run: Run, monkeypatc
                 while True:
                     await client.say(b"x" * 1000)
 
-    run(told(story))
 
-
-def test_a_client_that_does_not_read_stops_its_stream_and_is_cut_off_at_the_deadline(run: Run) -> None:
+async def test_a_client_that_does_not_read_stops_its_stream_and_is_cut_off_at_the_deadline(run: Run) -> None:
     pulled = 0
     closed: list[float] = []
 
@@ -945,7 +868,7 @@ def test_a_client_that_does_not_read_stops_its_stream_and_is_cut_off_at_the_dead
         finally:
             closed.append(asyncio.get_running_loop().time())
 
-    async def story(town: Town, _: Stage) -> None:
+    async with one_door(Stage(stream=streaming(events, within_s=0.6))) as (town, _):
         client = await town.client()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         begun = asyncio.get_running_loop().time()
@@ -960,10 +883,8 @@ def test_a_client_that_does_not_read_stops_its_stream_and_is_cut_off_at_the_dead
                 said = said[-10:] + data
         assert not said.endswith(b"0\r\n\r\n")
 
-    run(told(story, Stage(stream=streaming(events, within_s=0.6))))
 
-
-def test_a_client_that_reads_late_gets_all_of_its_stream(run: Run) -> None:
+async def test_a_client_that_reads_late_gets_all_of_its_stream(run: Run) -> None:
     pulled = 0
 
     async def events() -> Source:
@@ -972,7 +893,7 @@ def test_a_client_that_reads_late_gets_all_of_its_stream(run: Run) -> None:
             yield b"x" * 65536
             pulled += 1
 
-    async def story(town: Town, _: Stage) -> None:
+    async with one_door(Stage(stream=streaming(events))) as (town, _):
         client = await town.client()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await client.say(b"POST /stream HTTP/1.0\r\n\r\n")
@@ -980,12 +901,10 @@ def test_a_client_that_reads_late_gets_all_of_its_stream(run: Run) -> None:
         client.writer.transport.resume_reading()  # type: ignore[attr-defined]
         assert len((await client.rest()).partition(b"\r\n\r\n")[2]) == 200 * 65536
 
-    run(told(story, Stage(stream=streaming(events))))
-
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("connection", [b"close", b"keep-alive"])
-def test_a_client_that_does_not_read_its_whole_answer_is_cut_off(
+async def test_a_client_that_does_not_read_its_whole_answer_is_cut_off(
     run: Run, monkeypatch: pytest.MonkeyPatch, connection: bytes
 ) -> None:
     """Closing alone would wait for it for ever, and count it as a connection."""
@@ -997,17 +916,17 @@ def test_a_client_that_does_not_read_its_whole_answer_is_cut_off(
     async def large(_: Request) -> Answer:
         return Answer(b"x" * (8 << 20))
 
-    async def story(town: Town, _: Stage) -> None:
+    async with one_door(Stage(large=large)) as (town, _):
         client = await town.client()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await client.say(b"GET /large HTTP/1.1\r\nHost: a\r\nConnection: " + connection + b"\r\n\r\n")
         await until(lambda: lost)
 
-    run(told(story, Stage(large=large)))
-
 
 @pytest.mark.usefixtures("quick")
-def test_a_closed_connection_that_waits_for_its_reader_is_swept(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_closed_connection_that_waits_for_its_reader_is_swept(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Less than a full buffer may be left when an answer is done, and still never be read."""
     monkeypatch.setattr(http_server, "KEEPALIVE_S", 0.5)
     monkeypatch.setattr(http_server._Connection, "pause_writing", lambda _: None)  # as if it were not full
@@ -1018,15 +937,13 @@ def test_a_closed_connection_that_waits_for_its_reader_is_swept(run: Run, monkey
     async def large(_: Request) -> Answer:
         return Answer(b"x" * (8 << 20))
 
-    async def story(town: Town, _: Stage) -> None:
+    async with one_door(Stage(large=large)) as (town, _):
         for connection in (b"close", b"keep-alive"):
             lost.clear()
             client = await town.client()
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
             await client.say(b"GET /large HTTP/1.1\r\nHost: a\r\nConnection: " + connection + b"\r\n\r\n")
             await until(lambda: lost)
-
-    run(told(story, Stage(large=large)))
 
 
 @pytest.mark.usefixtures("quick")
@@ -1039,7 +956,7 @@ def test_a_closed_connection_that_waits_for_its_reader_is_swept(run: Run, monkey
         b"GET /large HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\nnonsense\r\n\r\n",
     ],
 )
-def test_one_that_sent_more_than_is_answered_is_swept_too(
+async def test_one_that_sent_more_than_is_answered_is_swept_too(
     run: Run, monkeypatch: pytest.MonkeyPatch, said: bytes
 ) -> None:
     """A closed connection with requests, or a fault, behind its last answer was never looked at again."""
@@ -1052,13 +969,11 @@ def test_one_that_sent_more_than_is_answered_is_swept_too(
     async def events() -> Source:
         yield b"x" * (8 << 20)
 
-    async def story(town: Town, _: Stage) -> None:
+    async with one_door(Stage(large=streaming(events))) as (town, _):
         client = await town.client()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await client.say(said)
         await until(lambda: lost, 5)
-
-    run(told(story, Stage(large=streaming(events))))
 
 
 # --- clients that go
@@ -1106,31 +1021,25 @@ class Held:
 
 @pytest.mark.parametrize("how", ["close", "reset", "half"])
 @pytest.mark.parametrize("path", ["whole", "first", "later"])
-def test_a_client_that_goes_cancels_its_handler_which_comes_to_its_end(run: Run, path: str, how: str) -> None:
-    async def scene() -> None:
-        held = Held()
-
-        async def story(town: Town, stage: Stage) -> None:
-            client = await town.client()
-            await client.say(post(b"", path=b"/" + path.encode()) + GET)
-            await until(lambda: held.begun)
-            if how == "half":  # cannot be told from one that closed
-                client.writer.write_eof()
-            else:
-                (client.close if how == "close" else client.reset)()
-            await until(lambda: held.ends)
-            assert held.ends == [path]
-            assert len(stage.seen) == 1  # what it sent ahead is not handled
-            other = await town.client()
-            await other.say(GET)
-            await other.expect(whole(b"GET"))
-
-        await told(story, held.stage())
-
-    run(scene())
+async def test_a_client_that_goes_cancels_its_handler_which_comes_to_its_end(run: Run, path: str, how: str) -> None:
+    held = Held()
+    async with one_door(held.stage()) as (town, stage):
+        client = await town.client()
+        await client.say(post(b"", path=b"/" + path.encode()) + GET)
+        await until(lambda: held.begun)
+        if how == "half":  # cannot be told from one that closed
+            client.writer.write_eof()
+        else:
+            (client.close if how == "close" else client.reset)()
+        await until(lambda: held.ends)
+        assert held.ends == [path]
+        assert len(stage.seen) == 1  # what it sent ahead is not handled
+        other = await town.client()
+        await other.say(GET)
+        await other.expect(whole(b"GET"))
 
 
-def test_a_client_that_goes_while_its_stream_waits_for_it_ends_the_stream(run: Run) -> None:
+async def test_a_client_that_goes_while_its_stream_waits_for_it_ends_the_stream(run: Run) -> None:
     closed: list[bool] = []
 
     async def events() -> Source:
@@ -1141,7 +1050,7 @@ def test_a_client_that_goes_while_its_stream_waits_for_it_ends_the_stream(run: R
             await asyncio.sleep(0)
             closed.append(True)
 
-    async def story(town: Town, stage: Stage) -> None:
+    async with one_door(Stage(stream=streaming(events))) as (town, stage):
         for how in ("half", "reset"):
             closed.clear()
             stage.seen.clear()
@@ -1157,10 +1066,8 @@ def test_a_client_that_goes_while_its_stream_waits_for_it_ends_the_stream(run: R
                 client.reset()
             await until(lambda: closed)
 
-    run(told(story, Stage(stream=streaming(events))))
 
-
-def test_a_stream_that_ignores_being_cancelled_is_not_pulled_for_nobody(run: Run) -> None:
+async def test_a_stream_that_ignores_being_cancelled_is_not_pulled_for_nobody(run: Run) -> None:
     pulled = 0
     closed: list[bool] = []
 
@@ -1175,7 +1082,7 @@ def test_a_stream_that_ignores_being_cancelled_is_not_pulled_for_nobody(run: Run
         finally:
             closed.append(True)
 
-    async def story(town: Town, _: Stage) -> None:
+    async with one_door(Stage(stream=streaming(events))) as (town, _):
         client = await town.client()
         await client.say(post(b"", path=b"/stream"))
         await until(lambda: pulled)
@@ -1183,10 +1090,8 @@ def test_a_stream_that_ignores_being_cancelled_is_not_pulled_for_nobody(run: Run
         await until(lambda: closed)
         assert pulled == 1
 
-    run(told(story, Stage(stream=streaming(events))))
 
-
-def test_a_handler_that_ignores_being_cancelled_answers_nobody(run: Run) -> None:
+async def test_a_handler_that_ignores_being_cancelled_answers_nobody(run: Run) -> None:
     ended: list[bool] = []
 
     async def stubborn(_: Request) -> Answer:
@@ -1195,7 +1100,7 @@ def test_a_handler_that_ignores_being_cancelled_answers_nobody(run: Run) -> None
         ended.append(True)
         return Answer(b"late")
 
-    async def story(town: Town, stage: Stage) -> None:
+    async with one_door(Stage(stubborn=stubborn)) as (town, stage):
         client = await town.client()
         await client.say(post(b"", path=b"/stubborn") + GET)
         await until(lambda: stage.seen)
@@ -1203,13 +1108,10 @@ def test_a_handler_that_ignores_being_cancelled_answers_nobody(run: Run) -> None
         await until(lambda: ended)
         assert len(stage.seen) == 1
 
-    run(told(story, Stage(stubborn=stubborn)))
 
-
-def test_clients_that_reset_at_any_moment_leave_the_door_open(run: Run) -> None:
+async def test_clients_that_reset_at_any_moment_leave_the_door_open(run: Run) -> None:
     data = [b"", b"G", GET, b"nonsense\r\n\r\n", GET + b"nonsense\r\n\r\n", post(b"x" * 9999), GET * 50, CHUNKED]
-
-    async def story(town: Town, _: Stage) -> None:
+    async with one_door() as (town, _):
         for turns in range(4):
             for each in data:
                 client = await town.client()
@@ -1221,10 +1123,8 @@ def test_clients_that_reset_at_any_moment_leave_the_door_open(run: Run) -> None:
         await client.say(GET)
         await client.expect(whole(b"GET"))
 
-    run(told(story))
 
-
-def test_a_refusal_to_one_who_has_just_reset_escapes_nowhere() -> None:
+async def test_a_refusal_to_one_who_has_just_reset_escapes_nowhere(run_once: Run) -> None:
     """`shutdown` fails on a socket that was reset meanwhile; asyncio lets that out of `write_eof`."""
 
     class Broken(asyncio.Transport):
@@ -1245,13 +1145,10 @@ def test_a_refusal_to_one_who_has_just_reset_escapes_nowhere() -> None:
         def abort(self) -> None:
             self.aborted = True
 
-    async def story() -> None:
-        connection = http_server.HttpServer(Stage()).connection()
-        connection.connection_made(Broken())
-        connection.data_received(b"nonsense\r\n\r\n")
-        connection.connection_lost(None)
-
-    run_on("asyncio", story())
+    connection = http_server.HttpServer(Stage()).connection()
+    connection.connection_made(Broken())
+    connection.data_received(b"nonsense\r\n\r\n")
+    connection.connection_lost(None)
 
 
 # --- the door itself
@@ -1269,14 +1166,14 @@ async def asked(client: Client) -> Client:
 
 
 @pytest.mark.usefixtures("three_at_once")
-def test_at_the_bound_the_oldest_connection_that_is_not_being_answered_goes(run: Run) -> None:
+async def test_at_the_bound_the_oldest_connection_that_is_not_being_answered_goes(run: Run) -> None:
     gate = asyncio.Event()
 
     async def held(_: Request) -> Answer:
         await gate.wait()
         return Answer(b"held")
 
-    async def story(town: Town, stage: Stage) -> None:
+    async with one_door(Stage(held=held)) as (town, stage):
         busy = await town.client()
         await busy.say(post(b"", path=b"/held"))
         await until(lambda: stage.seen)
@@ -1290,13 +1187,11 @@ def test_at_the_bound_the_oldest_connection_that_is_not_being_answered_goes(run:
         await busy.expect(whole(b"held"))
         assert stage.room.turned_away == {"idle": 1}
 
-    run(told(story, Stage(held=held)))
-
 
 @pytest.mark.usefixtures("three_at_once")
 @pytest.mark.parametrize("begun", [b"", b"GET / HT", b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 900\r\n\r\nx"])
-def test_one_that_sends_a_byte_at_a_time_is_no_safer_than_an_idle_one(run: Run, begun: bytes) -> None:
-    async def story(town: Town, stage: Stage) -> None:
+async def test_one_that_sends_a_byte_at_a_time_is_no_safer_than_an_idle_one(run: Run, begun: bytes) -> None:
+    async with one_door() as (town, _):
         slow = await town.client()
         await slow.say(begun)
         others = [await asked(await town.client()) for _ in range(2)]
@@ -1306,15 +1201,13 @@ def test_one_that_sends_a_byte_at_a_time_is_no_safer_than_an_idle_one(run: Run, 
         for client in others:
             await asked(client)
 
-    run(told(story))
-
 
 @pytest.mark.usefixtures("three_at_once")
-def test_one_that_does_not_read_its_answer_gives_way_too(run: Run) -> None:
+async def test_one_that_does_not_read_its_answer_gives_way_too(run: Run) -> None:
     async def large(_: Request) -> Answer:
         return Answer(b"x" * (8 << 20))
 
-    async def story(town: Town, stage: Stage) -> None:
+    async with one_door(Stage(large=large)) as (town, stage):
         deaf = await town.client()
         deaf.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await deaf.say(post(b"", path=b"/large"))
@@ -1324,18 +1217,16 @@ def test_one_that_does_not_read_its_answer_gives_way_too(run: Run) -> None:
         await until(lambda: not stage.room.bytes)
         assert stage.room.turned_away == {"idle": 1}
 
-    run(told(story, Stage(large=large)))
-
 
 @pytest.mark.usefixtures("three_at_once")
-def test_where_all_are_being_answered_a_new_one_is_cut_off_and_room_comes_back(run: Run) -> None:
+async def test_where_all_are_being_answered_a_new_one_is_cut_off_and_room_comes_back(run: Run) -> None:
     gate = asyncio.Event()
 
     async def held(_: Request) -> Answer:
         await gate.wait()
         return Answer(b"held")
 
-    async def story(town: Town, stage: Stage) -> None:
+    async with one_door(Stage(held=held)) as (town, stage):
         busy = [await town.client() for _ in range(3)]
         for client in busy:
             await client.say(post(b"", path=b"/held"))
@@ -1347,13 +1238,12 @@ def test_where_all_are_being_answered_a_new_one_is_cut_off_and_room_comes_back(r
             await client.expect(whole(b"held"))
         await asked(await town.client())
 
-    run(told(story, Stage(held=held)))
 
-
-def test_an_address_with_more_than_its_share_makes_room_for_itself(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_address_with_more_than_its_share_makes_room_for_itself(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Stage, "connections_max", 8)
-
-    async def story(town: Town, stage: Stage) -> None:
+    async with one_door() as (town, stage):
         client = await asked(await town.client("127.0.0.2"))  # the oldest of all
         strangers = [await town.client() for _ in range(30)]
         await until(lambda: stage.room.turned_away["idle"] == 23)
@@ -1361,17 +1251,14 @@ def test_an_address_with_more_than_its_share_makes_room_for_itself(run: Run, mon
         await asked(strangers[-1])
         await asked(await town.client("127.0.0.3"))
 
-    run(told(story))
-
 
 # --- how much is held
 
 
-def test_bodies_that_are_never_finished_fill_no_more_than_their_share(run: Run) -> None:
+async def test_bodies_that_are_never_finished_fill_no_more_than_their_share(run: Run) -> None:
     """A stranger with 400 of them, of 4 MiB each, took 1.6 GiB of a router, which it never gave back."""
     size = 64 << 10
-
-    async def story(town: Town, stage: Stage) -> None:
+    async with one_door() as (town, stage):
         stage.body_bytes_max, stage.room = size, ClientQuotas(16 * size)
         begun = b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % size
         chunked = b"POST /echo HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n" % size
@@ -1393,18 +1280,16 @@ def test_bodies_that_are_never_finished_fill_no_more_than_their_share(run: Run) 
         await until(lambda: stage.room.bytes == 0)
         assert stage.room.refused["request"] >= 3
 
-    run(told(story))
-
 
 @pytest.mark.parametrize("what", ["ahead", "head"])
-def test_whatever_a_client_sends_is_counted_until_it_is_gone(run: Run, what: str) -> None:
+async def test_whatever_a_client_sends_is_counted_until_it_is_gone(run: Run, what: str) -> None:
     gate = asyncio.Event()
 
     async def held(_: Request) -> Answer:
         await gate.wait()
         return Answer(b"held")
 
-    async def story(town: Town, stage: Stage) -> None:
+    async with one_door(Stage(held=held)) as (town, stage):
         stage.room = ClientQuotas(100_000)
         clients = [await town.client() for _ in range(4)]
         for client in clients:
@@ -1424,14 +1309,12 @@ def test_whatever_a_client_sends_is_counted_until_it_is_gone(run: Run, what: str
             client.reset()
         await until(lambda: stage.room.bytes == 0)
 
-    run(told(story, Stage(held=held)))
 
-
-def test_an_answer_is_counted_until_it_was_read(run: Run) -> None:
+async def test_an_answer_is_counted_until_it_was_read(run: Run) -> None:
     async def large(_: Request) -> Answer:
         return Answer(b"x" * (8 << 20))
 
-    async def story(town: Town, stage: Stage) -> None:
+    async with one_door(Stage(large=large)) as (town, stage):
         stage.room = ClientQuotas(30 << 20)
         deaf = [await town.client() for _ in range(3)]
         for number, client in enumerate(deaf):
@@ -1447,8 +1330,6 @@ def test_an_answer_is_counted_until_it_was_read(run: Run) -> None:
         deaf[0].reset()
         deaf[1].reset()
         await until(lambda: stage.room.bytes == 0)
-
-    run(told(story, Stage(large=large)))
 
 
 def test_a_connection_that_ends_is_free_without_the_garbage_collector(run: Run) -> None:
@@ -1491,59 +1372,56 @@ def test_a_connection_that_ends_is_free_without_the_garbage_collector(run: Run) 
     gc.collect()
     gc.disable()
     try:
-        run(told(story, Stage(fails=fails, stream=streaming(events))))
+
+        async def scene() -> None:
+            async with one_door(Stage(fails=fails, stream=streaming(events))) as (found, stage):
+                await story(found, stage)
+
+        run(scene())
     finally:
         gc.enable()
 
 
-def test_a_port_that_is_taken_is_told_with_what_to_do(run: Run) -> None:
-    async def story(town: Town, stage: Stage) -> None:
+async def test_a_port_that_is_taken_is_told_with_what_to_do(run: Run) -> None:
+    async with one_door() as (town, stage):
         with pytest.raises(PortInUseError, match=rf"port {town.address[1]} on 127.0.0.1 is in use; choose another"):
             async with http_server.serving(stage, *town.address):
                 raise AssertionError
 
-    run(told(story))
+
+async def test_the_door_may_be_on_ipv6(run: Run) -> None:
+    async with town(Stage(), "::1") as found:
+        assert found.url == f"http://[::1]:{found.address[1]}"
+        client = await found.client()
+        await client.say(GET)
+        await client.expect(whole(b"GET"))
 
 
-def test_the_door_may_be_on_ipv6(run: Run) -> None:
-    async def story() -> None:
-        async with town(Stage(), "::1") as found:
-            assert found.url == f"http://[::1]:{found.address[1]}"
-            client = await found.client()
-            await client.say(GET)
-            await client.expect(whole(b"GET"))
+async def test_closing_lets_what_is_under_way_end_and_says_so(run: Run) -> None:
+    gate = asyncio.Event()
 
-    run(story())
+    async def slow(_: Request) -> Answer:
+        await gate.wait()
+        return Answer(b"slow")
 
-
-def test_closing_lets_what_is_under_way_end_and_says_so(run: Run) -> None:
-    async def scene() -> None:
-        gate = asyncio.Event()
-
-        async def slow(_: Request) -> Answer:
-            await gate.wait()
-            return Answer(b"slow")
-
-        stage = Stage(slow=slow)
-        serving = http_server.serving(stage, "127.0.0.1", 0)
-        found = Town(await serving.__aenter__())
-        idle, busy = await found.client(), await found.client()
-        await idle.say(GET)
-        await idle.expect(whole(b"GET"))
-        await busy.say(post(b"", path=b"/slow") + GET)
-        await until(lambda: len(stage.seen) == 2)
-        closing = asyncio.create_task(serving.__aexit__(None, None, None))
-        await idle.end()
-        with pytest.raises(OSError):
-            await found.client()
-        gate.set()
-        await busy.expect(whole(b"slow", b"Connection: close\r\n"))
-        await busy.end()
-        await closing
-        found.close()
-        assert len(stage.seen) == 2
-
-    run(scene())
+    stage = Stage(slow=slow)
+    serving = http_server.serving(stage, "127.0.0.1", 0)
+    found = Town(await serving.__aenter__())
+    idle, busy = await found.client(), await found.client()
+    await idle.say(GET)
+    await idle.expect(whole(b"GET"))
+    await busy.say(post(b"", path=b"/slow") + GET)
+    await until(lambda: len(stage.seen) == 2)
+    closing = asyncio.create_task(serving.__aexit__(None, None, None))
+    await idle.end()
+    with pytest.raises(OSError):
+        await found.client()
+    gate.set()
+    await busy.expect(whole(b"slow", b"Connection: close\r\n"))
+    await busy.end()
+    await closing
+    found.close()
+    assert len(stage.seen) == 2
 
 
 def test_closing_ends_all_that_is_under_way_in_a_bounded_time_and_leaves_nothing(
@@ -1576,33 +1454,29 @@ def test_closing_ends_all_that_is_under_way_in_a_bounded_time_and_leaves_nothing
         gc.collect()
 
 
-def test_a_handler_that_will_not_end_does_not_hold_the_door(
+async def test_a_handler_that_will_not_end_does_not_hold_the_door(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(http_server, "SHUTDOWN_S", 0.1)
+    gate = asyncio.Event()
+    tasks: list[asyncio.Task[Any] | None] = []
 
-    async def scene() -> None:
-        gate = asyncio.Event()
-        tasks: list[asyncio.Task[Any] | None] = []
+    async def stubborn(_: Request) -> Answer:
+        tasks.append(asyncio.current_task())
+        while not gate.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await gate.wait()
+        return Answer(b"")
 
-        async def stubborn(_: Request) -> Answer:
-            tasks.append(asyncio.current_task())
-            while not gate.is_set():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await gate.wait()
-            return Answer(b"")
-
-        stage = Stage(stubborn=stubborn)
-        async with http_server.serving(stage, "127.0.0.1", 0) as url:
-            found = Town(url)
-            await (await found.client()).say(post(b"", path=b"/stubborn"))
-            await until(lambda: stage.seen)
-        found.close()
-        gate.set()
-        assert tasks[0] is not None
-        await tasks[0]
-
-    run(scene())
+    stage = Stage(stubborn=stubborn)
+    async with http_server.serving(stage, "127.0.0.1", 0) as url:
+        found = Town(url)
+        await (await found.client()).say(post(b"", path=b"/stubborn"))
+        await until(lambda: stage.seen)
+    found.close()
+    gate.set()
+    assert tasks[0] is not None
+    await tasks[0]
     assert "1 handlers have not finished" in caplog.text
 
 
@@ -1646,7 +1520,9 @@ ODD = [b"\r\n", b"\0", b"x" * 3000, b"\n", b"Upgrade: a\r\nConnection: upgrade\r
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("spoilt", [False, True])
-def test_each_request_is_answered_once_however_it_is_cut_and_spoilt(seed: int, spoilt: bool) -> None:
+async def test_each_request_is_answered_once_however_it_is_cut_and_spoilt(
+    run_once: Run, seed: int, spoilt: bool
+) -> None:
     rng = random.Random(seed)
 
     async def one() -> None:
@@ -1674,8 +1550,5 @@ def test_each_request_is_answered_once_however_it_is_cut_and_spoilt(seed: int, s
         else:
             assert answers == len(stage.seen) == len(requests)
 
-    async def story() -> None:
-        for _ in range(100):
-            await one()
-
-    run_on("asyncio", story())
+    for _ in range(100):
+        await one()

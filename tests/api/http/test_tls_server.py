@@ -7,7 +7,7 @@ import contextlib
 import hmac
 import logging
 import ssl
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -20,19 +20,12 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from kvbaton.api.http import http_server, tls_server
 from kvbaton.api.http.http_types import Answer, Request
 from kvbaton.api.http.tls_server import TlsError, TlsFiles
-from tests.api.http.raw_server import LOOPS, run_on
 from tests.api.http.test_http_server import GET, Stage, post, same_id, streaming, whole  # noqa: F401 - a fixture
+from tests.async_tests import Run, run_on
 from tests.certificates import write_certificate
 from tests.router.fake_workers import until
 
-Run = Callable[[Coroutine[Any, Any, None]], None]
 BIG = 3 << 20
-
-
-@pytest.fixture(params=LOOPS)
-def run(request: pytest.FixtureRequest) -> Run:
-    """Runs a story on each kind of loop."""
-    return lambda work: run_on(request.param, work)
 
 
 @pytest.fixture
@@ -92,87 +85,78 @@ async def rest(reader: asyncio.StreamReader) -> bytes:
     return b""
 
 
-def test_requests_streams_and_large_bodies_pass_through_tls(run: Run, files: TlsFiles, tmp_path: Path) -> None:
+async def test_requests_streams_and_large_bodies_pass_through_tls(run: Run, files: TlsFiles, tmp_path: Path) -> None:
     async def events() -> AsyncGenerator[bytes, None]:
         for _ in range(40):
             yield b"x" * (64 << 10)
 
-    async def story() -> None:
-        stage = Stage(stream=streaming(events))
-        stage.body_bytes_max = BIG
-        async with gate(stage, files, tmp_path) as town:
-            reader, writer = await town.secure()
-            writer.write(GET + post(b"one"))  # the second is sent ahead
-            await expect(reader, whole(b"GET") + whole(b"one"))
-            big = bytes(range(256)) * (BIG // 256)
-            writer.write(post(big))
-            await expect(reader, whole(big))
-            writer.write(post(b"", path=b"/stream"))
-            await asyncio.sleep(0)
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert b"200 OK" in head and (await reader.readuntil(b"\r\n0\r\n\r\n")).count(b"x") == 40 * (64 << 10)
-            writer.write(post(b"x" * 10, b"Connection: close"))
-            await expect(reader, whole(b"x" * 10, b"Connection: close\r\n"))
-            assert await rest(reader) == b"", "closed by TLS, not cut off"
-            reader, writer = await town.secure()
-            writer.write(post(b"y" * 10) + b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % (BIG + 1))
-            told = await rest(reader)
-            assert told.startswith(whole(b"y" * 10)) and b"413" in told and b"body_too_large" in told
-
-    run(story())
+    stage = Stage(stream=streaming(events))
+    stage.body_bytes_max = BIG
+    async with gate(stage, files, tmp_path) as town:
+        reader, writer = await town.secure()
+        writer.write(GET + post(b"one"))  # the second is sent ahead
+        await expect(reader, whole(b"GET") + whole(b"one"))
+        big = bytes(range(256)) * (BIG // 256)
+        writer.write(post(big))
+        await expect(reader, whole(big))
+        writer.write(post(b"", path=b"/stream"))
+        await asyncio.sleep(0)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"200 OK" in head and (await reader.readuntil(b"\r\n0\r\n\r\n")).count(b"x") == 40 * (64 << 10)
+        writer.write(post(b"x" * 10, b"Connection: close"))
+        await expect(reader, whole(b"x" * 10, b"Connection: close\r\n"))
+        assert await rest(reader) == b"", "closed by TLS, not cut off"
+        reader, writer = await town.secure()
+        writer.write(post(b"y" * 10) + b"POST /echo HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % (BIG + 1))
+        told = await rest(reader)
+        assert told.startswith(whole(b"y" * 10)) and b"413" in told and b"body_too_large" in told
 
 
-def test_plain_http_at_a_tls_port_is_told_so_and_noise_is_not_answered(
+async def test_plain_http_at_a_tls_port_is_told_so_and_noise_is_not_answered(
     run: Run, files: TlsFiles, tmp_path: Path
 ) -> None:
-    async def story() -> None:
-        async with gate(Stage(), files, tmp_path) as town:
+    async with gate(Stage(), files, tmp_path) as town:
+        reader, writer = await town.plain()
+        writer.write(GET)
+        told = await rest(reader)
+        assert told.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"use https://" in told
+        for noise in (
+            b"\x16\x03\x01\x00\x05hello",
+            b"\x16" + bytes(range(255)),
+            b"\x16\x03\x03\x40\x01" + b"x" * 20000,
+        ):
             reader, writer = await town.plain()
-            writer.write(GET)
-            told = await rest(reader)
-            assert told.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"use https://" in told
-            for noise in (
-                b"\x16\x03\x01\x00\x05hello",
-                b"\x16" + bytes(range(255)),
-                b"\x16\x03\x03\x40\x01" + b"x" * 20000,
-            ):
-                reader, writer = await town.plain()
-                writer.write(noise)
-                with contextlib.suppress(ConnectionError):
-                    writer.write_eof()
-                assert len(await rest(reader)) < 20, "an alert at most"
-            reader, writer = await town.secure()
-            writer.write(GET)
-            await expect(reader, whole(b"GET"))
-
-    run(story())
+            writer.write(noise)
+            with contextlib.suppress(ConnectionError):
+                writer.write_eof()
+            assert len(await rest(reader)) < 20, "an alert at most"
+        reader, writer = await town.secure()
+        writer.write(GET)
+        await expect(reader, whole(b"GET"))
 
 
-def test_who_never_finishes_a_handshake_costs_a_place_for_a_while_and_nobody_else(
+async def test_who_never_finishes_a_handshake_costs_a_place_for_a_while_and_nobody_else(
     run: Run, files: TlsFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Stage, "connections_max", 4)
     monkeypatch.setattr(http_server, "SWEEP_S", 0.02)
 
-    async def story() -> None:
-        stage = Stage()
-        async with gate(stage, files, tmp_path) as town:
-            slow = [await town.plain() for _ in range(12)]
-            for _, writer in slow:
-                with contextlib.suppress(ConnectionError):
-                    writer.write(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a hello
-            reader, writer = await town.secure()
-            writer.write(GET)
-            await expect(reader, whole(b"GET"))
-            assert stage.room.turned_away["idle"] >= 8, "the oldest silent ones made room"
-            monkeypatch.setattr(tls_server, "HANDSHAKE_S", 0.05)
-            for reader, _ in slow:
-                assert await rest(reader) == b"", "cut off in time"
-
-    run(story())
+    stage = Stage()
+    async with gate(stage, files, tmp_path) as town:
+        slow = [await town.plain() for _ in range(12)]
+        for _, writer in slow:
+            with contextlib.suppress(ConnectionError):
+                writer.write(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a hello
+        reader, writer = await town.secure()
+        writer.write(GET)
+        await expect(reader, whole(b"GET"))
+        assert stage.room.turned_away["idle"] >= 8, "the oldest silent ones made room"
+        monkeypatch.setattr(tls_server, "HANDSHAKE_S", 0.05)
+        for reader, _ in slow:
+            assert await rest(reader) == b"", "cut off in time"
 
 
-def test_a_client_that_goes_away_cancels_its_handler(run: Run, files: TlsFiles, tmp_path: Path) -> None:
+async def test_a_client_that_goes_away_cancels_its_handler(run: Run, files: TlsFiles, tmp_path: Path) -> None:
     ended: list[str] = []
 
     async def slow(_: Request) -> Answer:
@@ -182,17 +166,14 @@ def test_a_client_that_goes_away_cancels_its_handler(run: Run, files: TlsFiles, 
             ended.append("gone")
         raise AssertionError
 
-    async def story() -> None:
-        async with gate(Stage(slow=slow), files, tmp_path) as town:
-            for leave in ("close", "abort"):
-                _, writer = await town.secure()
-                writer.write(post(b"", path=b"/slow"))
-                await writer.drain()
-                await asyncio.sleep(0.05)
-                getattr(writer.transport, leave)()
-            await until(lambda: ended == ["gone", "gone"])
-
-    run(story())
+    async with gate(Stage(slow=slow), files, tmp_path) as town:
+        for leave in ("close", "abort"):
+            _, writer = await town.secure()
+            writer.write(post(b"", path=b"/slow"))
+            await writer.drain()
+            await asyncio.sleep(0.05)
+            getattr(writer.transport, leave)()
+        await until(lambda: ended == ["gone", "gone"])
 
 
 def test_a_new_certificate_is_taken_for_new_connections_and_a_broken_one_is_not(

@@ -19,7 +19,7 @@ import zmq
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.plain import Fleet, PlainListener, PlainSettings
 from kvbaton.control.plain import announcement_listener as plain_listener
-from kvbaton.control.plain.announcement_listener import MESSAGES_PER_WINDOW_MAX, WINDOW_S, WORKERS_MAX
+from kvbaton.control.plain.announcement_listener import MESSAGES_PER_WINDOW_MAX, WINDOW_S
 from kvbaton.control.plain.announcements import MESSAGE_BYTES_MAX
 from kvbaton.control.plain.announcer import MoriioAnnouncer, MoriioRegistration, p2p_nccl_registration, registration
 from kvbaton.observe.codes.entry import FIRST
@@ -147,20 +147,6 @@ def test_one_that_restarts_is_heard_although_its_old_connection_still_stands() -
             until(lambda: listener.workers()[0].announcement.zmq_address == "127.0.0.1:21002")
 
 
-def test_silence_makes_suspect_and_then_gone_and_talking_again_another_life() -> None:
-    settings = PlainSettings(suspect_s=0.3, evict_s=6.0)
-    with listening(settings=settings) as listener, sender(listener.endpoint) as worker:
-        worker.say(P0.payload)
-        until(listener.workers)
-        (first,) = listener.workers()
-        until(lambda: [entry.suspect for entry in listener.workers()] == [True])
-        until(lambda: listener.workers() == ())
-        assert listener.counters["evicted"] == 1
-        worker.say(P0.payload)
-        until(listener.workers)
-        assert listener.workers()[0].incarnation != first.incarnation
-
-
 def test_another_mode_is_refused_for_that_worker_only_and_logged_with_both(caplog: pytest.LogCaptureFixture) -> None:
     with (
         caplog.at_level(logging.WARNING),
@@ -175,15 +161,6 @@ def test_another_mode_is_refused_for_that_worker_only_and_logged_with_both(caplo
         (record,) = said(caplog)
         assert "D 127.0.0.1:8200" in record.message and "transfer_mode: got WRITE" in record.message
         assert "READ" in record.message
-
-
-def test_a_mode_that_was_asked_for_is_the_only_one() -> None:
-    settings = PlainSettings(suspect_s=60.0, evict_s=120.0, fleet=Fleet.MORIIO_WRITE)
-    with listening(settings=settings) as listener, sender(listener.endpoint) as worker:
-        worker.say(P0.payload)
-        worker.say(W0.payload)
-        until(listener.workers)
-        assert listed(listener) == ["D 127.0.0.1:8200"] and listener.counters["refused"] == 1
 
 
 def test_an_empty_delimiter_is_tolerated() -> None:
@@ -232,18 +209,6 @@ def test_a_flood_is_heard_in_portions_and_logged_ever_more_rarely(caplog: pytest
         assert time.monotonic() - began > 6 * WINDOW_S  # the first window had begun before, and the last has not ended
         skipped = [record for record in said(caplog) if "ignored" in record.message]
         assert FIRST <= len(skipped) <= FIRST + count.bit_length()
-
-
-def test_a_flood_of_new_workers_is_bounded_and_those_listed_stay() -> None:
-    with listening() as listener, sender(listener.endpoint) as worker, sender(listener.endpoint) as odd:
-        worker.say(P0.payload)
-        until(listener.workers)
-        for port in range(1, 2 * WORKERS_MAX + 1):
-            odd.say(registration("D", f"127.0.0.2:{port}", ZMQ, transfer_mode="READ").payload)
-        until(lambda: listener.counters["refused"] == WORKERS_MAX + 1)  # counted after `messages`
-        until(lambda: len(listener.workers()) == WORKERS_MAX)
-        assert "P 127.0.0.1:8100" in listed(listener)
-        assert listener.counters["messages"] == 2 * WORKERS_MAX + 1
 
 
 def test_a_message_that_is_too_large_costs_its_sender_the_connection_and_nobody_else() -> None:

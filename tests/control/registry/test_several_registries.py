@@ -118,32 +118,6 @@ def test_of_two_registries_the_one_that_knows_looks_says_how_a_worker_stands(cou
     assert not p0.drains and not any(entry.draining for entry in old.workers())
 
 
-def test_members_and_routers_outlive_every_registry_and_meet_newcomers_when_one_is_back(country: Country) -> None:
-    a, b = NAMES
-    p0, d0 = country.member("p0", 1), country.member("d0", 2)
-    routers = [country.router(name) for name in ("router-1", "router-2")]
-    until(lambda: p0.known == {"d0": 2} and d0.known == {"p0": 1})
-    until(lambda: all(listed(router) == {"p0": 1, "d0": 2} and router.answering == 2 for router in routers))
-    before = routers[0].workers()
-
-    country.servers[a].close()
-    until(lambda: all(router.answering == 1 for router in routers))
-    country.servers[b].close()
-    until(lambda: all(router.answering == 0 for router in routers))
-    assert listed(routers[0]) == listed(routers[1]) == {"p0": 1, "d0": 2}
-    assert {entry.peer for entry in routers[0].workers()} == {entry.peer for entry in before}
-    assert p0.known == {"d0": 2} and not p0.departed and not d0.departed
-
-    server = country.open(b, msgspec.structs.replace(QUICK, settle_s=4.0))  # longer than it takes to dial again
-    d1 = country.member("d1", 3)
-    until(lambda: p0.known == {"d0": 2, "d1": 3} and d1.known == {"p0": 1, "d0": 2})
-    until(lambda: all(listed(router) == {"p0": 1, "d0": 2, "d1": 3} for router in routers))
-    until(lambda: server.is_complete and len(server.workers()) == 3)
-    assert not p0.departed and not d0.departed
-    d1.group.close()
-    until(lambda: p0.departed == ["d1"] and all(listed(router) == {"p0": 1, "d0": 2} for router in routers))
-
-
 def test_a_worker_that_one_of_two_lists_is_known_and_its_end_there_is_its_end(country: Country) -> None:
     a, _ = NAMES
     p0, d0 = country.member("p0", 1), country.member("d0", 2, a)

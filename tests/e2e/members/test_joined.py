@@ -81,37 +81,34 @@ async def delivers(p: EmbeddedWorker, d: EmbeddedWorker, *modes: str) -> None:
         assert pair_of(p, d).ends().get("delivered", 0) == before + 1, pair_of(p, d).ends()
 
 
-def test_members_that_joined_hand_over_and_outlive_their_registry(tmp_path: Path) -> None:
-    async def story() -> None:
-        with gatehouse(tmp_path / "keys") as house:
-            async with (
-                worker(house, "p-joined", "prefill") as p,
-                worker(house, "d-joined", "decode") as d,
-                worker(house, "p0", "prefill", joins=False) as minted,
-            ):
-                await acquainted(p, d, minted)
-                await delivers(p, d, "pull", "stream", "push")
-                await delivers(minted, d, "pull", "push")
-                assert minted.node.keyring.role_of(WorkerId("d-joined")) is Role.DECODE
-                assert minted.node.keyring.role_of(WorkerId("p-joined")) is Role.PREFILL
-                house.door.close()
-                house.registry.close()
-                await delivers(p, d, "pull", "stream")  # nobody is needed by those who know each other
-                again = RegistryServer(
-                    keyring.load(tmp_path / "keys", "router"), house.registry.endpoint, settings=CALM,
-                    admission=house.admission,
-                )  # fmt: skip
-                again.start()
-                try:
-                    await until(lambda: len(again.workers()) == 3)
-                    await delivers(p, d, "pull")
-                finally:
-                    again.close()
-
-    asyncio.run(story())
+async def test_members_that_joined_hand_over_and_outlive_their_registry(tmp_path: Path) -> None:
+    with gatehouse(tmp_path / "keys") as house:
+        async with (
+            worker(house, "p-joined", "prefill") as p,
+            worker(house, "d-joined", "decode") as d,
+            worker(house, "p0", "prefill", joins=False) as minted,
+        ):
+            await acquainted(p, d, minted)
+            await delivers(p, d, "pull", "stream", "push")
+            await delivers(minted, d, "pull", "push")
+            assert minted.node.keyring.role_of(WorkerId("d-joined")) is Role.DECODE
+            assert minted.node.keyring.role_of(WorkerId("p-joined")) is Role.PREFILL
+            house.door.close()
+            house.registry.close()
+            await delivers(p, d, "pull", "stream")  # nobody is needed by those who know each other
+            again = RegistryServer(
+                keyring.load(tmp_path / "keys", "router"), house.registry.endpoint, settings=CALM,
+                admission=house.admission,
+            )  # fmt: skip
+            again.start()
+            try:
+                await until(lambda: len(again.workers()) == 3)
+                await delivers(p, d, "pull")
+            finally:
+                again.close()
 
 
-def test_ticket_keys_reach_members_that_joined_and_removal_ends_their_sessions(
+async def test_ticket_keys_reach_members_that_joined_and_removal_ends_their_sessions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keyring, "LOOK_S", 0.1)
@@ -121,61 +118,53 @@ def test_ticket_keys_reach_members_that_joined_and_removal_ends_their_sessions(
     def now() -> set[tuple[bytes, ...]]:
         return {keyring.load(keys, "router").ticket_keys}
 
-    async def story() -> None:
-        with gatehouse(keys) as house:
-            async with (
-                worker(house, "p-joined", "prefill") as p,
-                worker(house, "d-joined", "decode") as d,
-                worker(house, "p0", "prefill", joins=False) as minted,
-            ):
-                await acquainted(p, d, minted)
-                await delivers(p, d, "pull")
-                old = d.node.keyring.ticket_keys
-                for step in (key_room.prepare_tickets, key_room.promote_tickets):
-                    step(keys)
-                    await until(lambda: {each.node.doorway.config.ticket_keys for each in (p, d, minted)} == now())
-                assert d.node.keyring.ticket_keys[0] != old[0]
-                await delivers(p, d, "pull", "stream")
-                await delivers(minted, d, "pull")
+    with gatehouse(keys) as house:
+        async with (
+            worker(house, "p-joined", "prefill") as p,
+            worker(house, "d-joined", "decode") as d,
+            worker(house, "p0", "prefill", joins=False) as minted,
+        ):
+            await acquainted(p, d, minted)
+            await delivers(p, d, "pull")
+            old = d.node.keyring.ticket_keys
+            for step in (key_room.prepare_tickets, key_room.promote_tickets):
+                step(keys)
+                await until(lambda: {each.node.doorway.config.ticket_keys for each in (p, d, minted)} == now())
+            assert d.node.keyring.ticket_keys[0] != old[0]
+            await delivers(p, d, "pull", "stream")
+            await delivers(minted, d, "pull")
 
-                key_room.remove(keys, "d-joined")
-                await until(lambda: not any(WorkerId("d-joined") in each.node.keyring.peers for each in (p, minted)))
-                await until(
-                    lambda: [each.registration.worker for each in house.registry.workers()] == ["p-joined", "p0"]
-                )
-                sessions = p.node.ledger.sessions.by_number
-                await until(lambda: not any(each.peer.worker == "d-joined" for each in sessions.values()))
-                heard = p.node.control.counters["frames_in"]
-                d.node.loop.call(lambda: d.node.control.send(WorkerId("p-joined"), b"let me in")).result(DEADLINE_S)
-                await until(lambda: p.node.control.counters["refused"])
-                assert p.node.control.counters["frames_in"] == heard
-
-    asyncio.run(story())
+            key_room.remove(keys, "d-joined")
+            await until(lambda: not any(WorkerId("d-joined") in each.node.keyring.peers for each in (p, minted)))
+            await until(lambda: [each.registration.worker for each in house.registry.workers()] == ["p-joined", "p0"])
+            sessions = p.node.ledger.sessions.by_number
+            await until(lambda: not any(each.peer.worker == "d-joined" for each in sessions.values()))
+            heard = p.node.control.counters["frames_in"]
+            d.node.loop.call(lambda: d.node.control.send(WorkerId("p-joined"), b"let me in")).result(DEADLINE_S)
+            await until(lambda: p.node.control.counters["refused"])
+            assert p.node.control.counters["frames_in"] == heard
 
 
-def test_what_a_member_that_joined_gave_is_forgotten_on_other_hosts_too(
+async def test_what_a_member_that_joined_gave_is_forgotten_on_other_hosts_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By engines that have no key directory, or a copy of it in which nobody has joined."""
     monkeypatch.setattr(keyring, "LOOK_S", 0.1)
 
-    async def story() -> None:
-        with gatehouse(tmp_path / "keys") as house:
-            keyring.add(tmp_path / "keys", "d0:decode")
-            elsewhere = shutil.copytree(tmp_path / "keys", tmp_path / "copy")
-            async with (
-                worker(house, "p-joined", "prefill") as p,
-                worker(house, "d-joined", "decode") as d,
-                worker(house, "d0", "decode", joins=False, keys=elsewhere) as minted,
-            ):
-                await until(lambda: all(knows(each, p) and knows(p, each) for each in (d, minted)))
-                await delivers(p, d, "pull")
-                await delivers(p, minted, "pull")
-                book.revoke_token(tmp_path / "keys", one_token(tmp_path, "p-joined"), with_members=True)
-                await until(lambda: all(each.stats()["cache_resets_total"] == 1 for each in (d, minted)))
-                assert all(p.node.keyring.public in each.node.keyring.removed for each in (d, minted))
-
-    asyncio.run(story())
+    with gatehouse(tmp_path / "keys") as house:
+        keyring.add(tmp_path / "keys", "d0:decode")
+        elsewhere = shutil.copytree(tmp_path / "keys", tmp_path / "copy")
+        async with (
+            worker(house, "p-joined", "prefill") as p,
+            worker(house, "d-joined", "decode") as d,
+            worker(house, "d0", "decode", joins=False, keys=elsewhere) as minted,
+        ):
+            await until(lambda: all(knows(each, p) and knows(p, each) for each in (d, minted)))
+            await delivers(p, d, "pull")
+            await delivers(p, minted, "pull")
+            book.revoke_token(tmp_path / "keys", one_token(tmp_path, "p-joined"), with_members=True)
+            await until(lambda: all(each.stats()["cache_resets_total"] == 1 for each in (d, minted)))
+            assert all(p.node.keyring.public in each.node.keyring.removed for each in (d, minted))
 
 
 def one_token(tmp_path: Path, name: str) -> str:
@@ -184,16 +173,13 @@ def one_token(tmp_path: Path, name: str) -> str:
     return known.token
 
 
-def test_a_certificate_is_renewed_while_its_member_pings(tmp_path: Path) -> None:
-    async def story() -> None:
-        with gatehouse(tmp_path / "keys", life_s=3.0) as house:
-            async with worker(house, "w-renewed", "both") as one:
-                member = one.node._member
-                assert member is not None
-                first = member.keyring.certificate
-                await until(lambda: member.keyring.certificate != first)
-                told = verified(member.keyring.certificate, member.keyring.admission)
-                assert told.until > verified(first, member.keyring.admission).until
-                await until(lambda: house.admission.keyring.joined["w-renewed"].until >= told.until)  # also on disk
-
-    asyncio.run(story())
+async def test_a_certificate_is_renewed_while_its_member_pings(tmp_path: Path) -> None:
+    with gatehouse(tmp_path / "keys", life_s=3.0) as house:
+        async with worker(house, "w-renewed", "both") as one:
+            member = one.node._member
+            assert member is not None
+            first = member.keyring.certificate
+            await until(lambda: member.keyring.certificate != first)
+            told = verified(member.keyring.certificate, member.keyring.admission)
+            assert told.until > verified(first, member.keyring.admission).until
+            await until(lambda: house.admission.keyring.joined["w-renewed"].until >= told.until)  # also on disk

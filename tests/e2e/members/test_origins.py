@@ -9,12 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.api.params import TransferParams
 from kvbaton.control import key_room
 from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker, reference_answers
-from tests.e2e.pair import Pair, generate, pair
+from tests.e2e.pair import pair
 from tests.e2e.store.storehouse import House, house, key_directory, some_store
-from tests.e2e.test_turns import ANSWER_TOKENS, MORE, new_handoff, one_turn
 
 pytestmark = pytest.mark.timeout(120)
 PROMPT = "A prompt that is long enough to be of several blocks of tokens, so that its beginning is cached. " * 3
@@ -34,79 +32,31 @@ async def until(happens: Callable[[], bool]) -> None:
         await asyncio.sleep(0.05)
 
 
-async def spoilt(both: Pair) -> str:
-    params = await both.prefill(PROMPT)
-    lies(both.p)
-    return await both.decode(PROMPT, params, 12)
+async def test_a_rotated_key_resets_nothing(tmp_path):
+    async with pair(tmp_path) as both:
+        await both.answer(PROMPT, "pull")
+        key_room.rotate(tmp_path / "keys", "p0")
+        await until(lambda: bool(both.d.node.keyring.also))
+        key_room.finish(tmp_path / "keys", "p0")
+        await until(lambda: not both.d.node.keyring.also)
+        await both.decode(PROMPT, None)
+        assert both.d.stats()["cache_resets_total"] == 0
 
 
-def test_what_a_liar_gave_is_forgotten_when_it_is_removed(tmp_path):
-    async def go() -> None:
-        async with pair(tmp_path) as both:
-            [right] = reference_answers([PROMPT], 12)
-            assert await spoilt(both) != right
-            assert await both.decode(PROMPT, None) != right, "the lie is in D's cache"
-            key_room.remove(tmp_path / "keys", "p0")
-            await until(lambda: both.d.stats()["cache_resets_total"] == 1)
-            assert await both.decode(PROMPT, None) == right
-            stats = both.d.stats()
-            assert stats["cache_resets_total"] == 1 and stats["cache_reset_blocks_total"] > 0
-            both.d.engine.validate()
-
-    asyncio.run(go())
-
-
-def test_a_rotated_key_resets_nothing(tmp_path):
-    async def go() -> None:
-        async with pair(tmp_path) as both:
-            await both.answer(PROMPT, "pull")
-            key_room.rotate(tmp_path / "keys", "p0")
-            await until(lambda: bool(both.d.node.keyring.also))
-            key_room.finish(tmp_path / "keys", "p0")
-            await until(lambda: not both.d.node.keyring.also)
-            await both.decode(PROMPT, None)
-            assert both.d.stats()["cache_resets_total"] == 0
-
-    asyncio.run(go())
-
-
-def test_an_answer_under_way_puts_nothing_back(tmp_path):
+async def test_an_answer_under_way_puts_nothing_back(tmp_path):
     """It may go on for minutes on what it was given; nobody else finds it."""
-
-    async def go() -> None:
-        async with pair(tmp_path) as both:
-            [right] = reference_answers([PROMPT], 200)
-            params = await both.prefill(PROMPT)
-            lies(both.p)
-            under_way = asyncio.create_task(both.decode(PROMPT, params, 400))
-            await until(lambda: both.d.stats()["running"] == 1)
-            key_room.remove(tmp_path / "keys", "p0")
-            await until(lambda: both.d.stats()["cache_resets_total"] == 1)
-            long = await under_way
-            assert long[:200] != right
-            assert (await both.decode(PROMPT + long, None, 12)) == reference_answers([PROMPT + long], 12)[0]
-            assert await both.decode(PROMPT, None, 200) == right
-
-    asyncio.run(go())
-
-
-def test_a_lie_that_came_back_by_a_turn_is_forgotten_too(tmp_path):
-    """D gives false KV for a next turn; P caches it. D is removed, and P resets."""
-
-    async def go() -> None:
-        async with pair(tmp_path, d={"turn_s": 30.0}) as both:
-            text, turn = await one_turn(both, PROMPT, None, new_handoff())
-            lies(both.d)
-            prompt = PROMPT + text + MORE[0]
-            await one_turn(both, prompt, turn, new_handoff())
-            assert both.p.stats()["turn_loads_total"] == {"taken": 1}
-            assert (await generate(both.p, prompt, ANSWER_TOKENS, None))[0] != reference_answers([prompt], 40)[0]
-            key_room.remove(tmp_path / "keys", "d0")
-            await until(lambda: both.p.stats()["cache_resets_total"] == 1)
-            told = await generate(both.p, prompt, ANSWER_TOKENS, TransferParams(do_remote_decode=True))
-            assert told[0] == reference_answers([prompt], ANSWER_TOKENS)[0]
-
-    asyncio.run(go())
+    async with pair(tmp_path) as both:
+        [right] = reference_answers([PROMPT], 200)
+        params = await both.prefill(PROMPT)
+        lies(both.p)
+        under_way = asyncio.create_task(both.decode(PROMPT, params, 400))
+        await until(lambda: both.d.stats()["running"] == 1)
+        key_room.remove(tmp_path / "keys", "p0")
+        await until(lambda: both.d.stats()["cache_resets_total"] == 1)
+        long = await under_way
+        assert long[:200] != right
+        assert (await both.decode(PROMPT + long, None, 12)) == reference_answers([PROMPT + long], 12)[0]
+        assert await both.decode(PROMPT, None, 200) == right
 
 
 def puts(house: House, name: str, count: int) -> Callable[[], bool]:
@@ -127,36 +77,15 @@ async def poison(house: House, prompt: str) -> None:
     await house.until(puts(house, "p0", 1))
 
 
-def test_what_a_liar_put_into_the_store_counts_no_more_when_it_is_removed(tmp_path: Path) -> None:
-    async def go() -> None:
-        directory = key_directory(tmp_path)
-        [right] = reference_answers([PROMPT], 12)
-        with some_store("kvbaton", directory) as store:
-            async with house(directory, store, "p0", "d0", "e0") as all_three:
-                await poison(all_three, PROMPT)
-                assert await all_three.answer("d0", PROMPT) != right, "the lie is in the store, and in d0's cache"
-                key_room.remove(directory, "p0")
-                await until(lambda: all_three.stat("d0", "cache_resets_total") == 1)
-                await until(lambda: "p0" in all_three["e0"].node.keyring.removed_names)
-                assert await all_three.answer("e0", PROMPT) == right
-                assert await all_three.answer("d0", PROMPT) == right
-                assert all_three.stat("e0", "store_hits_blocks_total") == 0
-
-    asyncio.run(go())
-
-
-def test_what_was_computed_on_a_lie_and_put_by_another_counts_no_more_either(tmp_path: Path) -> None:
-    async def go() -> None:
-        directory = key_directory(tmp_path)
-        more = PROMPT + "And this was computed by an honest engine, on what it found in the store. " * 2
-        with some_store("kvbaton", directory) as store:
-            async with house(directory, store, "p0", "d0", "e0") as all_three:
-                await poison(all_three, PROMPT)
-                await all_three.answer("d0", more)
-                await all_three.until(puts(all_three, "d0", 1))
-                key_room.remove(directory, "p0")
-                await until(lambda: "p0" in all_three["e0"].node.keyring.removed_names)
-                assert await all_three.answer("e0", more) == reference_answers([more], 12)[0]
-                assert all_three.stat("e0", "store_hits_blocks_total") == 0
-
-    asyncio.run(go())
+async def test_what_was_computed_on_a_lie_and_put_by_another_counts_no_more_either(tmp_path: Path) -> None:
+    directory = key_directory(tmp_path)
+    more = PROMPT + "And this was computed by an honest engine, on what it found in the store. " * 2
+    with some_store("kvbaton", directory) as store:
+        async with house(directory, store, "p0", "d0", "e0") as all_three:
+            await poison(all_three, PROMPT)
+            await all_three.answer("d0", more)
+            await all_three.until(puts(all_three, "d0", 1))
+            key_room.remove(directory, "p0")
+            await until(lambda: "p0" in all_three["e0"].node.keyring.removed_names)
+            assert await all_three.answer("e0", more) == reference_answers([more], 12)[0]
+            assert all_three.stat("e0", "store_hits_blocks_total") == 0

@@ -52,23 +52,20 @@ async def health(url: str) -> tuple[int, dict[str, object]]:
 
 
 @pytest.mark.parametrize(("dialect", "mode"), [("moriio-read", "pull"), ("moriio-write", "push"), ("p2p-nccl", "pull")])
-def test_workers_that_announce_themselves_are_served_as_others_would(tmp_path: Path, dialect: str, mode: str) -> None:
-    async def story() -> None:
-        async with router(tmp_path / "router.log", "--plain-discovery", "127.0.0.1:0") as (url, discovery):
-            status, told = await health(url)
-            assert (status, told["status"]) == (503, "unavailable")
-            announced = ("--announce-to", discovery, "--announce-as", dialect)
-            async with fleet(tmp_path, *announced, prefill=2, decode=1) as workers:
+async def test_workers_that_announce_themselves_are_served_as_others_would(
+    tmp_path: Path, dialect: str, mode: str
+) -> None:
+    async with router(tmp_path / "router.log", "--plain-discovery", "127.0.0.1:0") as (url, discovery):
+        status, told = await health(url)
+        assert (status, told["status"]) == (503, "unavailable")
+        announced = ("--announce-to", discovery, "--announce-as", dialect)
+        async with fleet(tmp_path, *announced, prefill=2, decode=1) as workers:
 
-                async def complete() -> bool:
-                    return (await health(url))[1]["pairs"] == {"pull": 0, "stream": 0, "push": 0, mode: 2}
+            async def complete() -> bool:
+                return (await health(url))[1]["pairs"] == {"pull": 0, "stream": 0, "push": 0, mode: 2}
 
-                await eventually(complete, 60.0)
-                await exercise(url, workers, dialect)
-                async with aiohttp.ClientSession() as session:
-                    listed = (await get_json(session, f"{url}/workers"))["workers"]
-                assert {worker["dialect"] for worker in listed} == {
-                    dialect.partition("-")[0].replace("p2p", "p2p_nccl")
-                }
-
-    asyncio.run(asyncio.wait_for(story(), 140))
+            await eventually(complete, 60.0)
+            await exercise(url, workers, dialect)
+            async with aiohttp.ClientSession() as session:
+                listed = (await get_json(session, f"{url}/workers"))["workers"]
+            assert {worker["dialect"] for worker in listed} == {dialect.partition("-")[0].replace("p2p", "p2p_nccl")}

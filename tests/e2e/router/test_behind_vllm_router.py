@@ -10,7 +10,6 @@ import json
 import random
 import re
 import signal
-from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,6 @@ NOBODY = "host:127.0.0.1,handshake:9,notify:9"
 @pytest.fixture(autouse=True)
 def _router(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm_router_on_path(monkeypatch)
-
-
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 110))
 
 
 class Client:
@@ -153,39 +148,30 @@ def announced(discovery: str, dialect: str) -> tuple[str, ...]:
     return ("--announce-to", discovery.removeprefix("tcp://"), "--announce-as", dialect)
 
 
-def test_moriio_read_by_discovery_and_nixl_by_urls(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with moriio_router() as router, fleet(tmp_path, *announced(router.discovery, "moriio-read")) as workers:
+async def test_moriio_read_by_discovery_and_nixl_by_urls(tmp_path: Path) -> None:
+    async with moriio_router() as router, fleet(tmp_path, *announced(router.discovery, "moriio-read")) as workers:
+        await router.until_paired(PAIRED_S)
+        await exercise(router.url, workers, "moriio read")
+        urls = [[member.url for member in side] for side in (workers.prefill, workers.decode)]
+        async with nixl_router(*urls) as by_urls:
+            await exercise(by_urls.url, workers, "nixl")
+
+
+async def test_p2p_nccl_by_discovery(tmp_path: Path) -> None:
+    async with p2p_nccl_router() as router, fleet(tmp_path, *announced(router.discovery, "p2p-nccl")) as workers:
+        await router.until_paired(PAIRED_S)
+        await exercise(router.url, workers, "p2p nccl")
+
+
+async def test_moriio_write_by_discovery_with_two_of_each(tmp_path: Path) -> None:
+    async with moriio_router() as router:
+        flags = announced(router.discovery, "moriio-write")
+        async with fleet(tmp_path, *flags, prefill=2, decode=2) as workers:
             await router.until_paired(PAIRED_S)
-            await exercise(router.url, workers, "moriio read")
-            urls = [[member.url for member in side] for side in (workers.prefill, workers.decode)]
-            async with nixl_router(*urls) as by_urls:
-                await exercise(by_urls.url, workers, "nixl")
-
-    run(work())
-
-
-def test_p2p_nccl_by_discovery(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with p2p_nccl_router() as router, fleet(tmp_path, *announced(router.discovery, "p2p-nccl")) as workers:
-            await router.until_paired(PAIRED_S)
-            await exercise(router.url, workers, "p2p nccl")
-
-    run(work())
-
-
-def test_moriio_write_by_discovery_with_two_of_each(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with moriio_router() as router:
-            flags = announced(router.discovery, "moriio-write")
-            async with fleet(tmp_path, *flags, prefill=2, decode=2) as workers:
-                await router.until_paired(PAIRED_S)
-                await eventually(_all_used(router.url, workers), 60.0)
-                await workers.at_rest()
-                await exercise(router.url, workers, "moriio write")
-                await _stopping_costs_nothing(router.url, workers)
-
-    run(work())
+            await eventually(_all_used(router.url, workers), 60.0)
+            await workers.at_rest()
+            await exercise(router.url, workers, "moriio write")
+            await _stopping_costs_nothing(router.url, workers)
 
 
 async def _stopping_costs_nothing(url: str, workers: Fleet) -> None:
@@ -219,39 +205,36 @@ def _all_used(url: str, workers: Fleet) -> Any:
     return look
 
 
-def test_an_address_that_no_peer_has_fails_its_request_alone(tmp_path: Path) -> None:
+async def test_an_address_that_no_peer_has_fails_its_request_alone(tmp_path: Path) -> None:
     """A stranger announces itself to the router as a prefiller, and gets every second request."""
 
     async def stranger(_: web.Request) -> web.Response:
         return web.json_response({"choices": []})
 
-    async def work() -> None:
-        app = web.Application()
-        app.router.add_post("/{rest:.*}", stranger)
-        async with (
-            serving(app, "127.0.0.1", 0) as url,
-            moriio_router() as router,
-            fleet(tmp_path, *announced(router.discovery, "moriio-write")) as workers,
-            aiohttp.ClientSession() as session,
-        ):
-            await router.until_paired(PAIRED_S)
-            said = registration("P", url.removeprefix("http://"), NOBODY, transfer_mode="WRITE")
-            announcer = MoriioAnnouncer(router.discovery, said)
-            announcer.start()
-            client, fates = Client(router.url, session), {200: 0, 400: 0}
-            try:
-                async with asyncio.timeout(60):
-                    while min(fates.values()) < 8:
-                        prompt = f"{fates} stranger"
-                        status, text = await client.post(COMPLETIONS, prompt=prompt, max_tokens=8)
-                        fates[status] += 1
-                        if status == 200:
-                            assert json.loads(text)["choices"][0]["text"] == reference_answers([prompt], 8)[0]
-                        else:
-                            assert json.loads(text)["error"]["code"] == "peer_unknown" and NOBODY in text, text
-            finally:
-                await asyncio.to_thread(announcer.stop)
-            assert await workers.delivered() == fates[200]
-            await workers.at_rest()
-
-    run(work())
+    app = web.Application()
+    app.router.add_post("/{rest:.*}", stranger)
+    async with (
+        serving(app, "127.0.0.1", 0) as url,
+        moriio_router() as router,
+        fleet(tmp_path, *announced(router.discovery, "moriio-write")) as workers,
+        aiohttp.ClientSession() as session,
+    ):
+        await router.until_paired(PAIRED_S)
+        said = registration("P", url.removeprefix("http://"), NOBODY, transfer_mode="WRITE")
+        announcer = MoriioAnnouncer(router.discovery, said)
+        announcer.start()
+        client, fates = Client(router.url, session), {200: 0, 400: 0}
+        try:
+            async with asyncio.timeout(60):
+                while min(fates.values()) < 8:
+                    prompt = f"{fates} stranger"
+                    status, text = await client.post(COMPLETIONS, prompt=prompt, max_tokens=8)
+                    fates[status] += 1
+                    if status == 200:
+                        assert json.loads(text)["choices"][0]["text"] == reference_answers([prompt], 8)[0]
+                    else:
+                        assert json.loads(text)["error"]["code"] == "peer_unknown" and NOBODY in text, text
+        finally:
+            await asyncio.to_thread(announcer.stop)
+        assert await workers.delivered() == fates[200]
+        await workers.at_rest()

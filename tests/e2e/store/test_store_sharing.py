@@ -58,69 +58,60 @@ def test_two_engines_of_two_ranks_share_prefixes(tmp_path: Path) -> None:
     asyncio.run(_shared(tmp_path, "kvbaton", tp=2))
 
 
-def test_one_engine_finds_its_own_evicted_prefixes_again(tmp_path: Path) -> None:
-    async def run() -> None:
-        directory = key_directory(tmp_path)
-        with some_store("kvbaton", directory) as store:
-            async with house(directory, store, "p0", blocks=48) as one:
-                right = reference_answers(PROMPTS[:1], 12)
-                assert [await one.answer("p0", PROMPTS[0])] == right
-                await one.until(lambda: one.stat("p0", "store_puts_total") == 1)
-                for number in range(4):
-                    await one.answer("p0", f"{number} something else entirely " * 12)
-                hits = one.stat("p0", "store_hits_blocks_total")
-                assert [await one.answer("p0", PROMPTS[0])] == right
-                assert one.stat("p0", "store_hits_blocks_total") > hits
-                await one.at_rest()
-
-    asyncio.run(run())
+async def test_one_engine_finds_its_own_evicted_prefixes_again(tmp_path: Path) -> None:
+    directory = key_directory(tmp_path)
+    with some_store("kvbaton", directory) as store:
+        async with house(directory, store, "p0", blocks=48) as one:
+            right = reference_answers(PROMPTS[:1], 12)
+            assert [await one.answer("p0", PROMPTS[0])] == right
+            await one.until(lambda: one.stat("p0", "store_puts_total") == 1)
+            for number in range(4):
+                await one.answer("p0", f"{number} something else entirely " * 12)
+            hits = one.stat("p0", "store_hits_blocks_total")
+            assert [await one.answer("p0", PROMPTS[0])] == right
+            assert one.stat("p0", "store_hits_blocks_total") > hits
+            await one.at_rest()
 
 
 @pytest.mark.parametrize("mode", ["pull", "stream", "push"])
-def test_a_prompt_that_p_loads_from_the_store_is_handed_over_in_every_mode(tmp_path: Path, mode: str) -> None:
-    async def run() -> None:
-        right = reference_answers(PROMPTS[:2], 12)
-        directory = key_directory(tmp_path)
-        with some_store("kvbaton", directory) as store:
-            async with house(directory, store, "p0", "d0", "e0") as three:
-                assert await three.answer("e0", PROMPTS[0]) == right[0]
-                await three.until(lambda: three.stat("e0", "store_puts_total") == 1)
-                both = Pair(three["p0"], three["d0"], keyring.load(directory, "p0").ticket_keys[0])
-                assert [await both.answer(prompt, mode) for prompt in PROMPTS[:2]] == right
-                assert three.stat("p0", "store_hits_blocks_total") >= (len(PROMPTS[0]) - 1) // 16
-                assert both.ends() == {"delivered": 2}
-                assert three.stat("d0", "store_lookups_total") == 0, "a handoff that goes well asks no store"
-                await three.at_rest()
-
-    asyncio.run(run())
+async def test_a_prompt_that_p_loads_from_the_store_is_handed_over_in_every_mode(tmp_path: Path, mode: str) -> None:
+    right = reference_answers(PROMPTS[:2], 12)
+    directory = key_directory(tmp_path)
+    with some_store("kvbaton", directory) as store:
+        async with house(directory, store, "p0", "d0", "e0") as three:
+            assert await three.answer("e0", PROMPTS[0]) == right[0]
+            await three.until(lambda: three.stat("e0", "store_puts_total") == 1)
+            both = Pair(three["p0"], three["d0"], keyring.load(directory, "p0").ticket_keys[0])
+            assert [await both.answer(prompt, mode) for prompt in PROMPTS[:2]] == right
+            assert three.stat("p0", "store_hits_blocks_total") >= (len(PROMPTS[0]) - 1) // 16
+            assert both.ends() == {"delivered": 2}
+            assert three.stat("d0", "store_lookups_total") == 0, "a handoff that goes well asks no store"
+            await three.at_rest()
 
 
-def test_a_store_that_is_gone_costs_misses_and_one_that_is_back_has_what_was_on_disk(tmp_path: Path) -> None:
-    async def run() -> None:
-        directory = key_directory(tmp_path)
-        flags = ("--disk", str(tmp_path / "disk"), "--bytes", "1MiB")
-        served = StoreProcess(directory, *flags, port=free_port())  # which it needs again
-        try:
-            right = reference_answers(PROMPTS[:1], 12)[0]
-            async with house(directory, served.url, "p0", "d0", store_timeout=2.0) as both:
-                assert await both.answer("p0", PROMPTS[0]) == right
-                await both.until(lambda: both.stat("p0", "store_puts_total") == 1)
-                served.child.send_signal(signal.SIGTERM)
-                assert served.child.wait(20) == 0
-                assert await both.answer("d0", PROMPTS[0]) == right, "it was computed"
-                assert both.stat("d0", "store_errors_total") >= 1
-                await both.at_rest()
-            url = served.url
-            served.kill()
-            served = StoreProcess(directory, *flags, port=served.port)
-            async with house(directory, url, "e0") as one:
-                assert await one.answer("e0", PROMPTS[0]) == right
-                assert one.stat("e0", "store_hits_blocks_total") == (len(PROMPTS[0]) - 1) // 16
-                await one.at_rest()
-        finally:
-            served.kill()
-
-    asyncio.run(run())
+async def test_a_store_that_is_gone_costs_misses_and_one_that_is_back_has_what_was_on_disk(tmp_path: Path) -> None:
+    directory = key_directory(tmp_path)
+    flags = ("--disk", str(tmp_path / "disk"), "--bytes", "1MiB")
+    served = StoreProcess(directory, *flags, port=free_port())  # which it needs again
+    try:
+        right = reference_answers(PROMPTS[:1], 12)[0]
+        async with house(directory, served.url, "p0", "d0", store_timeout=2.0) as both:
+            assert await both.answer("p0", PROMPTS[0]) == right
+            await both.until(lambda: both.stat("p0", "store_puts_total") == 1)
+            served.child.send_signal(signal.SIGTERM)
+            assert served.child.wait(20) == 0
+            assert await both.answer("d0", PROMPTS[0]) == right, "it was computed"
+            assert both.stat("d0", "store_errors_total") >= 1
+            await both.at_rest()
+        url = served.url
+        served.kill()
+        served = StoreProcess(directory, *flags, port=served.port)
+        async with house(directory, url, "e0") as one:
+            assert await one.answer("e0", PROMPTS[0]) == right
+            assert one.stat("e0", "store_hits_blocks_total") == (len(PROMPTS[0]) - 1) // 16
+            await one.at_rest()
+    finally:
+        served.kill()
 
 
 # --- the store as second source
@@ -197,18 +188,15 @@ def test_a_store_is_refused_for_kv_that_it_cannot_keep(tmp_path: Path) -> None:
         EmbeddedWorker(options, keyring.load(directory, "p0"), config)
 
 
-def test_up_starts_a_store_beside_the_cluster(tmp_path: Path) -> None:
-    async def run() -> None:
-        with up(tmp_path, "--store", "memory") as cluster:
-            async with aiohttp.ClientSession() as session:
-                body = {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
-                async with session.post(f"{cluster.url}/v1/completions", json=body) as response:
-                    text = (await response.json())["choices"][0]["text"]
-            assert text == reference_answers(PROMPTS[:1], 12)[0]
+async def test_up_starts_a_store_beside_the_cluster(tmp_path: Path) -> None:
+    with up(tmp_path, "--store", "memory") as cluster:
+        async with aiohttp.ClientSession() as session:
+            body = {"prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0}
+            async with session.post(f"{cluster.url}/v1/completions", json=body) as response:
+                text = (await response.json())["choices"][0]["text"]
+        assert text == reference_answers(PROMPTS[:1], 12)[0]
 
-            async def was_put() -> int:
-                return int(str((await cluster.workers())["p0"]["store_puts_total"]))
+        async def was_put() -> int:
+            return int(str((await cluster.workers())["p0"]["store_puts_total"]))
 
-            await eventually(was_put, START_S)
-
-    asyncio.run(run())
+        await eventually(was_put, START_S)

@@ -31,36 +31,25 @@ async def wrong_answers(here: Cluster, mode: Mode, count: int = COUNT) -> int:
 
 
 @pytest.mark.parametrize("plane", ["shm", "tcp"])
-def test_a_damaged_copy_is_a_failed_handoff_with_its_own_reason(tmp_path: Path, plane: str) -> None:
+async def test_a_damaged_copy_is_a_failed_handoff_with_its_own_reason(tmp_path: Path, plane: str) -> None:
     flags = ("--transport", plane, "--checksum", "full")
-
-    async def story() -> None:
-        async with cluster(tmp_path, plane, {"d0": (DAMAGED, "3", "worker", *flags)}, ("--checksum", "full")) as here:
-            for mode in Mode:
-                assert await wrong_answers(here, mode) == 0
-            ends = (await here.at_rest())["d0"]["ends_total"]
-            assert set(ends) == {"delivered", "checksum_mismatch"} and sum(ends.values()) == COUNT * len(Mode)
-            assert ends["checksum_mismatch"] >= COUNT / 4, ends
-
-    asyncio.run(story())
+    async with cluster(tmp_path, plane, {"d0": (DAMAGED, "3", "worker", *flags)}, ("--checksum", "full")) as here:
+        for mode in Mode:
+            assert await wrong_answers(here, mode) == 0
+        ends = (await here.at_rest())["d0"]["ends_total"]
+        assert set(ends) == {"delivered", "checksum_mismatch"} and sum(ends.values()) == COUNT * len(Mode)
+        assert ends["checksum_mismatch"] >= COUNT / 4, ends
 
 
-def test_without_checksums_the_same_damage_is_a_wrong_answer(tmp_path: Path) -> None:
+async def test_without_checksums_the_same_damage_is_a_wrong_answer(tmp_path: Path) -> None:
     """Or the test above would prove nothing."""
-
-    async def story() -> None:
-        async with cluster(tmp_path, "tcp", {"d0": (DAMAGED, "1", "worker", "--transport", "tcp")}) as here:
-            assert await wrong_answers(here, Mode.PULL, MANY) > 0
-            assert set((await here.at_rest())["d0"]["ends_total"]) == {"delivered"}
-
-    asyncio.run(story())
+    async with cluster(tmp_path, "tcp", {"d0": (DAMAGED, "1", "worker", "--transport", "tcp")}) as here:
+        assert await wrong_answers(here, Mode.PULL, MANY) > 0
+        assert set((await here.at_rest())["d0"]["ends_total"]) == {"delivered"}
 
 
-def test_one_side_with_checksums_and_one_without_are_told_so(tmp_path: Path) -> None:
-    async def story() -> None:
-        words = {"d0": (*WORKER, "--transport", "tcp", "--checksum", "sample")}
-        async with cluster(tmp_path, "tcp", words) as here:
-            answer = (await ask_all(here.url, some_prompts(1, "apart"), Mode.PULL, ANSWER_TOKENS))[0]
-            assert answer.status == 503 and "tcp+sums" in answer.text, answer
-
-    asyncio.run(story())
+async def test_one_side_with_checksums_and_one_without_are_told_so(tmp_path: Path) -> None:
+    words = {"d0": (*WORKER, "--transport", "tcp", "--checksum", "sample")}
+    async with cluster(tmp_path, "tcp", words) as here:
+        answer = (await ask_all(here.url, some_prompts(1, "apart"), Mode.PULL, ANSWER_TOKENS))[0]
+        assert answer.status == 503 and "tcp+sums" in answer.text, answer

@@ -128,75 +128,62 @@ def _all_delivered(told: Mapping[str, Mapping[str, Any]], count: int) -> None:
 
 
 @pytest.mark.library("nixl", "mooncake")
-def test_every_plane_hands_over_in_every_mode(tmp_path: Path) -> None:
+async def test_every_plane_hands_over_in_every_mode(tmp_path: Path) -> None:
     """Promises 1 and 3: one P that has them all, and a D for each."""
     plane_of = {f"d-{plane}": plane for plane in PLANES}
     count = 6 * len(PLANES)
 
-    async def story() -> None:
-        words = {name: (*WORKER, "--transport", plane) for name, plane in plane_of.items()}
-        async with cluster(tmp_path, ",".join(PLANES), words) as here:
-            before = dict.fromkeys(plane_of, 0)
-            for turn, mode in enumerate(Mode, 1):
-                await here.asked(count, mode, "planes")
-                told = await here.at_rest()
-                _all_delivered(told, turn * count)
-                after = {name: stats["delivered_total"] for name, stats in told.items()}
-                assert all(after[name] > before[name] for name in plane_of), (mode, before, after)
-                before = after
-            for name, plane in plane_of.items():
-                assert told[name]["links"] == {"p0": plane} and told[name]["links_total"] == {plane: 1}
-                assert told[name]["planes_given_up_total"] == {}
-            found = await here.doctor()
-            assert {name: found[name]["links"] for name in plane_of} == {
-                name: {"p0": plane} for name, plane in plane_of.items()
-            }
-            assert found["p0"]["planes"] == list(PLANES)
-
-    asyncio.run(story())
+    words = {name: (*WORKER, "--transport", plane) for name, plane in plane_of.items()}
+    async with cluster(tmp_path, ",".join(PLANES), words) as here:
+        before = dict.fromkeys(plane_of, 0)
+        for turn, mode in enumerate(Mode, 1):
+            await here.asked(count, mode, "planes")
+            told = await here.at_rest()
+            _all_delivered(told, turn * count)
+            after = {name: stats["delivered_total"] for name, stats in told.items()}
+            assert all(after[name] > before[name] for name in plane_of), (mode, before, after)
+            before = after
+        for name, plane in plane_of.items():
+            assert told[name]["links"] == {"p0": plane} and told[name]["links_total"] == {plane: 1}
+            assert told[name]["planes_given_up_total"] == {}
+        found = await here.doctor()
+        assert {name: found[name]["links"] for name in plane_of} == {
+            name: {"p0": plane} for name, plane in plane_of.items()
+        }
+        assert found["p0"]["planes"] == list(PLANES)
 
 
-def test_a_worker_that_cannot_share_memory_takes_tcp_for_its_first_handoff(tmp_path: Path) -> None:
+async def test_a_worker_that_cannot_share_memory_takes_tcp_for_its_first_handoff(tmp_path: Path) -> None:
     """No handoff is lost, none is recomputed, and an operator can see it."""
     flags = ("--transport", "shm,tcp", "--policy", "fail")
     cut_off = {"d-namespace": "namespace", "d-door": "door"}
     words = {name: (CUT_OFF, how, "worker", *flags) for name, how in cut_off.items()} | {"d-well": (*WORKER, *flags)}
     takes = dict.fromkeys(cut_off, "tcp") | {"d-well": "shm"}
     given_up: dict[str, dict[str, int]] = {name: {"shm": 1} for name in cut_off} | {"d-well": {}}
-
-    async def story() -> None:
-        async with cluster(tmp_path, "shm,tcp", words) as here:
-            await here.asked(len(words), Mode.PULL, "first")
-            told = await here.at_rest()
-            _all_delivered(told, len(words))
-            assert {name: stats["planes_given_up_total"] for name, stats in told.items()} == given_up
-            for turn, mode in enumerate(Mode, 1):
-                await here.asked(12, mode, "then")
-                _all_delivered(told := await here.at_rest(), len(words) + 12 * turn)
-            assert {name: stats["links"] for name, stats in told.items()} == {
-                name: {"p0": takes[name]} for name in words
-            }
-            assert {name: stats["links_total"] for name, stats in told.items()} == {
-                **{name: {"shm": 1, "tcp": 1} for name in cut_off},
-                "d-well": {"shm": 1},
-            }
-            for name in cut_off:
-                assert "p0 cannot be reached over shm" in here.ds[name].log.read_text()
-            found = await here.doctor()
-            assert {name: found[name]["links"]["p0"] for name in words} == takes
-            assert {name: found[name]["given_up_total"] for name in words} == given_up
-
-    asyncio.run(story())
+    async with cluster(tmp_path, "shm,tcp", words) as here:
+        await here.asked(len(words), Mode.PULL, "first")
+        told = await here.at_rest()
+        _all_delivered(told, len(words))
+        assert {name: stats["planes_given_up_total"] for name, stats in told.items()} == given_up
+        for turn, mode in enumerate(Mode, 1):
+            await here.asked(12, mode, "then")
+            _all_delivered(told := await here.at_rest(), len(words) + 12 * turn)
+        assert {name: stats["links"] for name, stats in told.items()} == {name: {"p0": takes[name]} for name in words}
+        assert {name: stats["links_total"] for name, stats in told.items()} == {
+            **{name: {"shm": 1, "tcp": 1} for name in cut_off},
+            "d-well": {"shm": 1},
+        }
+        for name in cut_off:
+            assert "p0 cannot be reached over shm" in here.ds[name].log.read_text()
+        found = await here.doctor()
+        assert {name: found[name]["links"]["p0"] for name in words} == takes
+        assert {name: found[name]["given_up_total"] for name in words} == given_up
 
 
-def test_a_source_that_cannot_offer_its_best_plane_gives_the_next(tmp_path: Path) -> None:
+async def test_a_source_that_cannot_offer_its_best_plane_gives_the_next(tmp_path: Path) -> None:
     words = {"d0": (*WORKER, "--transport", "shm,tcp", "--policy", "fail")}
-
-    async def story() -> None:
-        async with cluster(tmp_path, "shm,tcp", words, p_words=(CUT_OFF, "mint", "worker")) as here:
-            await here.asked(4, Mode.PULL, "mint")
-            stats, source = await here.d_and_p()
-            assert stats["ends_total"] == {"delivered": 4} and stats["links"] == {"p0": "tcp"}
-            assert source["planes_given_up_total"] == {"shm": 1}
-
-    asyncio.run(story())
+    async with cluster(tmp_path, "shm,tcp", words, p_words=(CUT_OFF, "mint", "worker")) as here:
+        await here.asked(4, Mode.PULL, "mint")
+        stats, source = await here.d_and_p()
+        assert stats["ends_total"] == {"delivered": 4} and stats["links"] == {"p0": "tcp"}
+        assert source["planes_given_up_total"] == {"shm": 1}

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvbaton.engines.embedded import tokenizer
-from kvbaton.engines.embedded.block_cache import BlockPool
 from kvbaton.engines.embedded.embedded_engine import Engine
 from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig, ModelConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest, Output, RequestStatus, Sampling
-from kvbaton.engines.embedded.hooks import BlockIds, LoadOrder, LoadOutcome, Match, Nothing, NotYet, NullConnector
-from kvbaton.engines.embedded.model import Model
+from kvbaton.engines.embedded.hooks import BlockIds, Connector, LoadOrder, LoadOutcome, Match, Nothing, NotYet
+from kvbaton.engines.embedded.memory.block_cache import BlockPool
+from kvbaton.engines.embedded.model.decoder import Model
 from kvbaton.protocol.ids import RequestId
 
 TINY = ModelConfig(layers=2, d_model=32, d_hidden=32, heads=4, kv_heads=2, head_dim=8)
@@ -56,7 +56,7 @@ def request(name: str, tokens: Prompt, answer: int = 8, handoff: object = None, 
     return EngineRequest(RequestId(name), tokens, Sampling(**settings), handoff=handoff)  # type: ignore[arg-type]
 
 
-def engine(model: ModelConfig = TINY, connector: NullConnector | None = None, **changes: object) -> Engine:
+def engine(model: ModelConfig = TINY, connector: Connector | None = None, **changes: object) -> Engine:
     """An engine of few blocks; `changes` go to the cache's or the engine's configuration, by name."""
     cache = {name: changes.pop(name) for name in ("blocks", "block_tokens", "tp", "layout") if name in changes}
     cache = {"blocks": 64, "block_tokens": 8, **cache}
@@ -137,7 +137,7 @@ def _norm(x: np.ndarray) -> np.ndarray:
 
 
 @dataclass
-class Lender(NullConnector):
+class Lender(Connector):
     """P's side: keeps the blocks of every prompt it computed, until told otherwise."""
 
     pool: BlockPool = None  # type: ignore[assignment]
@@ -160,7 +160,7 @@ class Lender(NullConnector):
 
 
 @dataclass
-class Borrower(NullConnector):
+class Borrower(Connector):
     """D's side: copies the KV of prompts that `lender` kept, some steps after their blocks were allocated.
 
     What becomes of a request is drawn from its `handoff`: a list of moves, consumed in order. A string "wait" answers

@@ -9,7 +9,7 @@ from kvbaton.engines.embedded.embedded_connector import EmbeddedConnector
 from kvbaton.engines.embedded.embedded_engine import Engine
 from kvbaton.engines.embedded.engine_config import EngineConfig, FailurePolicy, ModelConfig
 from kvbaton.engines.embedded.engine_request import Output
-from kvbaton.engines.embedded.kv_layout import engine_layout
+from kvbaton.engines.embedded.memory.kv_layout import engine_layout
 from kvbaton.engines.side.store import StoreSide
 from kvbaton.node.doorway import Doorway, DoorwayConfig
 from kvbaton.node.epochs import EpochTable

@@ -7,7 +7,7 @@ from kvbaton.engines.embedded.embedded_connector import EmbeddedConnector
 from kvbaton.engines.embedded.embedded_engine import Engine
 from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest, Output, RequestStatus, Sampling
-from kvbaton.engines.embedded.kv_layout import content_of
+from kvbaton.engines.embedded.memory.kv_layout import content_of
 from kvbaton.node.doorway import Doorway, DoorwayConfig
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.pin_budget import ANY_PEER, PinBudget

@@ -13,7 +13,7 @@ import zmq
 import zmq.asyncio
 
 from kvbaton.control.addressing import ControlError
-from kvbaton.engines.embedded.announcing import Herald, announcement
+from kvbaton.engines.embedded.embedded_worker import Herald, announcement
 from kvbaton.engines.embedded.worker_options import WorkerOptions
 
 QUIET_S = 0.3
@@ -68,32 +68,26 @@ async def hears(socket: zmq.asyncio.Socket, within_s: float) -> bool:
     return bool(await socket.poll(within_s * 1000))
 
 
-def test_it_is_announced_from_when_it_is_listed_until_it_stops() -> None:
-    async def story() -> None:
-        async with listening() as (router, socket):
-            listed = False
-            herald = Herald(router, announcement(options(), "127.0.0.1:80", "tcp://127.0.0.1:7100"))
-            begins = asyncio.create_task(herald.announce_when(lambda: listed))
-            assert not await hears(socket, QUIET_S)
-            listed = True
-            await begins
-            for _ in range(2):
-                assert await hears(socket, 10.0)
-                assert msgspec.msgpack.decode((await socket.recv_multipart())[1])["type"] == "P"
-            herald.stop()
-            while await hears(socket, 1.5):  # longer than an interval: one that goes on is heard without end
-                await socket.recv_multipart()
-            herald.stop()
-
-    asyncio.run(asyncio.wait_for(story(), 60))
+async def test_it_is_announced_from_when_it_is_listed_until_it_stops() -> None:
+    async with listening() as (router, socket):
+        listed = False
+        herald = Herald(router, announcement(options(), "127.0.0.1:80", "tcp://127.0.0.1:7100"))
+        begins = asyncio.create_task(herald.announce_when(lambda: listed))
+        assert not await hears(socket, QUIET_S)
+        listed = True
+        await begins
+        for _ in range(2):
+            assert await hears(socket, 10.0)
+            assert msgspec.msgpack.decode((await socket.recv_multipart())[1])["type"] == "P"
+        herald.stop()
+        while await hears(socket, 1.5):  # longer than an interval: one that goes on is heard without end
+            await socket.recv_multipart()
+        herald.stop()
 
 
-def test_one_that_is_stopped_before_it_is_listed_is_never_announced() -> None:
-    async def story() -> None:
-        async with listening() as (router, socket):
-            herald = Herald(router, announcement(options(), "127.0.0.1:80", "tcp://127.0.0.1:7100"))
-            herald.stop()
-            await herald.announce_when(lambda: True)
-            assert not await hears(socket, QUIET_S)
-
-    asyncio.run(asyncio.wait_for(story(), 30))
+async def test_one_that_is_stopped_before_it_is_listed_is_never_announced() -> None:
+    async with listening() as (router, socket):
+        herald = Herald(router, announcement(options(), "127.0.0.1:80", "tcp://127.0.0.1:7100"))
+        herald.stop()
+        await herald.announce_when(lambda: True)
+        assert not await hears(socket, QUIET_S)

@@ -124,63 +124,51 @@ def held_by(door: DrainingDoor) -> Callable[[], HeldReport]:
 
 
 class TestDoor:
-    def test_it_counts_those_inside_and_refuses_when_shut(self) -> None:
-        async def story() -> None:
-            engine = Engine()
-            door = DrainingDoor(engine)
-            under_way = asyncio.create_task(consumed(door))
-            await until(lambda: door.inside == 1)
-            door.is_shut = True
-            with pytest.raises(RefusedError, match="draining") as refused:
-                await consumed(door)
-            assert refused.value.kind == "stopping"
-            engine.may_end.set()
-            assert await under_way == [Token("a"), Finished("length")]
-            assert (door.inside, door.came) == (0, 1)
+    async def test_it_counts_those_inside_and_refuses_when_shut(self) -> None:
+        engine = Engine()
+        door = DrainingDoor(engine)
+        under_way = asyncio.create_task(consumed(door))
+        await until(lambda: door.inside == 1)
+        door.is_shut = True
+        with pytest.raises(RefusedError, match="draining") as refused:
+            await consumed(door)
+        assert refused.value.kind == "stopping"
+        engine.may_end.set()
+        assert await under_way == [Token("a"), Finished("length")]
+        assert (door.inside, door.came) == (0, 1)
 
-        asyncio.run(story())
+    async def test_leaving_early_leaves_the_engine_too(self) -> None:
+        door = DrainingDoor(Engine())
+        events = door.generate(REQUEST)
+        await anext(events)
+        await events.aclose()
+        assert door.inside == 0
 
-    def test_leaving_early_leaves_the_engine_too(self) -> None:
-        async def story() -> None:
-            door = DrainingDoor(Engine())
-            events = door.generate(REQUEST)
-            await anext(events)
-            await events.aclose()
-            assert door.inside == 0
-
-        asyncio.run(story())
-
-    def test_health_is_refused_from_the_beginning_of_a_drain(self) -> None:
-        async def story() -> None:
-            door = DrainingDoor(Engine())
-            assert door.ready() and door.stats() == {"pins": 0, "draining": 0}
-            door.is_draining = True
-            assert not door.ready() and door.stats() == {"pins": 0, "draining": 1}
-            assert [card.id for card in door.models()] == ["tiny"]
-
-        asyncio.run(story())
+    async def test_health_is_refused_from_the_beginning_of_a_drain(self) -> None:
+        door = DrainingDoor(Engine())
+        assert door.ready() and door.stats() == {"pins": 0, "draining": 0}
+        door.is_draining = True
+        assert not door.ready() and door.stats() == {"pins": 0, "draining": 1}
+        assert [card.id for card in door.models()] == ["tiny"]
 
 
 class TestLoop:
-    def test_a_request_that_comes_late_is_served_and_waited_for(self) -> None:
-        async def story() -> None:
-            engine, listing = Engine(), Listing()
-            door = DrainingDoor(engine)
-            shut: list[bool] = []
-            settings = DrainSettings(drain_s=60.0, quiet_s=3.5, confirm_s=1.0)
-            ending = asyncio.create_task(
-                drain(door, listing, held_by(door), settings, asyncio.Event(), lambda: shut.append(True))
-            )
-            await until(lambda: listing.drained)
-            late = asyncio.create_task(consumed(door))  # well before the quiet is over
-            await until(lambda: "1 request" in listing.told)
-            assert not ending.done() and not shut
-            engine.may_end.set()
-            assert len(await late) == 2
-            assert (await ending).nothing and shut == [True] and door.is_shut
-            assert listing.drained == 1
-
-        asyncio.run(story())
+    async def test_a_request_that_comes_late_is_served_and_waited_for(self) -> None:
+        engine, listing = Engine(), Listing()
+        door = DrainingDoor(engine)
+        shut: list[bool] = []
+        settings = DrainSettings(drain_s=60.0, quiet_s=3.5, confirm_s=1.0)
+        ending = asyncio.create_task(
+            drain(door, listing, held_by(door), settings, asyncio.Event(), lambda: shut.append(True))
+        )
+        await until(lambda: listing.drained)
+        late = asyncio.create_task(consumed(door))  # well before the quiet is over
+        await until(lambda: "1 request" in listing.told)
+        assert not ending.done() and not shut
+        engine.may_end.set()
+        assert len(await late) == 2
+        assert (await ending).nothing and shut == [True] and door.is_shut
+        assert listing.drained == 1
 
     def test_a_registry_that_is_away_does_not_keep_it(self) -> None:
         async def story() -> HeldReport:
@@ -189,40 +177,34 @@ class TestLoop:
 
         assert asyncio.run(story()).nothing
 
-    def test_a_second_word_ends_it_with_what_is_left(self) -> None:
-        async def story() -> None:
-            stop = Stopping()
-            door = DrainingDoor(Engine())
-            under_way = asyncio.create_task(consumed(door))
-            await until(lambda: door.inside)
-            with stop.on_signals():
-                os.kill(os.getpid(), signal.SIGTERM)
-                await stop.begun.wait()
-                assert not stop.at_once.is_set()
-                ending = asyncio.create_task(drain(door, Listing(), held_by(door), SETTINGS, stop.at_once))
-                await until(lambda: door.is_draining)
-                stop.ask_from_thread()
-                await asyncio.sleep(0)
-                assert not stop.at_once.is_set(), "the registry's order repeats the first word, it is not a second"
-                os.kill(os.getpid(), signal.SIGINT)
-                assert (await ending).requests == 1
-            under_way.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await under_way
-
-        asyncio.run(story())
-
-    def test_a_signal_after_the_registrys_order_does_not_hurry_it(self) -> None:
-        async def story() -> None:
-            stop = Stopping()
-            stop.ask_from_thread()
+    async def test_a_second_word_ends_it_with_what_is_left(self) -> None:
+        stop = Stopping()
+        door = DrainingDoor(Engine())
+        under_way = asyncio.create_task(consumed(door))
+        await until(lambda: door.inside)
+        with stop.on_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
             await stop.begun.wait()
-            stop.ask()
             assert not stop.at_once.is_set()
-            stop.ask()
-            assert stop.at_once.is_set()
+            ending = asyncio.create_task(drain(door, Listing(), held_by(door), SETTINGS, stop.at_once))
+            await until(lambda: door.is_draining)
+            stop.ask_from_thread()
+            await asyncio.sleep(0)
+            assert not stop.at_once.is_set(), "the registry's order repeats the first word, it is not a second"
+            os.kill(os.getpid(), signal.SIGINT)
+            assert (await ending).requests == 1
+        under_way.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await under_way
 
-        asyncio.run(story())
+    async def test_a_signal_after_the_registrys_order_does_not_hurry_it(self) -> None:
+        stop = Stopping()
+        stop.ask_from_thread()
+        await stop.begun.wait()
+        stop.ask()
+        assert not stop.at_once.is_set()
+        stop.ask()
+        assert stop.at_once.is_set()
 
     def test_at_the_bound_it_goes_with_what_is_left(self) -> None:
         async def story() -> HeldReport:
@@ -233,12 +215,9 @@ class TestLoop:
 
         assert asyncio.run(story()) == HeldReport(leases=2)
 
-    def test_a_hangup_stops_at_once(self) -> None:
-        async def story() -> None:
-            stop = Stopping()
-            with stop.on_signals():
-                os.kill(os.getpid(), signal.SIGHUP)
-                await stop.begun.wait()
-                assert stop.at_once.is_set()
-
-        asyncio.run(story())
+    async def test_a_hangup_stops_at_once(self) -> None:
+        stop = Stopping()
+        with stop.on_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+            await stop.begun.wait()
+            assert stop.at_once.is_set()

@@ -10,8 +10,8 @@ import pytest
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.engine_config import ModelConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest, RejectedError, RequestStatus, Sampling
-from kvbaton.engines.embedded.hooks import BlockIds, Chunk, NullConnector
-from kvbaton.engines.embedded.model import Model
+from kvbaton.engines.embedded.hooks import BlockIds, Chunk, Connector
+from kvbaton.engines.embedded.model.decoder import Model
 from kvbaton.protocol.ids import RequestId
 
 from .helpers import SLIDING, TINY, answer_alone, answers, engine, finish, naive_logits, prompt, request, step
@@ -83,7 +83,7 @@ def test_a_salt_keeps_prefixes_apart() -> None:
 def test_preemption_changes_no_answer(config: ModelConfig, caching: bool) -> None:
     preempted: list[RequestId] = []
 
-    class Noting(NullConnector):
+    class Noting(Connector):
         def preempted(self, request: EngineRequest) -> None:
             preempted.append(request.request_id)
 
@@ -170,7 +170,7 @@ def test_a_full_queue_rejects() -> None:
 
 
 def test_an_idle_engine_can_be_stepped() -> None:
-    class Pinning(NullConnector):
+    class Pinning(Connector):
         steps = 0
 
         def step_begin(self) -> None:
@@ -190,7 +190,7 @@ def test_an_idle_engine_can_be_stepped() -> None:
 def test_prompt_chunks_are_told_layer_by_layer_and_then_whole() -> None:
     told: list[tuple[object, ...]] = []
 
-    class Layers(NullConnector):
+    class Layers(Connector):
         wants_layers = True
 
         def layer_done(self, layer: int, chunks: Sequence[Chunk]) -> None:
@@ -223,7 +223,7 @@ def test_stats_add_up() -> None:
 
 def test_an_engine_lives_in_memory_that_others_can_see() -> None:
     from kvbaton.engines.embedded.embedded_engine import Engine
-    from kvbaton.engines.embedded.kv_memory import KvGeometry
+    from kvbaton.engines.embedded.memory.kv_memory import KvGeometry
 
     config = engine().config
     geometry = KvGeometry(config.model, config.cache)
@@ -233,3 +233,27 @@ def test_an_engine_lives_in_memory_that_others_can_see() -> None:
     finish(subject)
     assert any(region)
     subject.close()
+
+
+def test_hooks_are_called_in_the_order_that_is_documented() -> None:
+    calls: list[str] = []
+
+    class Noting(Connector):
+        wants_layers = True
+
+        def __getattribute__(self, name: str) -> object:
+            found = object.__getattribute__(self, name)
+            if callable(found) and not name.startswith("_"):
+                calls.append(name)
+            return found
+
+    subject = engine(connector=Noting())
+    assert calls == ["bind"]
+    calls.clear()
+    subject.add_request(request("a", prompt(1, 9), 1))
+    finish(subject)
+    one_step = [
+        *("on_new_request", "step_begin", "take_reports", "match", "allocated"),
+        *("layer_done", "layer_done", "chunk_done", "ending", "request_finished"),
+    ]
+    assert calls == [*one_step, "step_begin", "take_reports"]

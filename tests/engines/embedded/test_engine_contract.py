@@ -11,8 +11,8 @@ from kvbaton.engines.embedded.embedded_connector import EmbeddedConnector
 from kvbaton.engines.embedded.embedded_engine import Engine
 from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest, Sampling
-from kvbaton.engines.embedded.kv_layout import engine_layout
-from kvbaton.engines.embedded.kv_memory import KvGeometry
+from kvbaton.engines.embedded.memory.kv_layout import engine_layout
+from kvbaton.engines.embedded.memory.kv_memory import KvGeometry
 from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.ids import RequestId
 from kvbaton.testing.engine_contract import EngineCase, check_engine

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -65,52 +64,39 @@ async def door(me: str, mode: Mode, modes: tuple[Mode, ...] = tuple(Mode)) -> As
         yield Door(backend, url, session)
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 20))
-
-
 def handoff_of(params: TransferParams | None) -> str:
     assert params is not None and params.ticket is not None
     return unseal(params.ticket, [KEY], time.time()).handoff
 
 
-def test_moriio_read_asks_p_for_a_lease_and_d_with_what_p_said() -> None:
-    async def story() -> None:
-        async with door("p0", Mode.PULL) as p, door("d0", Mode.PULL) as d:
-            status, answer = await p.post(TO_P)
-            assert (status, p.handoffs) == (200, [TransferParams(do_remote_decode=True)])
-            status, _ = await d.post({**answer["kv_transfer_params"], "remote_dp_size": 1, "later": None})
-            assert (status, d.handoffs) == (200, [TransferParams(do_remote_prefill=True, ticket="t")])
-
-    run(story())
+async def test_moriio_read_asks_p_for_a_lease_and_d_with_what_p_said() -> None:
+    async with door("p0", Mode.PULL) as p, door("d0", Mode.PULL) as d:
+        status, answer = await p.post(TO_P)
+        assert (status, p.handoffs) == (200, [TransferParams(do_remote_decode=True)])
+        status, _ = await d.post({**answer["kv_transfer_params"], "remote_dp_size": 1, "later": None})
+        assert (status, d.handoffs) == (200, [TransferParams(do_remote_prefill=True, ticket="t")])
 
 
 @pytest.mark.parametrize("more", [{"n": 3}, {"prompt": ["a", "b", "c"]}])
-def test_moriio_write_makes_one_handoff_of_each_part_and_the_same_on_both_sides(more: dict[str, Any]) -> None:
-    async def story() -> None:
-        async with door("p0", Mode.PUSH) as p, door("d0", Mode.PUSH) as d:
-            assert [(await p.post(TO_P, **more))[0], (await d.post(TO_D, **more))[0]] == [200, 200]
-            found = [sorted(map(handoff_of, side.handoffs)) for side in (p, d)]
-            assert found[0] == found[1] == [f"{HEX}.{n}" for n in range(3)]
-            assert {each.mode for each in (*p.handoffs, *d.handoffs) if each} == {Mode.PUSH}
-
-    run(story())
+async def test_moriio_write_makes_one_handoff_of_each_part_and_the_same_on_both_sides(more: dict[str, Any]) -> None:
+    async with door("p0", Mode.PUSH) as p, door("d0", Mode.PUSH) as d:
+        assert [(await p.post(TO_P, **more))[0], (await d.post(TO_D, **more))[0]] == [200, 200]
+        found = [sorted(map(handoff_of, side.handoffs)) for side in (p, d)]
+        assert found[0] == found[1] == [f"{HEX}.{n}" for n in range(3)]
+        assert {each.mode for each in (*p.handoffs, *d.handoffs) if each} == {Mode.PUSH}
 
 
-def test_several_prompts_that_are_pulled_have_a_ticket_each() -> None:
-    async def story() -> None:
-        async with door("p0", Mode.PULL) as p, door("d0", Mode.PULL) as d:
-            _, answer = await p.post(TO_P, prompt=["a", "b"])
-            assert answer["kv_transfer_params"]["tickets"] == ["t", "t"]
-            params = {**answer["kv_transfer_params"], "tickets": ["t0", "t1"]}
-            assert (await d.post(params, prompt=["a", "b"]))[0] == 200
-            assert [each.ticket for each in d.handoffs if each] == ["t0", "t1"]
-            for odd in (["t0"], "t0", ["t0", "t0"], ["t0", 5]):
-                status, answer = await d.post({**params, "tickets": odd}, prompt=["a", "b"])
-                assert (status, answer["error"]["param"].partition(".")[0]) == (400, "kv_transfer_params")
-            assert len(d.backend.requests) == 2
-
-    run(story())
+async def test_several_prompts_that_are_pulled_have_a_ticket_each() -> None:
+    async with door("p0", Mode.PULL) as p, door("d0", Mode.PULL) as d:
+        _, answer = await p.post(TO_P, prompt=["a", "b"])
+        assert answer["kv_transfer_params"]["tickets"] == ["t", "t"]
+        params = {**answer["kv_transfer_params"], "tickets": ["t0", "t1"]}
+        assert (await d.post(params, prompt=["a", "b"]))[0] == 200
+        assert [each.ticket for each in d.handoffs if each] == ["t0", "t1"]
+        for odd in (["t0"], "t0", ["t0", "t0"], ["t0", 5]):
+            status, answer = await d.post({**params, "tickets": odd}, prompt=["a", "b"])
+            assert (status, answer["error"]["param"].partition(".")[0]) == (400, "kv_transfer_params")
+        assert len(d.backend.requests) == 2
 
 
 @pytest.mark.parametrize(
@@ -123,37 +109,28 @@ def test_several_prompts_that_are_pulled_have_a_ticket_each() -> None:
         ({**TO_D, "transfer_id": "7"}, ID, "bad_message", "transfer_id"),
     ],
 )
-def test_a_request_for_nobody_that_is_known_is_refused_by_name(
+async def test_a_request_for_nobody_that_is_known_is_refused_by_name(
     params: dict[str, Any], request_id: str, code: str, named: str
 ) -> None:
-    async def story() -> None:
-        async with door("d0", Mode.PUSH) as d:
-            status, answer = await d.post(params, request_id)
-            assert (status, answer["error"]["code"]) == (400, code) and named in answer["error"]["message"]
-            assert not d.backend.requests
-            assert (await d.post(TO_D))[0] == 200
-
-    run(story())
+    async with door("d0", Mode.PUSH) as d:
+        status, answer = await d.post(params, request_id)
+        assert (status, answer["error"]["code"]) == (400, code) and named in answer["error"]["message"]
+        assert not d.backend.requests
+        assert (await d.post(TO_D))[0] == 200
 
 
-def test_a_mode_that_the_worker_does_not_serve_is_refused() -> None:
-    async def story() -> None:
-        async with door("d0", Mode.PULL, (Mode.PULL,)) as d:
-            status, answer = await d.post({"do_remote_prefill": True, "mode": "push", "ticket": "t"})
-            assert (status, answer["error"]["param"]) == (400, "kv_transfer_params.mode")
-
-    run(story())
+async def test_a_mode_that_the_worker_does_not_serve_is_refused() -> None:
+    async with door("d0", Mode.PULL, (Mode.PULL,)) as d:
+        status, answer = await d.post({"do_remote_prefill": True, "mode": "push", "ticket": "t"})
+        assert (status, answer["error"]["param"]) == (400, "kv_transfer_params.mode")
 
 
-def test_an_id_with_long_host_names_is_read_and_one_beyond_the_bound_is_not_taken() -> None:
-    async def story() -> None:
-        host = ".".join(["h" * 60] * 4)
-        BOOK[host, 7100] = BOOK[host, 7200] = WorkerId("d0")
-        long = ID.replace("10.0.0.1", host).replace("10.0.0.2", host)
-        async with door("d0", Mode.PUSH) as d:
-            assert len(long) > 256 and (await d.post(TO_D, long))[0] == 200
-            assert d.backend.requests[-1].request_id.startswith(long)
-            assert (await d.post(None, "x" * 1025))[0] == 200
-            assert "x" not in d.backend.requests[-1].request_id
-
-    run(story())
+async def test_an_id_with_long_host_names_is_read_and_one_beyond_the_bound_is_not_taken() -> None:
+    host = ".".join(["h" * 60] * 4)
+    BOOK[host, 7100] = BOOK[host, 7200] = WorkerId("d0")
+    long = ID.replace("10.0.0.1", host).replace("10.0.0.2", host)
+    async with door("d0", Mode.PUSH) as d:
+        assert len(long) > 256 and (await d.post(TO_D, long))[0] == 200
+        assert d.backend.requests[-1].request_id.startswith(long)
+        assert (await d.post(None, "x" * 1025))[0] == 200
+        assert "x" not in d.backend.requests[-1].request_id

@@ -9,14 +9,14 @@ import pytest
 
 from kvbaton.engines.embedded.engine_config import ModelConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest, Output, RequestState, RequestStatus
-from kvbaton.engines.embedded.hooks import BlockIds, LoadOrder, LoadOutcome, Match, Nothing, NotYet, NullConnector
+from kvbaton.engines.embedded.hooks import BlockIds, Connector, LoadOrder, LoadOutcome, Match, Nothing, NotYet
 from kvbaton.protocol.ids import RequestId
 
 from .helpers import SLIDING, TINY, answer_alone, answers, engine, finish, pair, prompt, request, step
 
 
 @dataclass
-class Scripted(NullConnector):
+class Scripted(Connector):
     """Answers `match` by request id, reports what it is told to; notes ends."""
 
     answers: dict[str, Match] = field(default_factory=dict)

@@ -103,128 +103,107 @@ async def until(condition: Callable[[], Any]) -> None:
             await asyncio.sleep(0.002)
 
 
-def test_a_completion_is_answered_whole_and_streamed_alike() -> None:
-    async def story() -> None:
-        async with door() as d:
-            status, answer = await d.post(BODY)
-            assert status == 200
-            assert answer["choices"] == [{"index": 0, "logprobs": None, "finish_reason": "length", "text": "AB!"}]
-            assert answer["usage"] == {
-                "prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6,
-                "prompt_tokens_details": {"cached_tokens": 1},
-            }  # fmt: skip
-            assert "kv_transfer_params" not in answer
-            *chunks, done = await d.events(BODY)
-            assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "AB!"
-            assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, None, "length"]
-            assert done == "[DONE]"
-            assert d.backend.aborted == 0
-
-    run(story())
+async def test_a_completion_is_answered_whole_and_streamed_alike() -> None:
+    async with door() as d:
+        status, answer = await d.post(BODY)
+        assert status == 200
+        assert answer["choices"] == [{"index": 0, "logprobs": None, "finish_reason": "length", "text": "AB!"}]
+        assert answer["usage"] == {
+            "prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6,
+            "prompt_tokens_details": {"cached_tokens": 1},
+        }  # fmt: skip
+        assert "kv_transfer_params" not in answer
+        *chunks, done = await d.events(BODY)
+        assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "AB!"
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, None, "length"]
+        assert done == "[DONE]"
+        assert d.backend.aborted == 0
 
 
-def test_a_chat_is_rendered_by_the_template() -> None:
-    async def story() -> None:
-        async with door() as d:
-            messages = [
-                {"role": "developer", "content": "s"},
-                {"role": "user", "content": [{"type": "text", "text": "u"}, {"type": "text", "text": "v"}]},
-                {"role": "assistant", "content": None},
-            ]
-            status, answer = await d.post({"messages": messages, "max_completion_tokens": 2}, "/v1/chat/completions")
-            assert (status, answer["choices"][0]["message"]) == (200, {"role": "assistant", "content": "SU"})
-            assert list(d.backend.requests[0].prompt) == tokenizer.encode_chat(
-                [("system", "s"), ("user", "uv"), ("assistant", "")]
-            )
-            chunks = await d.events({"messages": messages, "max_tokens": 2}, "/v1/chat/completions")
-            assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-            assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks[1:-1]] == ["S", "U", None]
-
-    run(story())
+async def test_a_chat_is_rendered_by_the_template() -> None:
+    async with door() as d:
+        messages = [
+            {"role": "developer", "content": "s"},
+            {"role": "user", "content": [{"type": "text", "text": "u"}, {"type": "text", "text": "v"}]},
+            {"role": "assistant", "content": None},
+        ]
+        status, answer = await d.post({"messages": messages, "max_completion_tokens": 2}, "/v1/chat/completions")
+        assert (status, answer["choices"][0]["message"]) == (200, {"role": "assistant", "content": "SU"})
+        assert list(d.backend.requests[0].prompt) == tokenizer.encode_chat(
+            [("system", "s"), ("user", "uv"), ("assistant", "")]
+        )
+        chunks = await d.events({"messages": messages, "max_tokens": 2}, "/v1/chat/completions")
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert [chunk["choices"][0]["delta"].get("content") for chunk in chunks[1:-1]] == ["S", "U", None]
 
 
-def test_several_prompts_and_choices_are_several_requests_and_one_answer() -> None:
-    async def story() -> None:
-        async with door() as d:
-            body = {"prompt": [[97], [98]], "n": 2, "seed": 4, "max_tokens": 2}
-            _, answer = await d.post(body)
-            assert [(each["index"], each["text"]) for each in answer["choices"]] == [
-                (0, "A!"), (1, "A!"), (2, "B!"), (3, "B!"),
-            ]  # fmt: skip
-            assert sorted(request.seed for request in d.backend.requests) == [4, 4, 5, 5]
-            assert len({request.request_id for request in d.backend.requests}) == 4
-            *chunks, usage, done = await d.events({**body, "stream_options": {"include_usage": True}})
-            assert usage["usage"]["completion_tokens"] == 8
-            assert {chunk["choices"][0]["index"] for chunk in chunks} == {0, 1, 2, 3}
-            assert done == "[DONE]"
-
-    run(story())
+async def test_several_prompts_and_choices_are_several_requests_and_one_answer() -> None:
+    async with door() as d:
+        body = {"prompt": [[97], [98]], "n": 2, "seed": 4, "max_tokens": 2}
+        _, answer = await d.post(body)
+        assert [(each["index"], each["text"]) for each in answer["choices"]] == [
+            (0, "A!"), (1, "A!"), (2, "B!"), (3, "B!"),
+        ]  # fmt: skip
+        assert sorted(request.seed for request in d.backend.requests) == [4, 4, 5, 5]
+        assert len({request.request_id for request in d.backend.requests}) == 4
+        *chunks, usage, done = await d.events({**body, "stream_options": {"include_usage": True}})
+        assert usage["usage"]["completion_tokens"] == 8
+        assert {chunk["choices"][0]["index"] for chunk in chunks} == {0, 1, 2, 3}
+        assert done == "[DONE]"
 
 
-def test_sampling_reaches_the_backend() -> None:
-    async def story() -> None:
-        async with door() as d:
-            await d.post({**BODY, "min_tokens": 2, "ignore_eos": True, "seed": -3, "logprobs": 2, "cache_salt": "s"})
-            request = d.backend.requests[0]
-            assert (request.min_tokens, request.ignore_eos, request.temperature) == (2, True, 0.0)
-            assert (request.seed, request.logprobs, request.cache_salt) == ((-3) % (1 << 63), 2, "s")
-            await d.post({"prompt": "a"})
-            await d.post({"prompt": "a"})
-            _, one, two = d.backend.requests
-            assert (one.max_tokens, one.temperature) == (16, 1.0)
-            assert one.seed != two.seed
-
-    run(story())
+async def test_sampling_reaches_the_backend() -> None:
+    async with door() as d:
+        await d.post({**BODY, "min_tokens": 2, "ignore_eos": True, "seed": -3, "logprobs": 2, "cache_salt": "s"})
+        request = d.backend.requests[0]
+        assert (request.min_tokens, request.ignore_eos, request.temperature) == (2, True, 0.0)
+        assert (request.seed, request.logprobs, request.cache_salt) == ((-3) % (1 << 63), 2, "s")
+        await d.post({"prompt": "a"})
+        await d.post({"prompt": "a"})
+        _, one, two = d.backend.requests
+        assert (one.max_tokens, one.temperature) == (16, 1.0)
+        assert one.seed != two.seed
 
 
-def test_log_probabilities_come_in_both_formats() -> None:
-    async def story() -> None:
-        async with door() as d:
-            _, answer = await d.post({**BODY, "logprobs": 1})
-            assert answer["choices"][0]["logprobs"] == {
-                "tokens": ["A", "B", "!"], "token_logprobs": [-0.5] * 3,
-                "top_logprobs": [{"A": -0.5}, {"B": -0.5}, {"!": -0.5}], "text_offset": [0, 1, 2],
-            }  # fmt: skip
-            messages = [{"role": "user", "content": "a"}]
-            chat = {"messages": messages, "max_tokens": 1, "logprobs": True, "top_logprobs": 2}
-            _, answer = await d.post(chat, "/v1/chat/completions")
-            (told,) = answer["choices"][0]["logprobs"]["content"]
-            assert (told["token"], told["logprob"], len(told["top_logprobs"])) == ("A", -0.5, 2)
-            assert told["top_logprobs"][1] == {"token": "A", "logprob": 0.0, "bytes": [65]}
-
-    run(story())
+async def test_log_probabilities_come_in_both_formats() -> None:
+    async with door() as d:
+        _, answer = await d.post({**BODY, "logprobs": 1})
+        assert answer["choices"][0]["logprobs"] == {
+            "tokens": ["A", "B", "!"], "token_logprobs": [-0.5] * 3,
+            "top_logprobs": [{"A": -0.5}, {"B": -0.5}, {"!": -0.5}], "text_offset": [0, 1, 2],
+        }  # fmt: skip
+        messages = [{"role": "user", "content": "a"}]
+        chat = {"messages": messages, "max_tokens": 1, "logprobs": True, "top_logprobs": 2}
+        _, answer = await d.post(chat, "/v1/chat/completions")
+        (told,) = answer["choices"][0]["logprobs"]["content"]
+        assert (told["token"], told["logprob"], len(told["top_logprobs"])) == ("A", -0.5, 2)
+        assert told["top_logprobs"][1] == {"token": "A", "logprob": 0.0, "bytes": [65]}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_ends_before_its_stop_text_and_the_request_is_aborted(stream: bool) -> None:
-    async def story() -> None:
-        async with door() as d:
-            body = {**BODY, "prompt": "abcd", "max_tokens": 9, "stop": ["CD", "zz"]}
-            if stream:
-                *chunks, _ = await d.events(body)
-                text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
-                reason = chunks[-1]["choices"][0]["finish_reason"]
-            else:
-                _, answer = await d.post(body)
-                text, reason = answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]
-            assert (text, reason) == ("AB", "stop")
-            await until(lambda: d.backend.aborted == 1)
-
-    run(story())
+async def test_an_answer_ends_before_its_stop_text_and_the_request_is_aborted(stream: bool) -> None:
+    async with door() as d:
+        body = {**BODY, "prompt": "abcd", "max_tokens": 9, "stop": ["CD", "zz"]}
+        if stream:
+            *chunks, _ = await d.events(body)
+            text = "".join(chunk["choices"][0]["text"] for chunk in chunks)
+            reason = chunks[-1]["choices"][0]["finish_reason"]
+        else:
+            _, answer = await d.post(body)
+            text, reason = answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]
+        assert (text, reason) == ("AB", "stop")
+        await until(lambda: d.backend.aborted == 1)
 
 
-def test_a_handoff_is_parsed_at_the_door_and_its_params_come_back() -> None:
-    async def story() -> None:
-        async with door() as d:
-            asked = {"do_remote_decode": True, "do_remote_prefill": False, "mode": "pull"}
-            _, answer = await d.post({**BODY, "max_tokens": 1, "stop": "A", "kv_transfer_params": asked})
-            assert answer["kv_transfer_params"] == {"ticket": "t", "do_remote_prefill": True}
-            handoff = d.backend.requests[0].handoff
-            assert handoff is not None
-            assert handoff.do_remote_decode
-            assert d.backend.aborted == 0  # a stop text is not for P, whose token nobody reads
-
-    run(story())
+async def test_a_handoff_is_parsed_at_the_door_and_its_params_come_back() -> None:
+    async with door() as d:
+        asked = {"do_remote_decode": True, "do_remote_prefill": False, "mode": "pull"}
+        _, answer = await d.post({**BODY, "max_tokens": 1, "stop": "A", "kv_transfer_params": asked})
+        assert answer["kv_transfer_params"] == {"ticket": "t", "do_remote_prefill": True}
+        handoff = d.backend.requests[0].handoff
+        assert handoff is not None
+        assert handoff.do_remote_decode
+        assert d.backend.aborted == 0  # a stop text is not for P, whose token nobody reads
 
 
 @pytest.mark.parametrize(
@@ -245,30 +224,26 @@ def test_a_handoff_is_parsed_at_the_door_and_its_params_come_back() -> None:
         ({"logit_bias": {"5": 1}}, "logit_bias"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_field_and_reaches_no_engine(change: dict[str, Any], param: str) -> None:
-    async def story() -> None:
-        async with door() as d:
-            status, answer = await d.post({**BODY, **change})
-            assert (status, answer["error"]["param"]) == (400, param)
-            assert d.backend.requests == []
+async def test_what_cannot_be_done_is_refused_by_field_and_reaches_no_engine(
+    change: dict[str, Any], param: str
+) -> None:
+    async with door() as d:
+        status, answer = await d.post({**BODY, **change})
+        assert (status, answer["error"]["param"]) == (400, param)
+        assert d.backend.requests == []
 
-    run(story())
 
-
-def test_odd_chats_and_paths_and_models_are_refused() -> None:
-    async def story() -> None:
-        async with door(1000) as d:
-            image = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
-            status, answer = await d.post({"messages": image}, "/v1/chat/completions")
-            assert (status, answer["error"]["param"]) == (400, "messages[0].content")
-            status, answer = await d.post({**BODY, "model": "huge"})
-            assert (status, answer["error"]["code"]) == (404, "model_not_found")
-            assert "only tiny" in answer["error"]["message"]
-            assert (await d.post(BODY, "/v1/nothing"))[0] == 404
-            assert (await d.post({"prompt": "x" * 2000}))[0] == 413
-            assert (await d.post(b"\x00"))[0] == 400
-
-    run(story())
+async def test_odd_chats_and_paths_and_models_are_refused() -> None:
+    async with door(1000) as d:
+        image = [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]
+        status, answer = await d.post({"messages": image}, "/v1/chat/completions")
+        assert (status, answer["error"]["param"]) == (400, "messages[0].content")
+        status, answer = await d.post({**BODY, "model": "huge"})
+        assert (status, answer["error"]["code"]) == (404, "model_not_found")
+        assert "only tiny" in answer["error"]["message"]
+        assert (await d.post(BODY, "/v1/nothing"))[0] == 404
+        assert (await d.post({"prompt": "x" * 2000}))[0] == 413
+        assert (await d.post(b"\x00"))[0] == 400
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -284,72 +259,57 @@ def test_odd_chats_and_paths_and_models_are_refused() -> None:
         (RuntimeError("bug"), 500, "internal_error", "internal"),
     ],
 )
-def test_a_refusal_before_the_first_token_is_a_status(
+async def test_a_refusal_before_the_first_token_is_a_status(
     error: Exception, status: int, kind: str, code: str | None, stream: bool
 ) -> None:
-    async def story() -> None:
-        async with door() as d:
-            d.backend.fail_at = (0, error)
-            got, answer = await d.post({**BODY, "stream": stream})
-            assert (got, answer["error"]["type"], answer["error"]["code"]) == (status, kind, code)
-            assert "bug" not in answer["error"]["message"]
-
-    run(story())
+    async with door() as d:
+        d.backend.fail_at = (0, error)
+        got, answer = await d.post({**BODY, "stream": stream})
+        assert (got, answer["error"]["type"], answer["error"]["code"]) == (status, kind, code)
+        assert "bug" not in answer["error"]["message"]
 
 
-def test_a_refusal_after_the_first_token_is_an_event_and_no_done() -> None:
-    async def story() -> None:
-        async with door() as d:
-            d.backend.fail_at = (1, RefusedError("broken", "the engine died"))
-            first, error = await d.events(BODY)
-            assert first["choices"][0]["text"] == "A"
-            assert error["error"]["message"] == "the engine died"
-
-    run(story())
+async def test_a_refusal_after_the_first_token_is_an_event_and_no_done() -> None:
+    async with door() as d:
+        d.backend.fail_at = (1, RefusedError("broken", "the engine died"))
+        first, error = await d.events(BODY)
+        assert first["choices"][0]["text"] == "A"
+        assert error["error"]["message"] == "the engine died"
 
 
 @pytest.mark.parametrize("wait_at", [0, 1])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_aborts_all_of_its_requests(stream: bool, wait_at: int) -> None:
-    async def story() -> None:
-        async with door() as d:
-            d.backend.wait_at = wait_at
-            call = asyncio.create_task(d.post({**BODY, "n": 3, "stream": stream}))
-            await until(lambda: len(d.backend.requests) == 3)
-            call.cancel()
-            await until(lambda: d.backend.aborted == 3)
-
-    run(story())
+async def test_a_client_that_goes_aborts_all_of_its_requests(stream: bool, wait_at: int) -> None:
+    async with door() as d:
+        d.backend.wait_at = wait_at
+        call = asyncio.create_task(d.post({**BODY, "n": 3, "stream": stream}))
+        await until(lambda: len(d.backend.requests) == 3)
+        call.cancel()
+        await until(lambda: d.backend.aborted == 3)
 
 
-def test_health_models_stats_and_metrics() -> None:
-    async def story() -> None:
-        async with door() as d:
-            for path, expected in (("/health", 200), ("/stats", 200), ("/v1/models", 200)):
-                async with d.session.get(d.url + path) as response:
-                    assert response.status == expected
-            async with d.session.get(f"{d.url}/metrics") as response:
-                assert 'kvbaton_ends_total{worker="p0",end="delivered"} 2' in await response.text()
-            d.backend.is_ready = False
-            async with d.session.get(f"{d.url}/health") as response:
-                assert response.status == 503
-
-    run(story())
+async def test_health_models_stats_and_metrics() -> None:
+    async with door() as d:
+        for path, expected in (("/health", 200), ("/stats", 200), ("/v1/models", 200)):
+            async with d.session.get(d.url + path) as response:
+                assert response.status == expected
+        async with d.session.get(f"{d.url}/metrics") as response:
+            assert 'kvbaton_ends_total{worker="p0",end="delivered"} 2' in await response.text()
+        d.backend.is_ready = False
+        async with d.session.get(f"{d.url}/health") as response:
+            assert response.status == 503
 
 
-def test_an_unmodified_openai_client_is_served() -> None:
-    async def story() -> None:
-        async with door() as d, openai.AsyncOpenAI(base_url=f"{d.url}/v1", api_key="k", max_retries=0) as client:
-            whole = await client.completions.create(model="tiny", prompt="hey", max_tokens=4, logprobs=1)
-            assert whole.choices[0].text == "HEY!"
-            stream = await client.chat.completions.create(
-                model="tiny", messages=[{"role": "user", "content": "hey"}], max_tokens=3, stream=True
-            )
-            parts = [part async for part in stream]
-            assert "".join(part.choices[0].delta.content or "" for part in parts) == "HEY"
-            assert [model.id async for model in await client.models.list()] == ["tiny"]
-
-    run(story())
+async def test_an_unmodified_openai_client_is_served() -> None:
+    async with door() as d, openai.AsyncOpenAI(base_url=f"{d.url}/v1", api_key="k", max_retries=0) as client:
+        whole = await client.completions.create(model="tiny", prompt="hey", max_tokens=4, logprobs=1)
+        assert whole.choices[0].text == "HEY!"
+        stream = await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "hey"}], max_tokens=3, stream=True
+        )
+        parts = [part async for part in stream]
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == "HEY"
+        assert [model.id async for model in await client.models.list()] == ["tiny"]
 
 
 FOR_D = {"do_remote_prefill": True, "mode": "pull", "ticket": "t"}
@@ -371,47 +331,40 @@ FOR_D = {"do_remote_prefill": True, "mode": "pull", "ticket": "t"}
         ({}, None, []),
     ],
 )  # fmt: skip
-def test_whoever_leased_for_a_refused_request_is_told(
+async def test_whoever_leased_for_a_refused_request_is_told(
     body: dict[str, Any], refusal: RefusedError | None, told: list[tuple[str, Reason]]
 ) -> None:
     """Promise 3: else P keeps its blocks for nobody until the lease runs out. One that is served tells nothing."""
     heard: list[tuple[str, Reason]] = []
-
-    async def story() -> None:
-        async with door(disown=lambda ticket, reason: heard.append((ticket, reason))) as d:
-            d.backend.fail_at = (0, refusal) if refusal is not None else None
-            status, _ = await d.post({**BODY, "kv_transfer_params": FOR_D, **body})
-            assert (status != 200) == bool(body or refusal)
-            assert heard == told
-            assert (await d.post(b"\xff{not json"))[0] == 400
-
-    run(story())
+    async with door(disown=lambda ticket, reason: heard.append((ticket, reason))) as d:
+        d.backend.fail_at = (0, refusal) if refusal is not None else None
+        status, _ = await d.post({**BODY, "kv_transfer_params": FOR_D, **body})
+        assert (status != 200) == bool(body or refusal)
+        assert heard == told
+        assert (await d.post(b"\xff{not json"))[0] == 400
     assert heard == told
 
 
-def test_tokens_of_a_text_and_back() -> None:
-    async def story() -> None:
-        async with door() as d:
-            status, found = await d.post({"prompt": "ab\u00e9"}, "/tokenize")
-            assert (status, found["tokens"], found["count"]) == (200, [256, 97, 98, 195, 169], 5)
-            status, bare = await d.post({"prompt": "ab", "add_special_tokens": False}, "/tokenize")
-            assert (status, bare["tokens"], bare["token_strs"]) == (200, [97, 98], None)
-            status, chat = await d.post(
-                {"messages": [{"role": "user", "content": "a"}], "return_token_strs": True}, "/tokenize"
-            )
-            assert (status, chat["tokens"], len(chat["token_strs"])) == (200, [256, 259, 97, 260], 4)
-            assert await d.post({"tokens": found["tokens"]}, "/detokenize") == (200, {"prompt": "ab\u00e9"})
-            for path, odd, param in (
-                ("/tokenize", {}, "prompt"),
-                ("/tokenize", {"prompt": ["a", "b"]}, "prompt"),
-                ("/tokenize", {"prompt": "a", "model": "another"}, "model"),
-                ("/tokenize", {"messages": []}, "messages"),
-                ("/detokenize", {"tokens": [264]}, "tokens"),
-                ("/detokenize", {"tokens": [-1]}, "tokens"),
-                ("/detokenize", {}, "tokens"),
-                ("/detokenize", b"[]", "body"),
-            ):
-                status, answer = await d.post(odd, path)
-                assert (status in (400, 404), answer["error"]["param"]) == (True, param), (path, odd)
-
-    run(story())
+async def test_tokens_of_a_text_and_back() -> None:
+    async with door() as d:
+        status, found = await d.post({"prompt": "ab\u00e9"}, "/tokenize")
+        assert (status, found["tokens"], found["count"]) == (200, [256, 97, 98, 195, 169], 5)
+        status, bare = await d.post({"prompt": "ab", "add_special_tokens": False}, "/tokenize")
+        assert (status, bare["tokens"], bare["token_strs"]) == (200, [97, 98], None)
+        status, chat = await d.post(
+            {"messages": [{"role": "user", "content": "a"}], "return_token_strs": True}, "/tokenize"
+        )
+        assert (status, chat["tokens"], len(chat["token_strs"])) == (200, [256, 259, 97, 260], 4)
+        assert await d.post({"tokens": found["tokens"]}, "/detokenize") == (200, {"prompt": "ab\u00e9"})
+        for path, odd, param in (
+            ("/tokenize", {}, "prompt"),
+            ("/tokenize", {"prompt": ["a", "b"]}, "prompt"),
+            ("/tokenize", {"prompt": "a", "model": "another"}, "model"),
+            ("/tokenize", {"messages": []}, "messages"),
+            ("/detokenize", {"tokens": [264]}, "tokens"),
+            ("/detokenize", {"tokens": [-1]}, "tokens"),
+            ("/detokenize", {}, "tokens"),
+            ("/detokenize", b"[]", "body"),
+        ):
+            status, answer = await d.post(odd, path)
+            assert (status in (400, 404), answer["error"]["param"]) == (True, param), (path, odd)

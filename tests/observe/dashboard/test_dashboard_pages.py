@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from html.parser import HTMLParser
 from importlib import resources
@@ -119,48 +118,39 @@ async def asked(router: Router, path: str, method: str = "GET", peer: str = "127
     return answer
 
 
-def test_the_router_serves_the_page_and_its_state() -> None:
-    async def run() -> None:
-        async with router_app(StaticDirectory(()), RouterSettings(), pages=dashboard) as router:
-            for path in (*FILES, REASONS, STATE):
-                answer = await asked(router, path)
-                assert answer.status == 200
-                assert answer.headers["X-Content-Type-Options"] == "nosniff"
-                assert answer.headers["Content-Security-Policy"] == HEADERS["Content-Security-Policy"]
-            assert (await asked(router, ROOT)).content_type == "text/html; charset=utf-8"
-            state = await asked(router, STATE, "HEAD")
-            assert state.headers["Cache-Control"] == "no-store"
-            assert b'"workers":[]' in state.body
-
-    asyncio.run(run())
+async def test_the_router_serves_the_page_and_its_state() -> None:
+    async with router_app(StaticDirectory(()), RouterSettings(), pages=dashboard) as router:
+        for path in (*FILES, REASONS, STATE):
+            answer = await asked(router, path)
+            assert answer.status == 200
+            assert answer.headers["X-Content-Type-Options"] == "nosniff"
+            assert answer.headers["Content-Security-Policy"] == HEADERS["Content-Security-Policy"]
+        assert (await asked(router, ROOT)).content_type == "text/html; charset=utf-8"
+        state = await asked(router, STATE, "HEAD")
+        assert state.headers["Cache-Control"] == "no-store"
+        assert b'"workers":[]' in state.body
 
 
-def test_a_slash_too_many_leads_to_the_page() -> None:
-    async def run() -> None:
-        async with router_app(StaticDirectory(()), RouterSettings(), pages=dashboard) as router:
-            for method in ("GET", "HEAD"):
-                answer = await asked(router, f"{ROOT}/", method)
-                assert answer.status == 308
-                assert urljoin(f"http://host{ROOT}/", answer.headers["Location"]) == f"http://host{ROOT}"
-                assert urljoin(f"http://host/under{ROOT}/", answer.headers["Location"]) == f"http://host/under{ROOT}"
-            for path, method in ((f"{ROOT}//", "GET"), ("/", "GET"), ("/metrics/", "GET"), (f"{ROOT}/", "POST")):
-                with pytest.raises(ApiError) as refused:
-                    router.handler(method, path)
-                assert refused.value.status == 404
-
-    asyncio.run(run())
+async def test_a_slash_too_many_leads_to_the_page() -> None:
+    async with router_app(StaticDirectory(()), RouterSettings(), pages=dashboard) as router:
+        for method in ("GET", "HEAD"):
+            answer = await asked(router, f"{ROOT}/", method)
+            assert answer.status == 308
+            assert urljoin(f"http://host{ROOT}/", answer.headers["Location"]) == f"http://host{ROOT}"
+            assert urljoin(f"http://host/under{ROOT}/", answer.headers["Location"]) == f"http://host/under{ROOT}"
+        for path, method in ((f"{ROOT}//", "GET"), ("/", "GET"), ("/metrics/", "GET"), (f"{ROOT}/", "POST")):
+            with pytest.raises(ApiError) as refused:
+                router.handler(method, path)
+            assert refused.value.status == 404
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
-def test_nothing_but_reading_is_possible(method: str) -> None:
-    async def run() -> None:
-        async with router_app(StaticDirectory(()), RouterSettings(), pages=dashboard) as router:
-            for path in (ROOT, STATE):
-                with pytest.raises(ApiError) as refused:
-                    router.handler(method, path)
-                assert refused.value.status == 405
-
-    asyncio.run(run())
+async def test_nothing_but_reading_is_possible(method: str) -> None:
+    async with router_app(StaticDirectory(()), RouterSettings(), pages=dashboard) as router:
+        for path in (ROOT, STATE):
+            with pytest.raises(ApiError) as refused:
+                router.handler(method, path)
+            assert refused.value.status == 405
 
 
 @pytest.mark.parametrize(
@@ -172,15 +162,12 @@ def test_nothing_but_reading_is_possible(method: str) -> None:
         (OperatorPages.OFF, "127.0.0.1", False),
     ],
 )
-def test_the_page_is_shown_to_those_who_may_see_flights(pages: OperatorPages, peer: str, shown: bool) -> None:
-    async def run() -> None:
-        async with router_app(StaticDirectory(()), RouterSettings(operator_pages=pages), pages=dashboard) as router:
-            for path in (ROOT, STATE, f"{ROOT}/app.js"):
-                if shown:
-                    assert (await asked(router, path, peer=peer)).status == 200
-                    continue
-                with pytest.raises(ApiError) as refused:
-                    await asked(router, path, peer=peer)
-                assert refused.value.status == 403
-
-    asyncio.run(run())
+async def test_the_page_is_shown_to_those_who_may_see_flights(pages: OperatorPages, peer: str, shown: bool) -> None:
+    async with router_app(StaticDirectory(()), RouterSettings(operator_pages=pages), pages=dashboard) as router:
+        for path in (ROOT, STATE, f"{ROOT}/app.js"):
+            if shown:
+                assert (await asked(router, path, peer=peer)).status == 200
+                continue
+            with pytest.raises(ApiError) as refused:
+                await asked(router, path, peer=peer)
+            assert refused.value.status == 403

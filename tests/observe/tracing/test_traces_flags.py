@@ -145,14 +145,11 @@ def test_a_routers_flights_are_exported_while_the_context_lasts():
     assert gathering.on_flight == []
 
 
-def test_nothing_is_started_without_an_endpoint():
-    async def scenario() -> None:
-        telling = SimpleNamespace(on_flight=[])
-        async with traces.exported("", "r1", telling) as export:
-            assert export is None
-            assert telling.on_flight == []
-
-    asyncio.run(scenario())
+async def test_nothing_is_started_without_an_endpoint():
+    telling = SimpleNamespace(on_flight=[])
+    async with traces.exported("", "r1", telling) as export:
+        assert export is None
+        assert telling.on_flight == []
 
 
 def test_the_operators_names_go_before_ours():

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 import pytest
-from pair import Pair
-from party import Load, transfer
+from pair import Make, Pair
+from party import Load, delivered, transfer, why
 
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.effects import CancelCopy, DropHold, MatchFailed, MatchFound, Report, StartCopy
@@ -43,18 +41,6 @@ from kvbaton.protocol.wire.messages import (
 from kvbaton_proof.sim.world.sim_memory import Shape
 from kvbaton_proof.sim.world.sim_transport import CMA, RDMA
 
-Make = Callable[..., Pair]
-
-
-def why(load: Load) -> Reason | None:
-    end = load.failed or load.end
-    assert end is not None, f"{load.request} has not ended"
-    return end.reason
-
-
-def delivered(load: Load) -> bool:
-    return load.end is not None and load.end.delivered
-
 
 def state(pair: Pair) -> IntakeState:
     (intake,) = pair.d.ledger.consumer.by_handoff.values()
@@ -78,8 +64,7 @@ def at(pair: Pair, wanted: IntakeState) -> Load:
     pair.p.stream()
     pair.settle()
     if wanted in (IntakeState.REVOKING, IntakeState.SETTLING):
-        pair.d.give_up("r")
-        pair.settle()
+        pair.give_up()
     assert state(pair) is wanted
     return load
 
@@ -250,8 +235,7 @@ class TestTimingOut:
 class TestGranted:
     def test_a_grant_that_nobody_waits_for_is_given_back(self, pair: Pair) -> None:
         pair.hold(Granted)
-        pair.d.want("r", pair.p.grant())
-        pair.settle()
+        pair.pull()
         pair.d.not_needed("r")
         pair.lose(Abandon, times=1)
         pair.settle()
@@ -260,8 +244,7 @@ class TestGranted:
 
     def test_a_grant_for_another_handoff_is_ignored(self, pair: Pair) -> None:
         pair.hold(Granted)
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull()
         pair.inject("p", "d", msgspec.structs.replace(pair.said(Granted)[0], handoff=transfer(9)))
         assert load.found == 0 and pair.d.counts["late.granted"] == 1
         pair.release()
@@ -282,15 +265,13 @@ class TestGranted:
         self, pair: Pair, changes: dict[str, object], reason: Reason
     ) -> None:
         pair.lose(Granted, times=1)
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull()
         pair.inject("p", "d", msgspec.structs.replace(pair.said(Granted)[0], **changes))
         assert why(load) is reason and not pair.done(MatchFound)
 
     def test_blocks_that_p_has_not_got_fail_the_load(self, pair: Pair) -> None:
         pair.lose(Granted, times=1)
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull()
         pair.inject("p", "d", msgspec.structs.replace(pair.said(Granted)[0], blocks=(pack_blocks([1, 2, 10_000]),)))
         assert why(load) is Reason.BAD_SPAN and load.drops == 1 and not pair.done(StartCopy)
 
@@ -337,8 +318,7 @@ class TestAllocated:
 
     def test_a_load_may_begin_behind_what_d_has_already(self, pair: Pair) -> None:
         pair.d.habits.allocates = False
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull()
         pair.d.allocate("r", first_token=2)
         pair.settle()
         assert delivered(load) and load.blocks == ((1, 2),)
@@ -360,8 +340,7 @@ class TestBlocksBeforeTheGrant:
     def test_the_grant_begins_the_copy_and_nobody_is_told_of_a_match(self, pair: Pair, wanted: IntakeState) -> None:
         lost = Hello if wanted is IntakeState.GREETING else Claim
         pair.lose(lost, times=1)
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull()
         assert state(pair) is wanted
         pair.d.allocate("r", first_token=2)
         assert not pair.done(StartCopy)
@@ -378,8 +357,7 @@ class TestBlocksBeforeTheGrant:
 
     def test_one_that_is_never_answered_ends_by_the_claim_s_deadline(self, pair: Pair) -> None:
         pair.lose(Claim, times=999)
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull()
         pair.d.allocate("r")
         pair.run(Settings().claim_timeout + 1)
         assert why(load) is Reason.CLAIM_TIMEOUT and load.failed is None and load.drops == 1
@@ -388,19 +366,16 @@ class TestBlocksBeforeTheGrant:
         """Found by the simulator: the limit was armed with the answer, which did not come."""
         pair = make_pair("p", "d", settings=Settings(claim_timeout=10.0, lease_s=1.0, max_hold_s=2.0))
         pair.lose(Claim, times=999)
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull()
         pair.d.allocate("r")
         pair.run(2.1)
         assert why(load) is Reason.CLAIM_TIMEOUT and load.drops == 1
 
     def test_an_engine_that_gives_it_up_gets_its_report(self, pair: Pair) -> None:
         pair.lose(Claim, times=999)
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull()
         pair.d.allocate("r")
-        pair.d.give_up("r")
-        pair.settle()
+        pair.give_up()
         assert why(load) is Reason.ABORTED and load.drops == 1
 
     def test_a_push_is_offered_with_the_grant(self, pair: Pair) -> None:
@@ -590,8 +565,7 @@ class TestRenewing:
         """NaN in a heap of deadlines would be the end of promise 2; 1e-300 s kept D at one instant for ever."""
         pair.d.habits.allocates = False
         pair.lose(Granted)
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull()
         pair.inject("p", "d", msgspec.structs.replace(pair.said(Granted)[0], ttl_s=ttl_s))
         pair.inject("p", "d", Renewed(LeaseId(1), 1, ttl_s, 0))
         assert pair.d.counts["frames_refused.bad_message"] == 2
@@ -894,7 +868,6 @@ def test_every_claim_is_a_new_reader(pair: Pair) -> None:
 
 
 def test_a_drop_follows_its_report(pair: Pair) -> None:
-    pair.d.want("r", pair.p.grant())
-    pair.settle()
+    pair.pull()
     order = [type(effect) for effect in pair.done((MatchFound, Report, DropHold))]  # type: ignore[arg-type]
     assert order == [MatchFound, Report, DropHold]

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from pair import Pair
-from party import Load
+from pair import Make, Pair
+from party import Load, delivered
 
 from kvbaton.protocol.effects import Connect, Disconnect, GivenUp, StartCopy
 from kvbaton.protocol.errors import Reason
@@ -18,7 +16,6 @@ from kvbaton.protocol.wire.messages import Claim, Commit, Goodbye, Hello, Joined
 from kvbaton_proof.sim.world.sim_memory import Shape
 from kvbaton_proof.sim.world.sim_transport import RDMA, SHM, TCP
 
-Make = Callable[..., Pair]
 BOTH = (SHM, TCP)
 
 
@@ -30,10 +27,6 @@ def asks(pair: Pair, number: int = 1) -> Load:
     load = pair.d.want(f"r{number}", pair.p.grant(number), number)
     pair.settle()
     return load
-
-
-def delivered(load: Load) -> bool:
-    return load.end is not None and load.end.delivered
 
 
 def shut(pair: Pair, *names: str) -> None:

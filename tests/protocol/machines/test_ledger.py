@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import Callable
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pair import Pair
+from pair import Make, Pair
 
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.effects import DropHold, Report, Send, Unpin
@@ -23,8 +22,6 @@ from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import encode
 from kvbaton.protocol.wire.messages import Versions
-
-Make = Callable[..., Pair]
 
 
 def greeting(
@@ -50,8 +47,7 @@ class TestFrames:
 
     def test_a_source_whose_card_cannot_be_read_fails_the_greeting_at_once(self, pair: Pair) -> None:
         pair.lose(m.Welcome, times=99)
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull()
         greeting(pair, 2, "p", "d", 1, ["no card"])
         assert load.failed is not None and load.failed.reason is Reason.BAD_MESSAGE
         assert load.failed.detail.startswith("card: ")
@@ -93,8 +89,7 @@ class TestFrames:
         assert not pair.log
 
     def test_frames_are_counted(self, pair: Pair) -> None:
-        pair.d.want("r", pair.p.grant())
-        pair.settle()
+        pair.pull()
         assert pair.p.counts["frames"] == len([f for f in pair.log if getattr(f, "target", "") == "p"])
 
 
@@ -114,9 +109,7 @@ class TestLeaving:
         assert load.drops == int(push), "the source was fenced; our own copy is not at rest"
 
     def test_what_has_ended_already_is_left_alone(self, pair: Pair) -> None:
-        pair.d.habits.copies = False
-        pair.d.want("r", pair.p.grant())
-        pair.settle()
+        pair.pull(copies=False)
         pair.d.give_up("r")
         pair.d.leave()
         assert len(pair.done(Report)) == 1
@@ -326,8 +319,7 @@ def test_garbage_on_the_wire_raises_nothing_and_leaves_nothing(
 
 def test_a_flood_of_revocations_is_bounded(make_pair: Make) -> None:
     pair = make_pair(settings=Settings(revoked_max=8))
-    pair.d.want("r", pair.p.grant())
-    pair.settle()
+    pair.pull()
     for number in range(1, 500):
         pair.inject("d", "p", m.Revoke(LeaseId(1), 1, ReservationId(number)))
     (revoked,) = pair.p.ledger.producer.writer.revoked.values()
@@ -351,9 +343,7 @@ def test_a_time_is_handled_once_whatever_arms_it_again(
 ) -> None:
     """With both other guards out of the way: no bound at the door, none on how often D speaks."""
     pair = make_pair()
-    pair.d.habits.copies = False
-    pair.d.want("r", pair.p.grant())
-    pair.settle()
+    pair.pull(copies=False)
     ledger = pair.d.ledger
     (link,) = ledger.consumer.links.by_worker.values()
     monkeypatch.setattr(inbound, "DURATION_S_MIN", ttl_s)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from pair import Pair
+from pair import Make, Pair
 from party import Load, Party
 
 from kvbaton.protocol import effects as fx
@@ -14,8 +12,6 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.machines.context import ANYBODY, MARK_BYTES, Origins, mark_of, marked
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.messages import ORIGINS_MAX
-
-Make = Callable[..., Pair]
 
 
 def forgets(pair: Pair, party: Party) -> list[tuple[str, ...]]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 import pytest
-from pair import Pair
+from pair import Make, Pair
 
 from kvbaton.protocol.effects import Connect, Disconnect
 from kvbaton.protocol.errors import Reason
@@ -16,8 +14,6 @@ from kvbaton.protocol.machines.pairing_state import Sessions
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import Commit, Goodbye, Hello, HelloRefused, Joined, Linked, Reset, Welcome
 from kvbaton_proof.sim.world.sim_memory import Shape
-
-Make = Callable[..., Pair]
 
 
 def joined(pair: Pair) -> list[tuple[str, int]]:
@@ -179,8 +175,7 @@ def test_a_d_too_many_is_told_that_p_is_busy(make_pair: Make, waits: str) -> Non
 def test_a_hello_that_does_not_fit_is_refused_by_name(make_pair: Make) -> None:
     pair = make_pair("p")
     pair.add("d", compat={"model": "another"})
-    load = pair.d.want("r", pair.p.grant())
-    pair.settle()
+    load = pair.pull()
     assert load.failed is not None
     assert load.failed.reason is Reason.INCOMPATIBLE
     assert load.failed.detail == "compat.model: ours is 'm', theirs is 'another'"
@@ -190,15 +185,13 @@ def test_a_hello_that_does_not_fit_is_refused_by_name(make_pair: Make) -> None:
 def test_a_long_refusal_is_cut_to_what_a_message_may_carry(make_pair: Make) -> None:
     pair = make_pair("p", compat={f"field{n}": "v" * 200 for n in range(9)})
     pair.add("d", compat={"field0" + "x" * 50: "w" * 250, "field0": "v" * 250 + "ü"})
-    load = pair.d.want("r", pair.p.grant())
-    pair.settle()
+    load = pair.pull()
     assert load.failed is not None and 0 < len(load.failed.detail) <= 512
 
 
 def test_goodbye_ends_a_session_and_what_was_held_for_it(pair: Pair) -> None:
     pair.d.habits.allocates = False
-    pair.d.want("r", pair.p.grant())
-    pair.settle()
+    pair.pull()
     pair.d.leave()
     pair.settle()
     assert joined(pair) == [] and len(pair.done(Disconnect, "p")) == 1

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 import pytest
-from pair import Pair
+from pair import Make, Pair
 from party import Load
 
 from kvbaton.protocol.effects import Connect, Disconnect, StartFence
@@ -29,8 +27,6 @@ from kvbaton.protocol.wire.messages import (
     Welcome,
 )
 from kvbaton_proof.sim.world.sim_memory import Shape
-
-Make = Callable[..., Pair]
 
 
 def failure(load: Load) -> tuple[Reason | None, str]:
@@ -112,8 +108,7 @@ def test_a_welcome_to_an_earlier_greeting_is_late(pair: Pair) -> None:
 def test_a_welcome_of_a_source_that_does_not_fit_is_refused_by_d(pair: Pair) -> None:
     """Both sides check: an old P may have accepted what D must not."""
     pair.lose(Welcome, times=99)
-    load = pair.d.want("r", pair.p.grant())
-    pair.settle()
+    load = pair.pull()
     good = pair.said(Welcome)[0]
     card = msgspec.structs.replace(good.card, compat={"model": "another"})
     pair.heal()
@@ -123,8 +118,7 @@ def test_a_welcome_of_a_source_that_does_not_fit_is_refused_by_d(pair: Pair) -> 
 
 def test_a_welcome_without_an_endpoint_for_each_pair_of_ranks_is_refused(pair: Pair) -> None:
     pair.lose(Welcome, times=99)
-    load = pair.d.want("r", pair.p.grant())
-    pair.settle()
+    load = pair.pull()
     good = pair.said(Welcome)[0]
     pair.heal()
     pair.inject("p", "d", msgspec.structs.replace(good, endpoints=()), session=1)
@@ -132,8 +126,7 @@ def test_a_welcome_without_an_endpoint_for_each_pair_of_ranks_is_refused(pair: P
 
 
 def test_a_late_refusal_is_ignored(pair: Pair) -> None:
-    load = pair.d.want("r", pair.p.grant())
-    pair.settle()
+    load = pair.pull()
     pair.inject("p", "d", HelloRefused(1, Reason.BUSY, ""))
     pair.inject("p", "d", HelloRefused(99, Reason.BUSY, ""))
     assert load.end is not None and load.end.delivered
@@ -191,9 +184,7 @@ class TestReset:
 
     def test_what_was_granted_by_the_old_life_fails(self, pair: Pair) -> None:
         """Rule 3: everything held for the old life ends."""
-        pair.d.habits.copies = False
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull(copies=False)
         pair.restart("p")
         pair.d.finish(reason=Reason.TRANSFER_FAILED)
         pair.run(1)
@@ -205,8 +196,7 @@ class TestReset:
     def test_a_commit_to_a_life_that_is_over_fails(self, pair: Pair) -> None:
         """Promise 1: the new life cannot vouch for the old one's blocks."""
         pair.lose(Commit)
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull()
         pair.restart("p")
         pair.run(1)
         assert failure(load) == (Reason.WRONG_INCARNATION, "the source no longer knows this session")
@@ -220,8 +210,7 @@ class TestReset:
         assert reason is Reason.WRONG_INCARNATION and "restarted" in detail
 
     def test_a_reset_of_another_session_or_life_is_ignored(self, pair: Pair) -> None:
-        pair.d.want("r", pair.p.grant())
-        pair.settle()
+        pair.pull()
         link = pair.d.ledger.consumer.links.by_worker[pair.p.name]
         pair.inject("p", "d", Reset(pair.p.me.incarnation), session=link.session + 1)
         pair.inject("p", "d", Reset(12345), session=link.session)
@@ -248,8 +237,7 @@ class TestLoss:
         assert len(pair.done(StartFence, "d")) == (1 if push else 0)
 
     def test_word_of_another_life_s_departure_changes_nothing(self, pair: Pair) -> None:
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull()
         pair.d.tell(Departed(pair.p.name, Incarnation(12345)))
         assert "p" in pair.d.ledger.consumer.links.by_worker and load.end is not None
 
@@ -276,8 +264,7 @@ class TestLoss:
         assert failure(second) == (Reason.PEER_GONE, "nothing listens at the address of worker p")
 
     def test_leaving_says_goodbye_where_somebody_answered(self, pair: Pair) -> None:
-        pair.d.want("r", pair.p.grant())
-        pair.settle()
+        pair.pull()
         waiting = pair.d.want("s", pair.router_ticket(2, source="q"), 2, source="q")
         pair.d.leave()
         pair.settle()
@@ -335,8 +322,7 @@ class TestFence:
     def test_a_link_lost_while_revoking_fences(self, pair: Pair) -> None:
         load = self.offered(pair)
         pair.cut("p")
-        pair.d.give_up("r")
-        pair.settle()
+        pair.give_up()
         assert not pair.d.fences
         pair.d.tell(Departed(pair.p.name))
         assert len(pair.d.fences) == 1 and not load.drops
@@ -392,8 +378,7 @@ class TestFence:
     def test_quiet_that_comes_during_the_fence_is_late(self, pair: Pair) -> None:
         load = self.offered(pair)
         pair.hold(Quiesced, times=99)
-        pair.d.give_up("r")
-        pair.settle()
+        pair.give_up()
         pair.p.finish()
         pair.run(6)
         assert pair.d.fences
@@ -457,8 +442,7 @@ class TestBound:
 
 def test_talk_of_an_earlier_link_is_late(pair: Pair) -> None:
     pair.hold(Granted)
-    pair.d.want("r", pair.p.grant())
-    pair.settle()
+    pair.pull()
     pair.d.tell(Departed(pair.p.name))
     pair.release(Granted)
     assert pair.d.counts["late.session"] == 1
@@ -476,8 +460,7 @@ def test_talk_to_an_earlier_life_is_late(pair: Pair) -> None:
 
 def test_an_answer_to_an_earlier_life_is_late(pair: Pair) -> None:
     pair.hold(Granted)
-    pair.d.want("r", pair.p.grant())
-    pair.settle()
+    pair.pull()
     pair.restart("d")
     pair.release(Granted)
     assert pair.d.counts["late.incarnation"] == 1

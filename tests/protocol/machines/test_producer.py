@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from pair import Pair
-from party import KEY, WALL_S, Load, transfer
+from pair import Make, Pair
+from party import KEY, WALL_S, Load, delivered, transfer, why
 
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.effects import MatchFailed, MatchFound, Unpin
@@ -34,25 +32,12 @@ from kvbaton.protocol.wire.messages import (
 from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton_proof.sim.world.sim_memory import Shape
 
-Make = Callable[..., Pair]
-
-
-def why(load: Load) -> Reason | None:
-    end = load.failed or load.end
-    assert end is not None, f"{load.request} has not ended"
-    return end.reason
-
-
-def delivered(load: Load) -> bool:
-    return load.end is not None and load.end.delivered
-
 
 class TestCommit:
     """Promise 1, rules 5 to 7: D decodes only on bytes that P confirmed after the copy."""
 
     def test_untouched_blocks_are_confirmed_and_released(self, pair: Pair) -> None:
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull()
         assert delivered(load) and pair.done(Unpin) == [Unpin(LeaseId(1))]
         assert pair.p.counts["commits.good"] == 1
 
@@ -73,17 +58,14 @@ class TestCommit:
 
     def test_the_same_reader_is_answered_the_same_ever_after(self, pair: Pair) -> None:
         """Idempotent, and sound: a reader that has sent its commit never copies again."""
-        pair.d.want("r", pair.p.grant())
-        pair.settle()
+        pair.pull()
         pair.p.reuse(1)
         pair.inject("d", "p", Commit(LeaseId(1), 1))
         assert len(pair.said(Committed)) == 2 and not pair.said(Stale)
 
     def test_a_late_commit_on_untouched_blocks_is_good(self, pair: Pair) -> None:
         """Expiry unpins, it does not lie."""
-        pair.d.habits.copies = False
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull(copies=False)
         pair.lose(Renew, times=99)
         pair.run(16)
         assert len(pair.done(Unpin)) == 1
@@ -92,9 +74,7 @@ class TestCommit:
         assert delivered(load)
 
     def test_a_late_commit_on_reused_blocks_is_stale(self, pair: Pair) -> None:
-        pair.d.habits.copies = False
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull(copies=False)
         pair.lose(Renew, times=99)
         pair.run(16)
         pair.p.reuse(2)
@@ -106,9 +86,7 @@ class TestCommit:
         assert pair.p.counts["commits.stale"] == 1
 
     def test_a_stale_answer_is_repeated_although_more_was_reused_since(self, pair: Pair) -> None:
-        pair.d.habits.copies = False
-        pair.d.want("r", pair.p.grant())
-        pair.settle()
+        pair.pull(copies=False)
         pair.lose(Renew, times=99)
         pair.run(16)
         pair.p.reuse(2)
@@ -167,8 +145,7 @@ class TestCommit:
 
     def test_a_reader_that_left_and_still_commits_is_judged(self, pair: Pair) -> None:
         pair.d.habits.allocates = False
-        pair.d.want("r", pair.p.grant())
-        pair.settle()
+        pair.pull()
         pair.d.not_needed("r")
         pair.settle()
         pair.inject("d", "p", Commit(LeaseId(1), 1))
@@ -213,8 +190,7 @@ class TestReaders:
 
     def test_a_reader_that_leaves_frees_its_seat_for_nobody_but_ends_the_lease(self, pair: Pair) -> None:
         pair.d.habits.allocates = False
-        pair.d.want("r", pair.p.grant())
-        pair.settle()
+        pair.pull()
         pair.d.not_needed("r")
         pair.settle()
         assert len(pair.done(Unpin)) == 1
@@ -244,8 +220,7 @@ class TestReaders:
         assert [frame.target for frame in pair.log if isinstance(getattr(frame, "message", None), Ready)] == ["d"]
 
     def test_an_abandoned_handoff_that_nobody_knows_is_no_news(self, pair: Pair) -> None:
-        pair.d.want("r", pair.p.grant())
-        pair.settle()
+        pair.pull()
         pair.inject("d", "p", Abandon(transfer(9), 1))
         pair.inject("d", "p", Abandon(HandoffId(""), 99))
         assert not pair.p.counts["late.reader"]
@@ -256,8 +231,7 @@ class TestReaders:
         pair.d.habits.allocates = False
         pair.d.want("r", pair.p.grant(max_readers=2))
         pair.settle()
-        pair.d.give_up("r")
-        pair.settle()
+        pair.give_up()
         assert pair.p.counts["late.reader"] == 1
 
 
@@ -436,8 +410,7 @@ class TestParking:
         """The Abandon came while the claim was parked: P held its blocks for the whole first term."""
         pair.d.want("r", pair.router_ticket(), push=push)
         pair.settle()
-        pair.d.give_up("r")
-        pair.settle()
+        pair.give_up()
         assert pair.p.ledger.is_idle() and pair.p.ledger.producer.claims.waiting == 0
         pair.p.stream()
         assert not pair.said(Granted) and not pair.p.ledger.producer.leases and len(pair.done(Unpin)) == 1
@@ -448,8 +421,7 @@ class TestParking:
         pair.d.want("r", pair.router_ticket())
         other = pair.e.want("q", pair.router_ticket())
         pair.settle()
-        pair.d.give_up("r")
-        pair.settle()
+        pair.give_up()
         pair.p.stream(max_readers=2)
         pair.run(1)
         assert delivered(other) and len(pair.done(Unpin)) == 1, "and P waits for nobody else"
@@ -484,8 +456,7 @@ class TestParking:
         pair.hold(Claim)
         pair.d.want("r", pair.router_ticket())
         pair.run(0.6)  # said twice, heard once
-        pair.d.give_up("r")
-        pair.settle()
+        pair.give_up()
         pair.release()
         pair.settle()
         assert [message.reason for message in pair.said(ClaimRefused)] == [Reason.ABORTED]
@@ -494,8 +465,7 @@ class TestParking:
     def test_a_claim_of_a_reader_that_left_with_another_prompt_spends_the_lease(self, pair: Pair) -> None:
         pair.d.want("r", pair.router_ticket(), content=99)
         pair.settle()
-        pair.d.give_up("r")
-        pair.settle()
+        pair.give_up()
         pair.p.begin()
         assert not pair.p.ledger.producer.leases
 
@@ -512,8 +482,7 @@ class TestParking:
     def test_a_p_that_leaves_remembers_nobody(self, pair: Pair) -> None:
         pair.d.want("r", pair.router_ticket())
         pair.settle()
-        pair.d.give_up("r")
-        pair.settle()
+        pair.give_up()
         assert pair.p.ledger.producer.parked
         pair.p.leave()
         assert not pair.p.ledger.producer.parked and len(pair.p.ledger.desk.timers) == 0
@@ -640,8 +609,7 @@ class TestTime:
         assert len(pair.done(Unpin)) == 1
 
     def test_a_renewal_of_what_p_never_had_is_refused(self, pair: Pair) -> None:
-        pair.d.want("r", pair.p.grant())
-        pair.settle()
+        pair.pull()
         pair.inject("d", "p", Renew(LeaseId(99), 1, (0,), True))
         assert [message.reason for message in pair.said(RenewRefused)] == [Reason.UNKNOWN_LEASE]
 
@@ -869,8 +837,7 @@ class TestEngineEvents:
         pair.p.grant(1)
         pair.d.want("r", pair.router_ticket(2), 2)
         pair.settle()
-        pair.d.give_up("r")
-        pair.settle()
+        pair.give_up()
         pair.p.begin(2)
         pair.settle()
         assert not pair.said(ClaimRefused) and not pair.p.ledger.producer.parked

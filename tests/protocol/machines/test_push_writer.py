@@ -5,12 +5,10 @@ Where a copy is left moving (`habits.copies` off), the test ends it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 import pytest
-from pair import Pair
-from party import Load, Source
+from pair import Make, Pair
+from party import Load, Source, delivered, why
 
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.effects import CancelCopy, Direction, Disconnect, StartCopy, Unpin
@@ -32,18 +30,6 @@ from kvbaton.protocol.wire.messages import (
 )
 from kvbaton_proof.sim.world.sim_memory import Shape
 from kvbaton_proof.sim.world.sim_transport import SHM
-
-Make = Callable[..., Pair]
-
-
-def why(load: Load) -> Reason | None:
-    end = load.failed or load.end
-    assert end is not None, f"{load.request} has not ended"
-    return end.reason
-
-
-def delivered(load: Load) -> bool:
-    return load.end is not None and load.end.delivered
 
 
 def offered(pair: Pair, number: int = 1, request: str = "r") -> tuple[Load, Source]:
@@ -275,8 +261,7 @@ class TestFailing:
         pair = make_pair("p", settings=Settings(quarantine_blocks_max=3))
         pair.add("d", settings=Settings())
         offered(pair)
-        pair.d.give_up("r")
-        pair.settle()
+        pair.give_up()
         pair.p.finish(at_rest=False)
         late = pair.d.want("s", pair.router_ticket(2), 2, push=True)
         pair.p.stream(2)
@@ -344,8 +329,7 @@ class TestRevoking:
 
     def test_quiet_comes_when_the_writes_are_at_rest(self, pair: Pair) -> None:
         load, _ = offered(pair)
-        pair.d.give_up("r")
-        pair.settle()
+        pair.give_up()
         assert why(load) is Reason.ABORTED and not load.drops and pair.done(CancelCopy, "p")
         pair.run(1)
         assert len(pair.said(Revoke)) == 3 and not pair.said(Quiesced), "repetitions do not hurry it"
@@ -370,8 +354,7 @@ class TestRevoking:
         pair.lose(Written, times=99)
         pair.p.finish()
         pair.settle()
-        pair.d.give_up("r")
-        pair.settle()
+        pair.give_up()
         assert quiet(pair) == [(1, None)] and load.drops == 1 and len(pair.done(Unpin)) == 1
 
     def test_a_revoke_may_overtake_its_offer(self, pair: Pair) -> None:
@@ -379,8 +362,7 @@ class TestRevoking:
         load = pair.d.want("r", pair.router_ticket(), push=True)
         pair.p.stream()
         pair.settle()
-        pair.d.give_up("r")
-        pair.settle()
+        pair.give_up()
         assert quiet(pair) == [(1, None)] and load.drops == 1
         pair.release(Offer)
         assert not pair.done(StartCopy) and quiet(pair) == [(1, None), (1, None)]
@@ -391,8 +373,7 @@ class TestRevoking:
         load, _ = offered(pair)
         pair.hold(Offer)
         pair.run(0.6)
-        pair.d.give_up("r")
-        pair.settle()
+        pair.give_up()
         pair.release(Offer)
         assert not pair.said(Quiesced) and not load.drops
         pair.p.finish()
@@ -457,8 +438,7 @@ class TestRevoking:
         """Seed 107321: its time-out was then later, or sooner, than the limit that was kept for it."""
         pair = make_pair(shape=Shape(ranks=2))
         offered(pair)
-        pair.d.give_up("r")
-        pair.settle()
+        pair.give_up()
         (outlet,) = pair.p.ledger.producer.writer.outlets.values()
         limit, (first, _) = outlet.deadline, list(pair.p.copies)
         pair.run(0.1)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import msgspec
 import pytest
 from layout_builders import wide
-from pair import Pair
+from pair import Make, Pair
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, Reader, WorkerId
@@ -17,7 +16,6 @@ from kvbaton.protocol.machines.quotas import Buckets, Held, PerPeer, block_bytes
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import Hello, HelloRefused, Joined, Welcome
 
-Make = Callable[..., Pair]
 D, E = WorkerId("d"), WorkerId("e")
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from pair import Pair
+from pair import Make, Pair
 from party import transfer
 
 from kvbaton.protocol import events as ev
@@ -13,8 +11,6 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import LeaseId
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import Claim, Granted
-
-Make = Callable[..., Pair]
 
 
 def discard(pair: Pair, number: int = 1) -> None:
@@ -50,9 +46,7 @@ def test_a_prompt_that_p_still_computes_is_released_too(pair: Pair) -> None:
 
 
 def test_a_handoff_that_is_being_read_ends_as_its_reader_ends_it(pair: Pair) -> None:
-    pair.d.habits.copies = False
-    load = pair.d.want("r", pair.p.grant())
-    pair.settle()
+    load = pair.pull(copies=False)
     discard(pair)
     assert not pair.done(Unpin) and pair.p.counts["late.discard"] == 1
     pair.d.finish()
@@ -100,8 +94,7 @@ def test_a_discard_that_overtakes_the_claim_has_it_refused(pair: Pair) -> None:
 
 
 def test_discarding_twice_or_what_is_over_changes_nothing(pair: Pair) -> None:
-    load = pair.d.want("r", pair.p.grant())
-    pair.settle()
+    load = pair.pull()
     assert load.end is not None and load.end.delivered
     for _ in range(2):
         discard(pair)

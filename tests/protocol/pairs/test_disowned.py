@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from pair import Pair
+from pair import Make, Pair
 from party import KEY, WALL_S
 
 from kvbaton.protocol import events as ev
@@ -16,8 +14,6 @@ from kvbaton.protocol.machines import consumer
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import Abandon, Claim, Commit, Goodbye, Stale, Welcome
 from kvbaton.protocol.wire.ticket import unseal
-
-Make = Callable[..., Pair]
 
 
 def disown(pair: Pair, ticket: str, reason: Reason = Reason.BAD_MESSAGE, who: str = "d") -> None:
@@ -75,9 +71,7 @@ class TestAnotherPrompt:
 
     def test_a_lease_that_all_readers_have_is_ended_by_them_alone(self, make_pair: Make) -> None:
         pair = make_pair("p", "d", "e")
-        pair.d.habits.copies = False
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull(copies=False)
         pair.e.want("s", pair.p.ticket(pair.p.sources[1]), content=9)
         pair.settle()
         assert not pair.done(Unpin)
@@ -107,8 +101,7 @@ class TestTurnedAway:
         assert pair.p.counts["abandoned.bad_message"] == 1 and pair.d.counts["disowned"] == 1
 
     def test_a_source_that_is_known_is_told_without_a_greeting(self, pair: Pair) -> None:
-        pair.d.want("r", pair.p.grant())
-        pair.settle()
+        pair.pull()
         disown(pair, pair.p.grant(2))
         assert len(pair.said(Welcome)) == 1 and len(pair.done(Unpin)) == 2
 
@@ -137,8 +130,7 @@ class TestTurnedAway:
 
     def test_a_request_that_is_given_up_while_p_is_greeted_costs_no_lease(self, pair: Pair) -> None:
         pair.hold(Welcome)
-        pair.d.want("r", pair.p.grant())
-        pair.settle()
+        pair.pull()
         pair.d.give_up("r")
         pair.release(Welcome)
         pair.settle()
@@ -147,9 +139,7 @@ class TestTurnedAway:
 
     def test_a_request_that_found_no_room_costs_no_lease(self, make_pair: Make) -> None:
         pair = make_pair(settings=Settings(intakes_max=1))
-        pair.d.habits.copies = False
-        pair.d.want("r", pair.p.grant())
-        pair.settle()
+        pair.pull(copies=False)
         late = pair.d.want("s", pair.p.grant(2), 2)
         pair.settle()
         assert late.failed is not None and late.failed.reason is Reason.BUSY
@@ -172,9 +162,7 @@ class TestBounds:
 
     def test_no_source_is_pushed_out_for_it(self, make_pair: Make) -> None:
         pair = make_pair("p", "q", "d", settings=Settings(sessions_max=1))
-        pair.d.habits.copies = False
-        pair.d.want("r", pair.p.grant())
-        pair.settle()
+        pair.pull(copies=False)
         disown(pair, pair.q.grant(2))
         assert pair.d.counts["disowned_dropped"] == 1 and not pair.done(Unpin)
         pair.d.finish()

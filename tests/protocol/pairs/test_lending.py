@@ -4,11 +4,10 @@ Rule 35: what a P says that it has written is believed when the ranks say so."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 
 import msgspec
 import pytest
-from pair import Pair
+from pair import Make, Pair
 from party import Load
 
 from kvbaton.protocol import effects as fx
@@ -23,8 +22,6 @@ from kvbaton.protocol.machines.context import Parts
 from kvbaton.protocol.privileges import Role
 from kvbaton.protocol.wire.messages import Commit, Offer, Written
 from kvbaton_proof.sim.world.sim_transport import LENT_TCP, RDMA, TCP
-
-Make = Callable[..., Pair]
 
 
 def lending(make_pair: Make) -> Pair:

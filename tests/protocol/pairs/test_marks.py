@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
-from pair import Pair
+from pair import Make, Pair
 
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
@@ -13,8 +11,6 @@ from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId, WorkerId
 from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import Commit, Granted
-
-Make = Callable[..., Pair]
 
 
 def story(pair: Pair, name: str, side: Side) -> list[Step]:
@@ -34,8 +30,7 @@ def ended(pair: Pair, name: str) -> Ended:
 
 
 def test_a_pull_is_told_from_both_sides(pair: Pair) -> None:
-    pair.d.want("r", pair.p.grant())
-    pair.settle()
+    pair.pull()
     assert story(pair, "d", Side.DECODE) == [
         Step.ASKED, Step.CLAIMED, Step.GRANTED, Step.ALLOCATED, Step.FIRST_BYTE, Step.COPIED, Step.ENDED, Step.RESTED,
     ]  # fmt: skip
@@ -72,8 +67,7 @@ def test_a_push_is_told_from_both_sides(pair: Pair) -> None:
 
 def test_a_copy_of_reused_blocks_is_told_as_stale_by_both(pair: Pair) -> None:
     pair.hold(Commit)
-    pair.d.want("r", pair.p.grant())
-    pair.settle()
+    pair.pull()
     pair.p.ledger.desk.epochs_of = lambda blocks: [99] * len(blocks)
     pair.release()
     pair.settle()
@@ -83,20 +77,15 @@ def test_a_copy_of_reused_blocks_is_told_as_stale_by_both(pair: Pair) -> None:
 
 
 def test_a_reader_that_leaves_says_why(pair: Pair) -> None:
-    pair.d.habits.copies = False
-    pair.d.want("r", pair.p.grant())
-    pair.settle()
-    pair.d.give_up("r")
-    pair.settle()
+    pair.pull(copies=False)
+    pair.give_up()
     left = told(pair, "p", Step.LEFT)
     assert left.detail == "d: aborted"
     assert ended(pair, "p").end.reason is Reason.ABORTED
 
 
 def test_a_reader_whose_session_ended_is_gone(pair: Pair) -> None:
-    pair.d.habits.copies = False
-    pair.d.want("r", pair.p.grant())
-    pair.settle()
+    pair.pull(copies=False)
     pair.d.leave()
     pair.settle()
     assert ended(pair, "p").end.reason in (Reason.PEER_GONE, Reason.ABORTED)
@@ -134,8 +123,7 @@ def test_what_was_turned_away_at_the_door_is_told(pair: Pair) -> None:
 
 
 def test_marks_are_taken_once_and_bounded(pair: Pair) -> None:
-    pair.d.want("r", pair.p.grant())
-    pair.settle()
+    pair.pull()
     assert pair.d.ledger.take_marks() and not pair.d.ledger.take_marks()
     limit = pair.d.ledger.desk.marks.maxlen
     assert limit is not None and limit <= 1 << 15

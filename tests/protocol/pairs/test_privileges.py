@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import get_args
 
 import pytest
-from pair import Pair
+from pair import Make, Pair
 
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol.errors import Reason
@@ -16,7 +15,6 @@ from kvbaton.protocol.privileges import MAY, SAYS, Act, Role, may, may_say, role
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import encode
 
-Make = Callable[..., Pair]
 MEMBER = PeerId(WorkerId("member"), Incarnation(77))
 HANDOFF = HandoffId("0" * 32 + ".0")
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import inf
 
 import pytest
-from pair import Pair
+from pair import Make, Pair
 from party import Load, transfer
 
 from kvbaton.protocol import events as ev
@@ -18,7 +19,6 @@ from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import pack_blocks
 from kvbaton_proof.sim.world.sim_transport import RDMA, TCP
 
-Make = Callable[..., Pair]
 STORY: dict[Reason, Callable[[Make], Load]] = {}
 
 
@@ -32,10 +32,7 @@ def story(reason: Reason) -> Callable[[Callable[[Make], Load]], Callable[[Make],
 
 def reading(pair: Pair) -> Load:
     """D reads, and stays at it."""
-    pair.d.habits.copies = False
-    load = pair.d.want("r", pair.p.grant())
-    pair.settle()
-    return load
+    return pair.pull(copies=False)
 
 
 def asked(pair: Pair, ticket: str = "", **options: object) -> Load:
@@ -78,21 +75,6 @@ def _(make: Make) -> Load:
     pair = make(settings=Settings(intakes_max=1))
     pair.d.want("first", pair.router_ticket(1), 1)
     return pair.d.want("r", pair.router_ticket(2), 2)
-
-
-@story(Reason.CANCELLED)
-def _(make: Make) -> Load:
-    """A data plane that cancels on its own (it is closing) ends the copies that it had."""
-    load = reading(pair := make())
-    pair.d.finish(reason=Reason.CANCELLED)
-    return load
-
-
-@story(Reason.CHECKSUM_MISMATCH)
-def _(make: Make) -> Load:
-    load = reading(pair := make())
-    pair.d.finish(reason=Reason.CHECKSUM_MISMATCH)
-    return load
 
 
 @story(Reason.CLAIM_TIMEOUT)
@@ -228,27 +210,27 @@ def _(make: Make) -> Load:
     return pair.d.want("s", pair.router_ticket(2), 2)
 
 
-@story(Reason.SOURCE_PREEMPTED)
-def _(make: Make) -> Load:
-    return ended(make(), Reason.SOURCE_PREEMPTED)
+def copy_ended(reason: Reason, make: Make) -> Load:
+    """A data plane says so of a copy; one that cancels on its own is closing."""
+    load = reading(pair := make())
+    pair.d.finish(reason=reason)
+    return load
 
 
-@story(Reason.PINS_FULL)
-def _(make: Make) -> Load:
-    return ended(make(), Reason.PINS_FULL)
+for reason in (Reason.CANCELLED, Reason.CHECKSUM_MISMATCH, Reason.TRANSFER_FAILED, Reason.UNREACHABLE):
+    STORY[reason] = partial(copy_ended, reason)
 
 
-@story(Reason.SOURCE_ABORTED)
-def _(make: Make) -> Load:
-    return ended(make(), Reason.SOURCE_ABORTED)
-
-
-def ended(pair: Pair, reason: Reason) -> Load:
-    source = pair.p.begin()
+def source_ended(reason: Reason, make: Make) -> Load:
+    source = (pair := make()).p.begin()
     load = asked(pair, pair.router_ticket())
     pair.p.tell(ev.SourceEnded(source.lease, reason))
     pair.settle()
     return load
+
+
+for reason in (Reason.SOURCE_PREEMPTED, Reason.PINS_FULL, Reason.SOURCE_ABORTED):
+    STORY[reason] = partial(source_ended, reason)
 
 
 @story(Reason.STALE)
@@ -282,13 +264,6 @@ def _(make: Make) -> Load:
     return asked(pair, ticket)
 
 
-@story(Reason.TRANSFER_FAILED)
-def _(make: Make) -> Load:
-    load = reading(pair := make())
-    pair.d.finish(reason=Reason.TRANSFER_FAILED)
-    return load
-
-
 @story(Reason.TRANSFER_TIMEOUT)
 def _(make: Make) -> Load:
     load = reading(pair := make())
@@ -300,13 +275,6 @@ def _(make: Make) -> Load:
 def _(make: Make) -> Load:
     pair = make()
     return asked(pair, pair.router_ticket(), deferred=False)
-
-
-@story(Reason.UNREACHABLE)
-def _(make: Make) -> Load:
-    load = reading(pair := make())
-    pair.d.finish(reason=Reason.UNREACHABLE)
-    return load
 
 
 @story(Reason.WRONG_INCARNATION)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from pair import Pair
+from pair import Make, Pair
 
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.effects import Unpin
@@ -13,7 +11,6 @@ from kvbaton.protocol.ids import LeaseId
 from kvbaton.protocol.marks import Ended, Step
 from kvbaton.protocol.settings import Settings
 
-Make = Callable[..., Pair]
 KEEP_S = 60.0
 SHORT = Settings(lease_s=1.0, max_hold_s=5.0)
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import msgspec
 import pytest
-from pair import Frame, Pair
+from pair import Frame, Make, Pair
 from party import Load
 
 from kvbaton.protocol.errors import ProtocolError, Reason
@@ -16,7 +15,6 @@ from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import Abandon1, from_v1, in_v1
 from kvbaton.protocol.wire.messages import NUMBER_MAX, SPOKEN, Versions, named, settle, version_bit, versions_in
 
-Make = Callable[..., Pair]
 V1, V12, V2, V23, V3 = Versions(1, 1), Versions(1, 2), Versions(2, 2), Versions(2, 3), Versions(3, 3)
 
 
@@ -107,8 +105,7 @@ class TestPairs:
 
     def test_pull(self, make_pair: Make, p: Versions, d: Versions, version: int) -> None:
         pair = two(make_pair, p, d)
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull()
         self.check(pair, load, version)
 
     @pytest.mark.parametrize("push", [False, True])
@@ -126,8 +123,7 @@ class TestPairs:
 
     def test_goodbye_and_reset(self, make_pair: Make, p: Versions, d: Versions, version: int) -> None:
         pair = two(make_pair, p, d)
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull()
         pair.p.ledger.sessions.by_number.clear()
         again = pair.d.want("s", pair.p.grant(2), 2)
         pair.settle()
@@ -142,8 +138,7 @@ def test_a_pair_without_a_version_in_common_is_refused_at_once_in_a_version_that
     make_pair: Make, p: Versions, d: Versions
 ) -> None:
     pair = two(make_pair, p, d)
-    load = pair.d.want("r", pair.p.grant())
-    pair.settle()
+    load = pair.pull()
     assert load.failed is not None and load.failed.reason is Reason.WRONG_VERSION
     assert f"the source speaks {p}, the target {d};" in load.failed.detail
     assert spoken(pair, "p") == {"HelloRefused": {d.oldest}} and not pair.p.ledger.sessions.by_number
@@ -153,8 +148,7 @@ def test_a_pair_without_a_version_in_common_is_refused_at_once_in_a_version_that
 def test_a_version_that_is_required_is_named(make_pair: Make) -> None:
     pair = make_pair("p")
     pair.add("d", versions=Versions(1, 3), required=version_bit(3))
-    load = pair.d.want("r", pair.p.grant())
-    pair.settle()
+    load = pair.pull()
     assert load.failed is not None
     assert (load.failed.reason, load.failed.detail) == (
         Reason.WRONG_VERSION,
@@ -182,10 +176,8 @@ class TestReasons:
         pair = two(make_pair, V12, d)
         pair.d.habits.copies = False
         pair.double(m.Abandon)
-        pair.d.want("r", pair.p.grant())
-        pair.settle()
-        pair.d.give_up("r")
-        pair.settle()
+        pair.pull()
+        pair.give_up()
         assert {n: c for n, c in pair.p.counts.items() if n.startswith("abandoned.")} == {f"abandoned.{counted}": 1}
 
     def test_who_has_left_does_not_leave_again(self, make_pair: Make) -> None:
@@ -194,8 +186,7 @@ class TestReasons:
         pair.double(m.Abandon)
         pair.d.want("r", pair.p.grant(max_readers=2))
         pair.settle()
-        pair.d.give_up("r")
-        pair.settle()
+        pair.give_up()
         assert pair.p.counts["abandoned.aborted"] == 1 and pair.p.ledger.producer.leases
 
     @pytest.mark.parametrize(("d", "counted"), [(V12, "aborted"), (V1, "unsaid")])
@@ -206,25 +197,20 @@ class TestReasons:
         pair.p.stream()
         pair.d.want("r", pair.router_ticket(), push=True)
         pair.settle()
-        pair.d.give_up("r")
-        pair.settle()
+        pair.give_up()
         assert pair.said(m.Revoke)[0].reservation == ReservationId(1)
         assert {n: c for n, c in pair.p.counts.items() if n.startswith("abandoned.")} == {f"abandoned.{counted}": 1}
 
     def test_a_reason_of_a_later_version_is_counted_as_other(self, pair: Pair) -> None:
         """Counters do not grow by what peers make up."""
-        pair.d.habits.copies = False
-        pair.d.want("r", pair.p.grant())
-        pair.settle()
+        pair.pull(copies=False)
         pair.inject("d", "p", m.Abandon(pair.said(m.Claim)[0].handoff, 1, "bored"))
         assert pair.p.counts["abandoned.other"] == 1
 
     @pytest.mark.parametrize(("p", "why"), [(V12, " (lease_expired)"), (V1, "")])
     def test_a_stale_commit_says_what_ended_the_lease(self, make_pair: Make, p: Versions, why: str) -> None:
         pair = two(make_pair, p, V12)
-        pair.d.habits.copies = False
-        load = pair.d.want("r", pair.p.grant())
-        pair.settle()
+        load = pair.pull(copies=False)
         pair.cut("d")
         pair.run(20)
         pair.p.reuse(1)
@@ -238,8 +224,7 @@ class TestReasons:
 def test_a_source_that_came_back_with_an_older_release_is_greeted_again_though_nobody_told(make_pair: Make) -> None:
     """It passes over what is said in version 2: every fourth claim is in the oldest version, and gets a Reset."""
     pair = two(make_pair, V12, V12)
-    pair.d.want("r", pair.p.grant())
-    pair.settle()
+    pair.pull()
     pair.add("p", versions=V1)
     load = pair.d.want("s", pair.p.grant(2), 2)
     pair.run(5)

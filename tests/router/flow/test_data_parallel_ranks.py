@@ -40,7 +40,6 @@ from tests.router.fake_workers import (
     die,
     lease,
     only_first,
-    run,
     speak,
     until,
 )
@@ -83,26 +82,19 @@ def ranks_of(name: str, role: str, url: str, size: int) -> list[ListedEngine]:
 
 @pytest.mark.parametrize("mode", Mode)
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1), (1, 2), (2, 3)])
-def test_both_legs_name_the_ranks_that_were_chosen_and_all_are_in_turn(mode: str, sizes: tuple[int, int]) -> None:
-    async def story() -> None:
-        async with ranked(*sizes) as c:
-            for _ in range(2 * sizes[0] * sizes[1]):
-                status, answer, _ = await c.post(BODY, x_kvbaton_mode=mode, X_data_parallel_rank="7")
-                assert (status, answer["choices"][0]["text"]) == (200, "ABC")
-            named = [
-                (p.getall(RANK, []), d.getall(RANK, [])) for p, d in zip(c.p[0].headers, c.d[0].headers, strict=True)
-            ]
-            wanted = [[[str(rank)] for rank in range(size)] if size > 1 else [[]] for size in sizes]
-            assert Counter((tuple(p), tuple(d)) for p, d in named) == {
-                (tuple(p), tuple(d)): 2 for p in wanted[0] for d in wanted[1]
-            }, "every pair of ranks twice; a client's own choice goes nowhere"
-            if mode != "pull":
-                tickets = [unseal(params["ticket"], [KEY], 0) for params in c.d[0].params]
-                assert [[_rank(ticket.source), _rank(str(ticket.target))] for ticket in tickets] == [
-                    list(n) for n in named
-                ]
-
-    run(story())
+async def test_both_legs_name_the_ranks_that_were_chosen_and_all_are_in_turn(mode: str, sizes: tuple[int, int]) -> None:
+    async with ranked(*sizes) as c:
+        for _ in range(2 * sizes[0] * sizes[1]):
+            status, answer, _ = await c.post(BODY, x_kvbaton_mode=mode, X_data_parallel_rank="7")
+            assert (status, answer["choices"][0]["text"]) == (200, "ABC")
+        named = [(p.getall(RANK, []), d.getall(RANK, [])) for p, d in zip(c.p[0].headers, c.d[0].headers, strict=True)]
+        wanted = [[[str(rank)] for rank in range(size)] if size > 1 else [[]] for size in sizes]
+        assert Counter((tuple(p), tuple(d)) for p, d in named) == {
+            (tuple(p), tuple(d)): 2 for p in wanted[0] for d in wanted[1]
+        }, "every pair of ranks twice; a client's own choice goes nowhere"
+        if mode != "pull":
+            tickets = [unseal(params["ticket"], [KEY], 0) for params in c.d[0].params]
+            assert [[_rank(ticket.source), _rank(str(ticket.target))] for ticket in tickets] == [list(n) for n in named]
 
 
 def _rank(name: str) -> list[str]:
@@ -110,45 +102,39 @@ def _rank(name: str) -> list[str]:
     return [] if found is None else [str(found[1])]
 
 
-def test_a_response_between_ranks_is_pulled_since_vllm_reads_no_rank_for_it() -> None:
-    async def story() -> None:
-        body = {"model": "tiny", "input": "abc", "max_output_tokens": 4}
-        async with ranked(2, 2, d=_response, settings=msgspec.structs.replace(QUICK, mode=Mode.STREAM)) as c:
-            status, _, _ = await c.post(body, "/v1/responses")
-            assert status == 200 and c.p[0].params[0]["mode"] == "pull"
-            status, told, _ = await c.post(body, "/v1/responses", x_kvbaton_mode="push")
-            assert status == 503 and "push" in told["error"]["message"]
-        async with ranked(1, 1, d=_response, settings=msgspec.structs.replace(QUICK, mode=Mode.STREAM)) as c:
-            assert (await c.post(body, "/v1/responses"))[0] == 200 and c.p[0].params[0]["mode"] == "stream"
-
-    run(story())
+async def test_a_response_between_ranks_is_pulled_since_vllm_reads_no_rank_for_it() -> None:
+    body = {"model": "tiny", "input": "abc", "max_output_tokens": 4}
+    async with ranked(2, 2, d=_response, settings=msgspec.structs.replace(QUICK, mode=Mode.STREAM)) as c:
+        status, _, _ = await c.post(body, "/v1/responses")
+        assert status == 200 and c.p[0].params[0]["mode"] == "pull"
+        status, told, _ = await c.post(body, "/v1/responses", x_kvbaton_mode="push")
+        assert status == 503 and "push" in told["error"]["message"]
+    async with ranked(1, 1, d=_response, settings=msgspec.structs.replace(QUICK, mode=Mode.STREAM)) as c:
+        assert (await c.post(body, "/v1/responses"))[0] == 200 and c.p[0].params[0]["mode"] == "stream"
 
 
 async def _response(_: FakeWorker, __: web.Request, ___: dict[str, Any]) -> web.Response:
     return web.json_response({"id": "resp_1", "object": "response", "status": "completed", "output": []})
 
 
-def test_ranks_behind_one_address_break_together_are_probed_once_and_come_back_together() -> None:
-    async def story() -> None:
-        settings = msgspec.structs.replace(
-            QUICK, breaker_failures=1, probe_min_s=0.02, suspect_s=0.01, prefill_retries=0, fallback=Fallback.LOCAL
-        )
-        async with ranked(3, 1, p=only_first(die, lease), settings=settings) as c:
-            c.p[0].healthy = False
-            assert (await c.post(BODY))[0] == 200, "by D alone"
-            _, told = await c.get("/workers")
-            assert [each["state"] for each in told["workers"]] == ["broken"] * 3 + ["serving"]
-            await until(lambda: c.p[0].probes >= 2)
-            numbers = await c.stats()
-            assert numbers["breakers_opened_total"] == 1
-            c.p[0].healthy = True
-            async with contextlib.aclosing(_states(c)) as states:
-                async for now in states:
-                    if "broken" not in now:
-                        break
-            assert c.p[0].probes < 40, "one probe a turn, not one for each rank"
-
-    run(story())
+async def test_ranks_behind_one_address_break_together_are_probed_once_and_come_back_together() -> None:
+    settings = msgspec.structs.replace(
+        QUICK, breaker_failures=1, probe_min_s=0.02, suspect_s=0.01, prefill_retries=0, fallback=Fallback.LOCAL
+    )
+    async with ranked(3, 1, p=only_first(die, lease), settings=settings) as c:
+        c.p[0].healthy = False
+        assert (await c.post(BODY))[0] == 200, "by D alone"
+        _, told = await c.get("/workers")
+        assert [each["state"] for each in told["workers"]] == ["broken"] * 3 + ["serving"]
+        await until(lambda: c.p[0].probes >= 2)
+        numbers = await c.stats()
+        assert numbers["breakers_opened_total"] == 1
+        c.p[0].healthy = True
+        async with contextlib.aclosing(_states(c)) as states:
+            async for now in states:
+                if "broken" not in now:
+                    break
+        assert c.p[0].probes < 40, "one probe a turn, not one for each rank"
 
 
 async def _states(c: Cluster) -> AsyncIterator[list[str]]:

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
 
 from kvbaton.router.flow.choosing import Deadline, Deadlines
-from tests.api.http.raw_server import LOOPS, run_on
+from tests.async_tests import Run
 
 FAR_S = 600.0
-Run = Callable[[Coroutine[Any, Any, None]], None]
-
-
-@pytest.fixture(params=LOOPS)
-def run(request: pytest.FixtureRequest) -> Run:
-    """Runs a story on each kind of loop."""
-    return lambda work: run_on(request.param, work)
 
 
 async def late(deadlines: Deadlines, after_s: float) -> str:
@@ -33,48 +24,39 @@ async def late(deadlines: Deadlines, after_s: float) -> str:
     return "never"
 
 
-def test_each_is_late_by_its_own_deadline_and_the_others_are_not(run: Run) -> None:
-    async def story() -> None:
-        deadlines = Deadlines()
-        far = asyncio.create_task(late(deadlines, FAR_S))
-        await asyncio.sleep(0)
-        assert (
-            await asyncio.gather(*(late(deadlines, after_s) for after_s in (0.02, 0.0, 0.0002, 0.0, 0.0101)))
-            == ["late"] * 5
-        )
-        assert not far.done()
-        far.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await far
-        deadlines.close()
-
-    run(story())
+async def test_each_is_late_by_its_own_deadline_and_the_others_are_not(run: Run) -> None:
+    deadlines = Deadlines()
+    far = asyncio.create_task(late(deadlines, FAR_S))
+    await asyncio.sleep(0)
+    assert (
+        await asyncio.gather(*(late(deadlines, after_s) for after_s in (0.02, 0.0, 0.0002, 0.0, 0.0101)))
+        == ["late"] * 5
+    )
+    assert not far.done()
+    far.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await far
+    deadlines.close()
 
 
-def test_who_ends_in_time_is_not_cancelled_later(run: Run) -> None:
-    async def story() -> None:
-        deadlines = Deadlines()
-        for _ in range(3):
-            with Deadline(deadlines, deadlines.loop.time() + 0.01):
-                pass
-        assert await late(deadlines, 0.03) == "late"  # by when the timer of those has run out
-        with pytest.raises(KeyError), Deadline(deadlines, deadlines.loop.time() + FAR_S):
-            raise KeyError
-
-    run(story())
+async def test_who_ends_in_time_is_not_cancelled_later(run: Run) -> None:
+    deadlines = Deadlines()
+    for _ in range(3):
+        with Deadline(deadlines, deadlines.loop.time() + 0.01):
+            pass
+    assert await late(deadlines, 0.03) == "late"  # by when the timer of those has run out
+    with pytest.raises(KeyError), Deadline(deadlines, deadlines.loop.time() + FAR_S):
+        raise KeyError
 
 
-def test_a_task_that_is_cancelled_too_stays_cancelled(run: Run) -> None:
-    async def story() -> None:
-        deadlines = Deadlines()
-        task = asyncio.create_task(late(deadlines, FAR_S))
-        await asyncio.sleep(0)
-        (kept,) = deadlines._kept
-        deadlines.forget(kept)
-        kept.pass_by()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        deadlines.close()
-
-    run(story())
+async def test_a_task_that_is_cancelled_too_stays_cancelled(run: Run) -> None:
+    deadlines = Deadlines()
+    task = asyncio.create_task(late(deadlines, FAR_S))
+    await asyncio.sleep(0)
+    (kept,) = deadlines._kept
+    deadlines.forget(kept)
+    kept.pass_by()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    deadlines.close()

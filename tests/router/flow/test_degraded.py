@@ -15,7 +15,7 @@ from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.workers.available import LEFT_MAX, LEFT_S, AvailableWorkers
 from kvbaton.router.workers.directory import ListedEngine, WorkerListState
 from kvbaton.router.workers.health import Health
-from tests.router.fake_workers import QUICK, Cluster, cluster, lease, run, say, speak
+from tests.router.fake_workers import QUICK, Cluster, cluster, lease, say, speak
 
 BODY = {"prompt": "abc", "max_tokens": 3}
 DEFAULT = msgspec.structs.replace(QUICK, fallback=RouterSettings().fallback)
@@ -31,89 +31,70 @@ async def refused(c: Cluster, status: int, code: str, **more: Any) -> str:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_by_default_an_idle_d_answers_when_the_last_p_is_gone_and_health_says_degraded(processes: int) -> None:
-    async def story() -> None:
-        async with cluster(1, 1, settings=DEFAULT, processes=processes) as c:
-            assert (await c.get("/health"))[1]["status"] == "ok"
-            c.directory.lose("p0")
-            while (await c.get("/health"))[1]["status"] == "ok":
-                await asyncio.sleep(0.01)
-            status, health = await c.get("/health")
-            assert (status, health["status"]) == (200, "degraded")
-            assert "no prefill worker is registered" in health["reason"] and "--fallback local" in health["reason"]
-            while not c.d[0].bodies or "kv_transfer_params" in c.d[0].bodies[-1]:  # until that process has heard of it
-                status, answer, _ = await c.post(BODY)
-                assert (status, answer["choices"][0]["text"]) == (200, "ABC")
-            told = (await c.get("/workers"))[1]
-            assert [each["name"] for each in told["workers"]] == ["d0"]
-            ((left),) = told["left"]
-            assert (left["name"], left["role"]) == ("p0", "prefill") and left["ago_s"] >= 0
-
-    run(story())
+async def test_by_default_an_idle_d_answers_when_the_last_p_is_gone_and_health_says_degraded(processes: int) -> None:
+    async with cluster(1, 1, settings=DEFAULT, processes=processes) as c:
+        assert (await c.get("/health"))[1]["status"] == "ok"
+        c.directory.lose("p0")
+        while (await c.get("/health"))[1]["status"] == "ok":
+            await asyncio.sleep(0.01)
+        status, health = await c.get("/health")
+        assert (status, health["status"]) == (200, "degraded")
+        assert "no prefill worker is registered" in health["reason"] and "--fallback local" in health["reason"]
+        while not c.d[0].bodies or "kv_transfer_params" in c.d[0].bodies[-1]:  # until that process has heard of it
+            status, answer, _ = await c.post(BODY)
+            assert (status, answer["choices"][0]["text"]) == (200, "ABC")
+        told = (await c.get("/workers"))[1]
+        assert [each["name"] for each in told["workers"]] == ["d0"]
+        ((left),) = told["left"]
+        assert (left["name"], left["role"]) == ("p0", "prefill") and left["ago_s"] >= 0
 
 
-def test_strict_is_still_a_choice() -> None:
-    async def story() -> None:
-        async with cluster(0, 1, settings=msgspec.structs.replace(QUICK, fallback=Fallback.STRICT)) as c:
-            assert "no prefill worker" in await refused(c, 503, "no_pair")
-            status, health = await c.get("/health")
-            assert (status, health["status"]) == (503, "unavailable")
-
-    run(story())
+async def test_strict_is_still_a_choice() -> None:
+    async with cluster(0, 1, settings=msgspec.structs.replace(QUICK, fallback=Fallback.STRICT)) as c:
+        assert "no prefill worker" in await refused(c, 503, "no_pair")
+        status, health = await c.get("/health")
+        assert (status, health["status"]) == (503, "unavailable")
 
 
 @pytest.mark.parametrize("prefills", [0, 1])
-def test_a_d_that_takes_every_prompt_for_handed_over_is_not_asked_alone(prefills: int) -> None:
+async def test_a_d_that_takes_every_prompt_for_handed_over_is_not_asked_alone(prefills: int) -> None:
     """It would decode on blocks that nobody wrote, with status 200."""
-
-    async def story() -> None:
-        settings = msgspec.structs.replace(DEFAULT, disagg_min_tokens=100)
-        handed = say(b'{"choices": [], "kv_transfer_params": {"do_remote_prefill": true, "transfer_id": "tx"}}')
-        async with cluster([handed] * prefills, 1, settings=settings, key=None, computes_alone=False, **LEANING) as c:
-            said = await refused(c, 503, "no_pair", echo=True, logprobs=1)
-            assert "needs one engine for prompt and answer" in said
-            if prefills:
-                assert (await c.post(BODY))[0] == 200, "short as it is, it is handed over"
-                assert len(c.p[0].bodies) == len(c.d[0].bodies) == 1
-            else:
-                await refused(c, 503, "no_pair")
-                status, health = await c.get("/health")
-                assert (status, health["status"]) == (503, "unavailable")
-
-    run(story())
+    settings = msgspec.structs.replace(DEFAULT, disagg_min_tokens=100)
+    handed = say(b'{"choices": [], "kv_transfer_params": {"do_remote_prefill": true, "transfer_id": "tx"}}')
+    async with cluster([handed] * prefills, 1, settings=settings, key=None, computes_alone=False, **LEANING) as c:
+        said = await refused(c, 503, "no_pair", echo=True, logprobs=1)
+        assert "needs one engine for prompt and answer" in said
+        if prefills:
+            assert (await c.post(BODY))[0] == 200, "short as it is, it is handed over"
+            assert len(c.p[0].bodies) == len(c.d[0].bodies) == 1
+        else:
+            await refused(c, 503, "no_pair")
+            status, health = await c.get("/health")
+            assert (status, health["status"]) == (503, "unavailable")
 
 
-def test_nor_is_it_sent_what_is_passed_while_another_worker_can_answer() -> None:
-    async def story() -> None:
-        async with cluster([speak], [speak], settings=DEFAULT, **LEANING) as c:
-            c.directory.change("d0", computes_alone=False)
-            assert (await c.post(BODY, "/v1/chat/completions/batch"))[0] == 200
-            assert (len(c.p[0].bodies), len(c.d[0].bodies)) == (1, 0)
-
-    run(story())
+async def test_nor_is_it_sent_what_is_passed_while_another_worker_can_answer() -> None:
+    async with cluster([speak], [speak], settings=DEFAULT, **LEANING) as c:
+        c.directory.change("d0", computes_alone=False)
+        assert (await c.post(BODY, "/v1/chat/completions/batch"))[0] == 200
+        assert (len(c.p[0].bodies), len(c.d[0].bodies)) == (1, 0)
 
 
-def test_where_nobody_computes_alone_only_what_needs_no_prompt_is_passed() -> None:
-    async def story() -> None:
-        async with cluster([speak], [speak], settings=DEFAULT, **LEANING) as c:
-            c.directory.change("p0", computes_alone=False)
-            c.directory.change("d0", computes_alone=False)
-            status, answer, _ = await c.post(BODY, "/v1/chat/completions/batch")
-            assert (status, answer["error"]["code"]) == (503, "no_worker")
-            assert (len(c.p[0].bodies), len(c.d[0].bodies)) == (0, 0)
-            assert (await c.post(BODY, "/tokenize"))[0] == 200
-
-    run(story())
+async def test_where_nobody_computes_alone_only_what_needs_no_prompt_is_passed() -> None:
+    async with cluster([speak], [speak], settings=DEFAULT, **LEANING) as c:
+        c.directory.change("p0", computes_alone=False)
+        c.directory.change("d0", computes_alone=False)
+        status, answer, _ = await c.post(BODY, "/v1/chat/completions/batch")
+        assert (status, answer["error"]["code"]) == (503, "no_worker")
+        assert (len(c.p[0].bodies), len(c.d[0].bodies)) == (0, 0)
+        assert (await c.post(BODY, "/tokenize"))[0] == 200
 
 
-def test_a_p_that_drains_is_none_that_is_left() -> None:
-    async def story() -> None:
-        async with cluster([lease], [speak], settings=DEFAULT) as c:
-            c.directory.drain("p0")
-            assert (await c.post(BODY))[0] == 200
-            assert (await c.stats())["alone_total"] == {"fallback": 1}
-
-    run(story())
+async def test_a_p_that_drains_is_none_that_is_left() -> None:
+    async with cluster([lease], [speak], settings=DEFAULT) as c:
+        c.directory.drain("p0")
+        assert (await c.post(BODY))[0] == 200
+        assert (await c.stats())["alone_total"] == {"fallback": 1}
 
 
 @pytest.mark.parametrize(

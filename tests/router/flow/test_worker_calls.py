@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+import contextlib
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import msgspec
@@ -17,11 +18,10 @@ from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.flow.worker_calls import RETRY_AFTER_S_MAX, Leg, LegError, Legs
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import ListedEngine
-from tests.api.http.raw_server import LOOPS, OK, Conn, Script, Server, answers, listening, run_on
+from tests.api.http.raw_server import OK, Conn, Script, Server, answers, listening
+from tests.async_tests import Run
 from tests.router.fake_workers import QUICK, event, until
 
-Run = Callable[[Coroutine[Any, Any, None]], None]
-Story = Callable[[Legs, Leg], Awaitable[None]]
 STREAM = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
 FIRST = event({"choices": [{"text": "one"}]})
@@ -34,12 +34,6 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_client, "IDLE_S", 60.0)
 
 
-@pytest.fixture(params=LOOPS)
-def run(request: pytest.FixtureRequest) -> Run:
-    """Runs a story on each kind of loop."""
-    return lambda work: run_on(request.param, work)
-
-
 def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
@@ -49,15 +43,12 @@ def leg_to(server: Server, incarnation: int = 1) -> Leg:
     return Leg("decode", worker, "/v1/x", (), b"{}")
 
 
-def told(script: Script, story: Story, settings: RouterSettings = QUICK) -> Coroutine[Any, Any, None]:
-    """A story with one worker; whatever happens in it, no leg is held as open afterwards."""
-
-    async def whole() -> None:
-        async with listening(script) as server, Legs.open(settings) as legs:
-            await story(legs, leg_to(server))
-            assert legs._open == {}
-
-    return whole()
+@contextlib.asynccontextmanager
+async def one_worker(script: Script, settings: RouterSettings = QUICK) -> AsyncIterator[tuple[Legs, Leg]]:
+    """A leg to one worker; whatever happens with it, none is held as open afterwards."""
+    async with listening(script) as server, Legs.open(settings) as legs:
+        yield legs, leg_to(server)
+        assert legs._open == {}
 
 
 def now() -> float:
@@ -75,7 +66,7 @@ async def failure(call: Awaitable[Any]) -> LegError:
 
 @pytest.mark.parametrize("data", [b"", b"HTTP/1.1 200 OK\r\n\r\nhalf", STREAM + chunk(b"half")])
 @pytest.mark.parametrize("reused", [False, True])
-def test_dropping_a_worker_breaks_off_what_is_under_way_with_it_and_nothing_else(
+async def test_dropping_a_worker_breaks_off_what_is_under_way_with_it_and_nothing_else(
     run: Run, data: bytes, reused: bool
 ) -> None:
     gone, asked, gate = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -94,7 +85,7 @@ def test_dropping_a_worker_breaks_off_what_is_under_way_with_it_and_nothing_else
             await gate.wait()
             await conn.say(OK)
 
-    async def story(legs: Legs, leg: Leg) -> None:
+    async with one_worker(script) as (legs, leg):
         if reused:
             await legs.whole(leg)
         task = asyncio.create_task(failure(legs.whole(leg)))
@@ -110,11 +101,9 @@ def test_dropping_a_worker_breaks_off_what_is_under_way_with_it_and_nothing_else
         gate.set()
         assert (await lives).data == b"ok"
 
-    run(told(script, story))
 
-
-def test_dropping_a_worker_ends_its_streams_with_an_error(run: Run) -> None:
-    async def story(legs: Legs, leg: Leg) -> None:
+async def test_dropping_a_worker_ends_its_streams_with_an_error(run: Run) -> None:
+    async with one_worker(answers(STREAM + chunk(FIRST), then=Conn.gone)) as (legs, leg):
         stream = await legs.stream(leg, now() + 60)
         events = stream.events()
         assert await anext(events) == FIRST
@@ -123,8 +112,6 @@ def test_dropping_a_worker_ends_its_streams_with_an_error(run: Run) -> None:
             await asyncio.wait_for(anext(events), 10)
         assert (caught.value.status, caught.value.code) == (502, "worker_died")
         stream.close()
-
-    run(told(answers(STREAM + chunk(FIRST), then=Conn.gone), story))
 
 
 # --- refusals
@@ -151,37 +138,36 @@ def test_dropping_a_worker_ends_its_streams_with_an_error(run: Run) -> None:
 )
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize("streams", [False, True])
-def test_retry_after_is_a_bounded_number(given: bytes, expected: int, status: int, streams: bool) -> None:
-    async def story(legs: Legs, leg: Leg) -> None:
+async def test_retry_after_is_a_bounded_number(
+    run_once: Run, given: bytes, expected: int, status: int, streams: bool
+) -> None:
+    async with one_worker(answers(b"HTTP/1.1 %d No\r\n%bContent-Length: 0\r\n\r\n" % (status, given))) as (legs, leg):
         error = await failure(legs.stream(leg, now() + 60) if streams else legs.whole(leg))
         assert (error.busy, error.fault.status, error.fault.retry_after_s) == (True, status, expected)
 
-    run_on("asyncio", told(answers(b"HTTP/1.1 %d No\r\n%bContent-Length: 0\r\n\r\n" % (status, given)), story))
 
-
-def test_a_long_refusal_of_a_stream_is_read_to_its_end(run: Run) -> None:
+async def test_a_long_refusal_of_a_stream_is_read_to_its_end(run: Run) -> None:
     body = b'{"error": {"message": "%b", "code": "odd"}}' % (b"x" * (UNREAD_BYTES_MAX * 4))
-
-    async def story(legs: Legs, leg: Leg) -> None:
+    async with one_worker(answers(b"HTTP/1.1 500 Oops\r\nContent-Length: %d\r\n\r\n" % len(body), body)) as (legs, leg):
         error = await failure(legs.stream(leg, now() + 60))
         assert error.fault.code == "odd"
-
-    run(told(answers(b"HTTP/1.1 500 Oops\r\nContent-Length: %d\r\n\r\n" % len(body), body), story))
 
 
 @pytest.mark.parametrize(
     ("code", "status"), [("429", 429), (400, 400), ("200", 502), ("\u00b2\u00b2\u00b2", 502), ("4" * 5000, 502)]
 )
-def test_a_first_event_that_tells_an_error_is_a_refusal_whatever_its_code(code: str | int, status: int) -> None:
-    async def story(legs: Legs, leg: Leg) -> None:
+async def test_a_first_event_that_tells_an_error_is_a_refusal_whatever_its_code(
+    run_once: Run, code: str | int, status: int
+) -> None:
+    fault = sse.event({"error": {"message": "no", "type": "t", "code": code}})
+    async with one_worker(answers(STREAM + chunk(fault) + END)) as (legs, leg):
         error = await failure(legs.stream(leg, now() + 60))
         assert (error.fault.status, error.final) == (status, status == 400)
 
-    fault = sse.event({"error": {"message": "no", "type": "t", "code": code}})
-    run_on("asyncio", told(answers(STREAM + chunk(fault) + END), story))
 
-
-def test_a_first_event_without_end_lets_another_worker_be_asked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_first_event_without_end_lets_another_worker_be_asked(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sse, "EVENT_BYTES_MAX", 1000)
     gone = asyncio.Event()
 
@@ -191,15 +177,15 @@ def test_a_first_event_without_end_lets_another_worker_be_asked(run: Run, monkey
         await conn.gone()
         gone.set()
 
-    async def story(legs: Legs, leg: Leg) -> None:
+    async with one_worker(script) as (legs, leg):
         error = await failure(legs.stream(leg, now() + 60))
         assert (error.final, error.lost, error.fault.status, error.fault.code) == (False, False, 502, "bad_answer")
         await gone.wait()
 
-    run(told(script, story))
 
-
-def test_a_later_event_without_end_ends_the_stream_with_an_error(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_later_event_without_end_ends_the_stream_with_an_error(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sse, "EVENT_BYTES_MAX", 1000)
     begun = asyncio.Event()
 
@@ -210,7 +196,7 @@ def test_a_later_event_without_end_ends_the_stream_with_an_error(run: Run, monke
         await conn.say(chunk(b"x" * 1001))
         await conn.gone()
 
-    async def story(legs: Legs, leg: Leg) -> None:
+    async with one_worker(script) as (legs, leg):
         stream = await legs.stream(leg, now() + 60)
         events = stream.events()
         assert await anext(events) == FIRST
@@ -219,64 +205,54 @@ def test_a_later_event_without_end_ends_the_stream_with_an_error(run: Run, monke
             await anext(events)
         stream.close()
 
-    run(told(script, story))
 
-
-def test_a_stream_that_ends_before_its_first_event_is_a_bad_answer(run: Run) -> None:
-    async def story(legs: Legs, leg: Leg) -> None:
+async def test_a_stream_that_ends_before_its_first_event_is_a_bad_answer(run: Run) -> None:
+    async with one_worker(answers(STREAM + chunk(b": hello\n") + END)) as (legs, leg):
         error = await failure(legs.stream(leg, now() + 60))
         assert (error.fault.code, error.lost) == ("bad_answer", False)
 
-    run(told(answers(STREAM + chunk(b": hello\n") + END), story))
-
 
 @pytest.mark.parametrize("url", ["nonsense", "http://h:99999", "http://a..b:1"])
-def test_a_worker_with_a_bad_url_cannot_be_reached(url: str) -> None:
-    async def story(legs: Legs, leg: Leg) -> None:
+async def test_a_worker_with_a_bad_url_cannot_be_reached(run_once: Run, url: str) -> None:
+    async with one_worker(answers(OK)) as (legs, leg):
         leg = msgspec.structs.replace(leg, worker=msgspec.structs.replace(leg.worker, url=url))
         for call in (legs.whole(leg), legs.stream(leg, now() + 60)):
             error = await failure(call)
             assert (error.lost, error.fault.code) == (True, "worker_unreachable")
 
-    run_on("asyncio", told(answers(OK), story))
-
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_worker_that_says_nothing_in_time_is_lost_and_its_request_aborted(run: Run, streams: bool) -> None:
+async def test_a_worker_that_says_nothing_in_time_is_lost_and_its_request_aborted(run: Run, streams: bool) -> None:
     gone = asyncio.Event()
 
     async def script(conn: Conn) -> None:
         await conn.gone()
         gone.set()
 
-    async def story(legs: Legs, leg: Leg) -> None:
+    async with one_worker(script, RouterSettings(first_byte_s=0.05)) as (legs, leg):
         error = await failure(legs.stream(leg, now() + 60) if streams else legs.whole(leg, 0.05))
         assert (error.lost, error.fault.status, error.fault.code) == (True, 504, "worker_timeout")
         await gone.wait()
 
-    run(told(script, story, RouterSettings(first_byte_s=0.05)))
 
-
-def test_only_a_connection_that_was_idle_makes_a_leg_stale(run: Run) -> None:
+async def test_only_a_connection_that_was_idle_makes_a_leg_stale(run: Run) -> None:
     async def script(conn: Conn) -> None:
         if conn.number == 0:
             await conn.request()
             await conn.say(OK)
         await conn.request()
 
-    async def story(legs: Legs, leg: Leg) -> None:
+    async with one_worker(script) as (legs, leg):
         assert (await legs.whole(leg)).data == b"ok"
         stale, died = await failure(legs.whole(leg)), await failure(legs.whole(leg))
         assert (stale.stale, stale.lost) == (True, False)
         assert (died.stale, died.lost) == (False, True)
 
-    run(told(script, story))
-
 
 # --- streams
 
 
-def test_a_deadline_in_mid_stream_ends_it_and_aborts_the_worker(run: Run) -> None:
+async def test_a_deadline_in_mid_stream_ends_it_and_aborts_the_worker(run: Run) -> None:
     gone = asyncio.Event()
 
     async def script(conn: Conn) -> None:
@@ -285,7 +261,7 @@ def test_a_deadline_in_mid_stream_ends_it_and_aborts_the_worker(run: Run) -> Non
         await conn.gone()
         gone.set()
 
-    async def story(legs: Legs, leg: Leg) -> None:
+    async with one_worker(script) as (legs, leg):
         stream = await legs.stream(leg, now() + 0.05)
         events = stream.events()
         assert await anext(events) == FIRST
@@ -295,21 +271,17 @@ def test_a_deadline_in_mid_stream_ends_it_and_aborts_the_worker(run: Run) -> Non
         await gone.wait()
         stream.close()
 
-    run(told(script, story))
 
-
-def test_a_deadline_without_a_length_is_no_end_of_the_stream(run: Run) -> None:
-    async def story(legs: Legs, leg: Leg) -> None:
+async def test_a_deadline_without_a_length_is_no_end_of_the_stream(run: Run) -> None:
+    async with one_worker(answers(b"HTTP/1.1 200 OK\r\n\r\n" + FIRST + sse.DONE, then=Conn.gone)) as (legs, leg):
         stream = await legs.stream(leg, now() + 0.05)
         with pytest.raises(ApiError, match="deadline"):
             async for _ in stream.events():
                 pass
         stream.close()
 
-    run(told(answers(b"HTTP/1.1 200 OK\r\n\r\n" + FIRST + sse.DONE, then=Conn.gone), story))
 
-
-def test_a_second_close_does_not_touch_a_connection_that_is_in_use_again(run: Run) -> None:
+async def test_a_second_close_does_not_touch_a_connection_that_is_in_use_again(run: Run) -> None:
     gate, asked = asyncio.Event(), asyncio.Event()
 
     async def script(conn: Conn) -> None:
@@ -321,7 +293,7 @@ def test_a_second_close_does_not_touch_a_connection_that_is_in_use_again(run: Ru
         await conn.say(OK)
         await conn.gone()
 
-    async def story(legs: Legs, leg: Leg) -> None:
+    async with one_worker(script) as (legs, leg):
         stream = await legs.stream(leg, now() + 60)
         assert b"".join([data async for data in stream.events()]) == FIRST + sse.DONE
         assert stream.ended
@@ -333,10 +305,8 @@ def test_a_second_close_does_not_touch_a_connection_that_is_in_use_again(run: Ru
         gate.set()
         assert (await next_one).data == b"ok"
 
-    run(told(script, story))
 
-
-def test_the_deadline_of_a_refused_stream_does_not_hit_who_uses_its_connection_next(run: Run) -> None:
+async def test_the_deadline_of_a_refused_stream_does_not_hit_who_uses_its_connection_next(run: Run) -> None:
     gate, asked = asyncio.Event(), asyncio.Event()
     fault = sse.event({"error": {"message": "no", "type": "t", "code": 500}})
 
@@ -349,7 +319,7 @@ def test_the_deadline_of_a_refused_stream_does_not_hit_who_uses_its_connection_n
         await conn.say(OK)
         await conn.gone()
 
-    async def story(legs: Legs, leg: Leg) -> None:
+    async with one_worker(script) as (legs, leg):
         deadline = now() + 0.2
         await failure(legs.stream(leg, deadline))
         assert legs._pool.idle == 1
@@ -361,10 +331,8 @@ def test_the_deadline_of_a_refused_stream_does_not_hit_who_uses_its_connection_n
         gate.set()
         assert (await next_one).data == b"ok"
 
-    run(told(script, story))
 
-
-def test_closing_a_stream_early_aborts_the_worker(run: Run) -> None:
+async def test_closing_a_stream_early_aborts_the_worker(run: Run) -> None:
     gone = asyncio.Event()
 
     async def script(conn: Conn) -> None:
@@ -373,11 +341,9 @@ def test_closing_a_stream_early_aborts_the_worker(run: Run) -> None:
         await conn.gone()
         gone.set()
 
-    async def story(legs: Legs, leg: Leg) -> None:
+    async with one_worker(script) as (legs, leg):
         stream = await legs.stream(leg, now() + 60)
         stream.close()
         stream.close()
         await gone.wait()
         assert legs._pool.idle == 0
-
-    run(told(script, story))

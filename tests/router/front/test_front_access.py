@@ -20,7 +20,7 @@ from kvbaton.router.front_access import OPEN_PATHS, ApiKeys, KeyFileError, read_
 from kvbaton.router.front_secrets import FrontSecrets
 from kvbaton.router.route_table import ROUTES, Treatment
 from kvbaton.router.router_settings import OperatorPages
-from tests.router.fake_workers import QUICK, Cluster, FakeWorker, cluster, run, speak
+from tests.router.fake_workers import QUICK, Cluster, FakeWorker, cluster, speak
 
 KEY, OTHER = "sk-one-0123456789", "sk-two-0123456789"
 OPERATOR = "op-one-0123456789"
@@ -44,35 +44,32 @@ WRONG: list[dict[str, str]] = [
 ]
 
 
-def test_without_a_good_key_nothing_is_answered_but_what_monitoring_reads() -> None:
-    async def story() -> None:
-        async with cluster(access={"secrets": FrontSecrets(keys=(KEY, OTHER))}) as c:
-            paths = [(method, route.path) for route in ROUTES for method in route.methods]
-            far = {"X-Forwarded-For": "192.0.2.1"}  # else this would be an operator on the router's own machine
-            for method, path in [*paths, ("GET", "/workers"), ("GET", "/stats"), ("GET", "/none")]:
-                for headers in WRONG if path == "/v1/completions" else WRONG[:2]:
-                    async with c.session.request(method, c.url + path, headers={**headers, **far}, data=b"{}") as got:
-                        if path in OPEN_PATHS:
-                            assert got.status in (200, 404), path  # the workers have no /version
-                            continue
-                        assert got.status == 401, (method, path, headers)
-                        assert got.headers["WWW-Authenticate"] == "Bearer"
-                        error = (await got.json())["error"]
-                        assert (error["code"], error["type"]) == ("invalid_api_key", "authentication_error")
-                        assert not any(word in error["message"] for word in (KEY, OTHER))
-            for headers in ({}, bearer(KEY), bearer(OTHER)):  # a client's key opens no operators' page
-                async with c.session.get(c.url + "/flights", headers={**headers, **far}) as got:
-                    assert (got.status, (await got.json())["error"]["code"]) == (403, "operators_only")
-            assert not c.p[0].bodies and not c.d[0].bodies
-            for headers in (bearer(KEY), bearer(OTHER), {"x-api-key": KEY}, {"authorization": f"bearer  {KEY}"}):
-                async with c.session.post(c.url + "/v1/completions", json=BODY, headers=headers) as got:
-                    assert got.status == 200
-            refused = [route.path for route in ROUTES if route.treatment is Treatment.REFUSED]
-            async with c.session.post(c.url + refused[-1], headers=bearer(KEY)) as got:
-                assert got.status == 403
-            assert (await c.get("/stats"))[0] == 200, "an operator on the router's own machine"
-
-    run(story())
+async def test_without_a_good_key_nothing_is_answered_but_what_monitoring_reads() -> None:
+    async with cluster(access={"secrets": FrontSecrets(keys=(KEY, OTHER))}) as c:
+        paths = [(method, route.path) for route in ROUTES for method in route.methods]
+        far = {"X-Forwarded-For": "192.0.2.1"}  # else this would be an operator on the router's own machine
+        for method, path in [*paths, ("GET", "/workers"), ("GET", "/stats"), ("GET", "/none")]:
+            for headers in WRONG if path == "/v1/completions" else WRONG[:2]:
+                async with c.session.request(method, c.url + path, headers={**headers, **far}, data=b"{}") as got:
+                    if path in OPEN_PATHS:
+                        assert got.status in (200, 404), path  # the workers have no /version
+                        continue
+                    assert got.status == 401, (method, path, headers)
+                    assert got.headers["WWW-Authenticate"] == "Bearer"
+                    error = (await got.json())["error"]
+                    assert (error["code"], error["type"]) == ("invalid_api_key", "authentication_error")
+                    assert not any(word in error["message"] for word in (KEY, OTHER))
+        for headers in ({}, bearer(KEY), bearer(OTHER)):  # a client's key opens no operators' page
+            async with c.session.get(c.url + "/flights", headers={**headers, **far}) as got:
+                assert (got.status, (await got.json())["error"]["code"]) == (403, "operators_only")
+        assert not c.p[0].bodies and not c.d[0].bodies
+        for headers in (bearer(KEY), bearer(OTHER), {"x-api-key": KEY}, {"authorization": f"bearer  {KEY}"}):
+            async with c.session.post(c.url + "/v1/completions", json=BODY, headers=headers) as got:
+                assert got.status == 200
+        refused = [route.path for route in ROUTES if route.treatment is Treatment.REFUSED]
+        async with c.session.post(c.url + refused[-1], headers=bearer(KEY)) as got:
+            assert got.status == 403
+        assert (await c.get("/stats"))[0] == 200, "an operator on the router's own machine"
 
 
 async def seen(c: Cluster, path: str, key: str = "", name: str = "") -> int:
@@ -85,28 +82,25 @@ async def seen(c: Cluster, path: str, key: str = "", name: str = "") -> int:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_an_operators_key_opens_operators_pages_from_elsewhere_and_no_prompt(processes: int) -> None:
-    async def story() -> None:
-        secrets = FrontSecrets(keys=(KEY,), operator_keys=(OPERATOR,))
-        pages = {"pages": dashboard} if processes == 1 else {}
-        async with cluster(processes=processes, access={"secrets": secrets, **pages}) as c:
-            for path in ("/flights", "/dashboard/state"):
-                for key, status in (("", 403), (KEY, 403), (OPERATOR[:-1], 403), (OPERATOR, 200)):
-                    assert await seen(c, path, key) == await seen(c, path, key, "x-api-key") == status, (path, key)
-            for path in ("/workers", "/stats"):
-                assert [await seen(c, path, key) for key in ("", KEY, OPERATOR)] == [401, 200, 200]
-            for path in ("/dashboard", "/dashboard/app.js", "/dashboard/reasons"):
-                assert await seen(c, path) == 200, "what is the same everywhere, and asks for the key"
-            async with c.session.post(c.url + "/v1/completions", json=BODY, headers=bearer(OPERATOR)) as got:
-                assert got.status == 401
-        async with cluster(access={"secrets": FrontSecrets(keys=(KEY,)), "pages": dashboard}) as c:
-            for path in ("/flights", "/dashboard", "/dashboard/app.js", "/dashboard/state"):
-                assert await seen(c, path, KEY) == 403, "where there is no such key, nothing is shown"
-        off = msgspec.structs.replace(QUICK, operator_pages=OperatorPages.OFF)
-        async with cluster(settings=off, access={"secrets": secrets, "pages": dashboard}) as c:
-            assert await seen(c, "/dashboard", OPERATOR) == 403
-
-    run(story())
+async def test_an_operators_key_opens_operators_pages_from_elsewhere_and_no_prompt(processes: int) -> None:
+    secrets = FrontSecrets(keys=(KEY,), operator_keys=(OPERATOR,))
+    pages = {"pages": dashboard} if processes == 1 else {}
+    async with cluster(processes=processes, access={"secrets": secrets, **pages}) as c:
+        for path in ("/flights", "/dashboard/state"):
+            for key, status in (("", 403), (KEY, 403), (OPERATOR[:-1], 403), (OPERATOR, 200)):
+                assert await seen(c, path, key) == await seen(c, path, key, "x-api-key") == status, (path, key)
+        for path in ("/workers", "/stats"):
+            assert [await seen(c, path, key) for key in ("", KEY, OPERATOR)] == [401, 200, 200]
+        for path in ("/dashboard", "/dashboard/app.js", "/dashboard/reasons"):
+            assert await seen(c, path) == 200, "what is the same everywhere, and asks for the key"
+        async with c.session.post(c.url + "/v1/completions", json=BODY, headers=bearer(OPERATOR)) as got:
+            assert got.status == 401
+    async with cluster(access={"secrets": FrontSecrets(keys=(KEY,)), "pages": dashboard}) as c:
+        for path in ("/flights", "/dashboard", "/dashboard/app.js", "/dashboard/state"):
+            assert await seen(c, path, KEY) == 403, "where there is no such key, nothing is shown"
+    off = msgspec.structs.replace(QUICK, operator_pages=OperatorPages.OFF)
+    async with cluster(settings=off, access={"secrets": secrets, "pages": dashboard}) as c:
+        assert await seen(c, "/dashboard", OPERATOR) == 403
 
 
 def test_a_key_of_both_lists_is_a_clients(tmp_path: Path) -> None:
@@ -143,17 +137,14 @@ def test_an_operators_key_is_taken_back_by_emptying_its_file_and_a_clients_is_no
         FrontSecrets(operator_key_file=str(file)).check()
 
 
-def test_every_process_of_a_router_asks_for_the_key() -> None:
-    async def story() -> None:
-        async with cluster(processes=2, access={"secrets": FrontSecrets(keys=(KEY,))}) as c:
-            for _ in range(4):  # connections of their own, so that both processes are asked
-                async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
-                    async with session.post(c.url + "/v1/completions", json=BODY, headers=bearer(OTHER)) as got:
-                        assert got.status == 401
-                    async with session.post(c.url + "/v1/completions", json=BODY, headers=bearer(KEY)) as got:
-                        assert got.status == 200
-
-    run(story())
+async def test_every_process_of_a_router_asks_for_the_key() -> None:
+    async with cluster(processes=2, access={"secrets": FrontSecrets(keys=(KEY,))}) as c:
+        for _ in range(4):  # connections of their own, so that both processes are asked
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+                async with session.post(c.url + "/v1/completions", json=BODY, headers=bearer(OTHER)) as got:
+                    assert got.status == 401
+                async with session.post(c.url + "/v1/completions", json=BODY, headers=bearer(KEY)) as got:
+                    assert got.status == 200
 
 
 @pytest.mark.parametrize(
@@ -167,119 +158,104 @@ def test_every_process_of_a_router_asks_for_the_key() -> None:
         (FrontSecrets(keys=(KEY,), worker_key=OTHER), False, f"Bearer {OTHER}"),
     ],
 )
-def test_what_workers_are_shown(secrets: FrontSecrets, passes: bool, shown: str | None) -> None:
-    async def story() -> None:
-        settings = msgspec.structs.replace(QUICK, passes_authorization=passes)
-        async with cluster(access={"secrets": secrets}, settings=settings) as c:
-            for path in ("/v1/completions", "/tokenize"):
-                async with c.session.post(c.url + path, json=BODY, headers={**bearer(KEY), "X-A": "b"}) as got:
-                    assert got.status == 200
-            for worker in (*c.p, *c.d):
-                worker.pages["/version"] = {"version": "1"}
-            async with c.session.get(c.url + "/version", headers=bearer(KEY)) as got:
+async def test_what_workers_are_shown(secrets: FrontSecrets, passes: bool, shown: str | None) -> None:
+    settings = msgspec.structs.replace(QUICK, passes_authorization=passes)
+    async with cluster(access={"secrets": secrets}, settings=settings) as c:
+        for path in ("/v1/completions", "/tokenize"):
+            async with c.session.post(c.url + path, json=BODY, headers={**bearer(KEY), "X-A": "b"}) as got:
                 assert got.status == 200
-            told = [headers.get("Authorization") for worker in (*c.p, *c.d) for headers in worker.headers]
-            assert len(told) == 4 and set(told) == {shown}
+        for worker in (*c.p, *c.d):
+            worker.pages["/version"] = {"version": "1"}
+        async with c.session.get(c.url + "/version", headers=bearer(KEY)) as got:
+            assert got.status == 200
+        told = [headers.get("Authorization") for worker in (*c.p, *c.d) for headers in worker.headers]
+        assert len(told) == 4 and set(told) == {shown}
 
-    run(story())
 
-
-def test_a_key_that_workers_do_not_take_is_no_fault_of_the_client() -> None:
+async def test_a_key_that_workers_do_not_take_is_no_fault_of_the_client() -> None:
     async def closed(_: FakeWorker, __: web.Request, ___: dict[str, Any]) -> web.Response:
         return web.json_response({"error": "Unauthorized"}, status=401)
 
-    async def story() -> None:
-        async with cluster([closed], [closed], access={"secrets": FrontSecrets(worker_key=OTHER)}) as c:
-            for path in ("/v1/completions", "/tokenize"):
-                status, answer, _ = await c.post(BODY, path)
-                assert (status, answer["error"]["code"]) == (502, "worker_failed")
-                assert "--worker-api-key-file" in answer["error"]["message"] and OTHER not in str(answer)
-        async with cluster(1, [closed]) as c:
-            assert (await c.post(BODY, "/tokenize"))[0] == 401, "the worker asks the client"
-        async with cluster(
-            1, [speak], access={"secrets": FrontSecrets(worker_key=OTHER)}, dialect="moriio", address="10.0.0.1:{port}"
-        ) as c:
-            await c.post(BODY, "/tokenize")
-            assert "Authorization" not in c.d[0].headers[0], "whoever announced itself may be anybody"
-
-    run(story())
+    async with cluster([closed], [closed], access={"secrets": FrontSecrets(worker_key=OTHER)}) as c:
+        for path in ("/v1/completions", "/tokenize"):
+            status, answer, _ = await c.post(BODY, path)
+            assert (status, answer["error"]["code"]) == (502, "worker_failed")
+            assert "--worker-api-key-file" in answer["error"]["message"] and OTHER not in str(answer)
+    async with cluster(1, [closed]) as c:
+        assert (await c.post(BODY, "/tokenize"))[0] == 401, "the worker asks the client"
+    async with cluster(
+        1, [speak], access={"secrets": FrontSecrets(worker_key=OTHER)}, dialect="moriio", address="10.0.0.1:{port}"
+    ) as c:
+        await c.post(BODY, "/tokenize")
+        assert "Authorization" not in c.d[0].headers[0], "whoever announced itself may be anybody"
 
 
-def test_a_page_of_an_origin_that_is_named_may_ask_and_read_and_others_may_not() -> None:
-    async def story() -> None:
-        settings = msgspec.structs.replace(QUICK, origins_allowed=(PAGE,), cors_headers=("content-type", "x-a"))
-        async with cluster(settings=settings, access={"secrets": FrontSecrets(keys=(KEY,))}) as c:
-            asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
+async def test_a_page_of_an_origin_that_is_named_may_ask_and_read_and_others_may_not() -> None:
+    settings = msgspec.structs.replace(QUICK, origins_allowed=(PAGE,), cors_headers=("content-type", "x-a"))
+    async with cluster(settings=settings, access={"secrets": FrontSecrets(keys=(KEY,))}) as c:
+        asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
 
-            async def preflight(path: str = "/v1/completions", **more: str) -> tuple[int, Any]:
-                headers = {**asked, **{name.replace("_", "-"): value for name, value in more.items()}}
-                async with c.session.options(c.url + path, headers=headers) as got:
-                    return got.status, got.headers
+        async def preflight(path: str = "/v1/completions", **more: str) -> tuple[int, Any]:
+            headers = {**asked, **{name.replace("_", "-"): value for name, value in more.items()}}
+            async with c.session.options(c.url + path, headers=headers) as got:
+                return got.status, got.headers
 
-            status, headers = await preflight(Access_Control_Request_Headers="X-A, content-type")
-            assert (status, headers["Access-Control-Allow-Origin"], headers["Content-Length"]) == (200, PAGE, "0")
-            assert headers["Access-Control-Allow-Headers"] == "X-A, content-type" and headers["Vary"] == "Origin"
-            assert headers["Access-Control-Allow-Methods"] == headers["Allow"] == "POST, OPTIONS"
-            assert "Access-Control-Allow-Credentials" not in headers
-            for odd in (
-                {"Origin": "https://evil.example"},
-                {"Origin": "null"},
-                {"Access_Control_Request_Method": "DELETE"},
-                {"Access_Control_Request_Headers": "x-a, x-evil"},
-                {"Access_Control_Request_Headers": "x-a, b ad"},
-            ):
-                status, headers = await preflight(**odd)
-                assert status == 403
-                assert odd.get("Origin") is None or "Access-Control-Allow-Origin" not in headers
-            assert (await preflight("/none"))[0] == 404 and (await preflight("/sleep"))[0] == 403
-            async with c.session.options(c.url + "/health") as got:
-                assert (got.status, got.headers["Allow"]) == (200, "GET, HEAD, OPTIONS")
-            told = []
-            for stream in (False, True):
-                body = {**BODY, "stream": stream}
-                async with c.session.post(
-                    c.url + "/v1/completions", json=body, headers={**bearer(KEY), "Origin": PAGE}
-                ) as got:
-                    told.append((got.status, got.headers.get("Access-Control-Allow-Origin")))
-            async with c.session.post(c.url + "/v1/completions", json=BODY, headers={"Origin": PAGE}) as got:
+        status, headers = await preflight(Access_Control_Request_Headers="X-A, content-type")
+        assert (status, headers["Access-Control-Allow-Origin"], headers["Content-Length"]) == (200, PAGE, "0")
+        assert headers["Access-Control-Allow-Headers"] == "X-A, content-type" and headers["Vary"] == "Origin"
+        assert headers["Access-Control-Allow-Methods"] == headers["Allow"] == "POST, OPTIONS"
+        assert "Access-Control-Allow-Credentials" not in headers
+        for odd in (
+            {"Origin": "https://evil.example"},
+            {"Origin": "null"},
+            {"Access_Control_Request_Method": "DELETE"},
+            {"Access_Control_Request_Headers": "x-a, x-evil"},
+            {"Access_Control_Request_Headers": "x-a, b ad"},
+        ):
+            status, headers = await preflight(**odd)
+            assert status == 403
+            assert odd.get("Origin") is None or "Access-Control-Allow-Origin" not in headers
+        assert (await preflight("/none"))[0] == 404 and (await preflight("/sleep"))[0] == 403
+        async with c.session.options(c.url + "/health") as got:
+            assert (got.status, got.headers["Allow"]) == (200, "GET, HEAD, OPTIONS")
+        told = []
+        for stream in (False, True):
+            body = {**BODY, "stream": stream}
+            async with c.session.post(
+                c.url + "/v1/completions", json=body, headers={**bearer(KEY), "Origin": PAGE}
+            ) as got:
                 told.append((got.status, got.headers.get("Access-Control-Allow-Origin")))
-            assert told == [(200, PAGE), (200, PAGE), (401, PAGE)], "a page can read why it was refused"
-            async with c.session.get(c.url + "/health", headers={"Origin": "https://evil.example"}) as got:
-                assert "Access-Control-Allow-Origin" not in got.headers
+        async with c.session.post(c.url + "/v1/completions", json=BODY, headers={"Origin": PAGE}) as got:
+            told.append((got.status, got.headers.get("Access-Control-Allow-Origin")))
+        assert told == [(200, PAGE), (200, PAGE), (401, PAGE)], "a page can read why it was refused"
+        async with c.session.get(c.url + "/health", headers={"Origin": "https://evil.example"}) as got:
+            assert "Access-Control-Allow-Origin" not in got.headers
 
-    run(story())
 
-
-def test_any_page_may_ask_where_the_operator_says_so_but_never_with_credentials() -> None:
-    async def story() -> None:
-        any_page = msgspec.structs.replace(QUICK, origins_allowed=("*",))
-        async with cluster(settings=any_page) as c:
-            status, _, headers = await c.post(BODY, Origin="null")
-            assert (status, headers["Access-Control-Allow-Origin"]) == (200, "*")
-        settings = msgspec.structs.replace(QUICK, origins_allowed=(PAGE,), cors_credentials=True)
-        async with cluster(settings=settings) as c, c.session.get(c.url + "/health", headers={"Origin": PAGE}) as got:
-            assert got.headers["Access-Control-Allow-Credentials"] == "true"
-
-    run(story())
+async def test_any_page_may_ask_where_the_operator_says_so_but_never_with_credentials() -> None:
+    any_page = msgspec.structs.replace(QUICK, origins_allowed=("*",))
+    async with cluster(settings=any_page) as c:
+        status, _, headers = await c.post(BODY, Origin="null")
+        assert (status, headers["Access-Control-Allow-Origin"]) == (200, "*")
+    settings = msgspec.structs.replace(QUICK, origins_allowed=(PAGE,), cors_credentials=True)
+    async with cluster(settings=settings) as c, c.session.get(c.url + "/health", headers={"Origin": PAGE}) as got:
+        assert got.headers["Access-Control-Allow-Credentials"] == "true"
     with pytest.raises(ValueError, match="cors_credentials: not with origin"):
         msgspec.structs.replace(QUICK, origins_allowed=("*",), cors_credentials=True)
 
 
-def test_no_page_of_another_origin_reads_what_operators_see_on_the_routers_own_machine() -> None:
-    async def story() -> None:
-        settings = msgspec.structs.replace(QUICK, origins_allowed=("*",))
-        async with cluster(settings=settings, access={"secrets": FrontSecrets(keys=(KEY,))}) as c:
-            for path in ("/workers", "/stats", "/flights"):
-                told = []
-                for more in ({}, {"Origin": c.url}, {"Origin": PAGE}, {"Origin": "null"}):
-                    async with c.session.get(c.url + path, headers=more) as got:
-                        told.append(got.status)
-                assert told == ([200, 200, 403, 403] if path == "/flights" else [200, 200, 401, 401]), path
-        named = msgspec.structs.replace(QUICK, origins_allowed=(PAGE,))
-        async with cluster(settings=named) as c, c.session.get(c.url + "/flights", headers={"Origin": PAGE}) as got:
-            assert (got.status, (await got.json())["error"]["code"]) == (403, "operators_only")
-
-    run(story())
+async def test_no_page_of_another_origin_reads_what_operators_see_on_the_routers_own_machine() -> None:
+    settings = msgspec.structs.replace(QUICK, origins_allowed=("*",))
+    async with cluster(settings=settings, access={"secrets": FrontSecrets(keys=(KEY,))}) as c:
+        for path in ("/workers", "/stats", "/flights"):
+            told = []
+            for more in ({}, {"Origin": c.url}, {"Origin": PAGE}, {"Origin": "null"}):
+                async with c.session.get(c.url + path, headers=more) as got:
+                    told.append(got.status)
+            assert told == ([200, 200, 403, 403] if path == "/flights" else [200, 200, 401, 401]), path
+    named = msgspec.structs.replace(QUICK, origins_allowed=(PAGE,))
+    async with cluster(settings=named) as c, c.session.get(c.url + "/flights", headers={"Origin": PAGE}) as got:
+        assert (got.status, (await got.json())["error"]["code"]) == (403, "operators_only")
 
 
 def request(**headers: str) -> Request:

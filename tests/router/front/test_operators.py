@@ -20,7 +20,7 @@ from kvbaton.router.dashboard_page import dashboard
 from kvbaton.router.operator_access import ASK_S, FlightsPage, FlightsQuery, guarded, why_not
 from kvbaton.router.router_settings import Fallback, OperatorPages, RouterSettings
 from kvbaton.router.workers.directory import StaticDirectory
-from tests.router.fake_workers import QUICK, cluster, die, lease, run, speak
+from tests.router.fake_workers import QUICK, cluster, die, lease, speak
 
 BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
 HANDOFF = f"{'ef' * 16}.0"
@@ -75,28 +75,25 @@ def test_open_shows_everybody_and_off_nobody() -> None:
 
 
 @pytest.mark.parametrize("fallback", Fallback)
-def test_the_dashboard_says_what_cannot_be_served_and_why(fallback: Fallback) -> None:
-    async def story() -> None:
-        settings = msgspec.structs.replace(QUICK, fallback=fallback)
-        async with cluster([lease], [speak], settings=settings, access={"pages": dashboard}) as c:
-            assert (await c.get("/dashboard/state"))[1]["trouble"] is None
-            c.directory.lose("p0")
-            strict = fallback is Fallback.STRICT
-            assert (await c.post(BODY))[0] == (503 if strict else 200)
-            trouble = (await c.get("/dashboard/state"))[1]["trouble"]
-            assert trouble["is_down"] is strict
-            begin = "Requests are answered 503 (--fallback strict): " if strict else "Degraded: "
-            assert trouble["text"].startswith(f"{begin}no prefill worker is registered"), trouble
-            c.directory.lose("d0")
-            trouble = (await c.get("/dashboard/state"))[1]["trouble"]
-            assert trouble["is_down"] and trouble["text"].startswith("Requests are answered 503: no "), trouble
-            c.app.draining.set()
-            assert "drains" in (await c.get("/dashboard/state"))[1]["trouble"]["text"]
-            told = (await c.stats())["responses_total"]
-            errors = (await c.get("/dashboard/state"))[1]["now"]["errors"]
-            assert errors == told.get("5xx", 0) == (1 if strict else 0)
-
-    run(story())
+async def test_the_dashboard_says_what_cannot_be_served_and_why(fallback: Fallback) -> None:
+    settings = msgspec.structs.replace(QUICK, fallback=fallback)
+    async with cluster([lease], [speak], settings=settings, access={"pages": dashboard}) as c:
+        assert (await c.get("/dashboard/state"))[1]["trouble"] is None
+        c.directory.lose("p0")
+        strict = fallback is Fallback.STRICT
+        assert (await c.post(BODY))[0] == (503 if strict else 200)
+        trouble = (await c.get("/dashboard/state"))[1]["trouble"]
+        assert trouble["is_down"] is strict
+        begin = "Requests are answered 503 (--fallback strict): " if strict else "Degraded: "
+        assert trouble["text"].startswith(f"{begin}no prefill worker is registered"), trouble
+        c.directory.lose("d0")
+        trouble = (await c.get("/dashboard/state"))[1]["trouble"]
+        assert trouble["is_down"] and trouble["text"].startswith("Requests are answered 503: no "), trouble
+        c.app.draining.set()
+        assert "drains" in (await c.get("/dashboard/state"))[1]["trouble"]["text"]
+        told = (await c.stats())["responses_total"]
+        errors = (await c.get("/dashboard/state"))[1]["now"]["errors"]
+        assert errors == told.get("5xx", 0) == (1 if strict else 0)
 
 
 def test_a_refusal_is_one_line_with_status_403() -> None:
@@ -141,39 +138,33 @@ def test_a_field_that_is_wrong_is_named(query: str) -> None:
 # --- the page
 
 
-def test_the_page_lists_the_last_and_the_failed_and_finds_one() -> None:
-    async def story() -> None:
-        settings = msgspec.structs.replace(QUICK, prefill_retries=0)
-        async with cluster([die], 1, settings=settings) as c:
-            await c.post(BODY, X_Request_Id="first")
-            await c.post({**BODY, "prompt_logprobs": 1}, X_Request_Id="second")
-            status, told = await c.get("/flights")
-            assert (status, [each["request"] for each in told["journeys"]]) == (200, ["second", "first"])
-            journeys = msgspec.convert(told["journeys"], list[Journey])
-            assert [journey.failed for journey in journeys] == [False, True]
-            assert [each["request"] for each in (await c.get("/flights?failed=1"))[1]["journeys"]] == ["first"]
-            assert [each["request"] for each in (await c.get("/flights?id=second"))[1]["journeys"]] == ["second"]
-            assert len((await c.get("/flights?last=1"))[1]["journeys"]) == 1
-            assert (await c.get("/flights?id=nobody"))[1] == {"journeys": []}
-            assert (await c.get("/flights?last=0"))[0] == 400
-            async with c.session.get(c.url + "/flights", headers={"Host": "evil.example"}) as response:
-                assert response.status == 403
-            async with c.session.post(c.url + "/flights") as response:
-                assert response.status == 405
-
-    run(story())
+async def test_the_page_lists_the_last_and_the_failed_and_finds_one() -> None:
+    settings = msgspec.structs.replace(QUICK, prefill_retries=0)
+    async with cluster([die], 1, settings=settings) as c:
+        await c.post(BODY, X_Request_Id="first")
+        await c.post({**BODY, "prompt_logprobs": 1}, X_Request_Id="second")
+        status, told = await c.get("/flights")
+        assert (status, [each["request"] for each in told["journeys"]]) == (200, ["second", "first"])
+        journeys = msgspec.convert(told["journeys"], list[Journey])
+        assert [journey.failed for journey in journeys] == [False, True]
+        assert [each["request"] for each in (await c.get("/flights?failed=1"))[1]["journeys"]] == ["first"]
+        assert [each["request"] for each in (await c.get("/flights?id=second"))[1]["journeys"]] == ["second"]
+        assert len((await c.get("/flights?last=1"))[1]["journeys"]) == 1
+        assert (await c.get("/flights?id=nobody"))[1] == {"journeys": []}
+        assert (await c.get("/flights?last=0"))[0] == 400
+        async with c.session.get(c.url + "/flights", headers={"Host": "evil.example"}) as response:
+            assert response.status == 403
+        async with c.session.post(c.url + "/flights") as response:
+            assert response.status == 405
 
 
-def test_pages_that_are_off_are_off() -> None:
-    async def story() -> None:
-        async with cluster(settings=msgspec.structs.replace(QUICK, operator_pages=OFF)) as c:
-            assert (await c.get("/flights"))[0] == 403
-            assert (await c.get("/health"))[0] == 200
-
-    run(story())
+async def test_pages_that_are_off_are_off() -> None:
+    async with cluster(settings=msgspec.structs.replace(QUICK, operator_pages=OFF)) as c:
+        assert (await c.get("/flights"))[0] == 403
+        assert (await c.get("/health"))[0] == 200
 
 
-def test_more_pages_can_be_added_and_are_guarded_like_the_others() -> None:
+async def test_more_pages_can_be_added_and_are_guarded_like_the_others() -> None:
     seen: list[Board] = []
 
     async def page(asked: Request) -> Answer | Events:
@@ -183,21 +174,18 @@ def test_more_pages_can_be_added_and_are_guarded_like_the_others() -> None:
         seen.append(board)
         return {"/dashboard": page}
 
-    async def story() -> None:
-        async with router_app(StaticDirectory([]), RouterSettings(), pages=pages) as app:
-            handler = app.handler("GET", "/dashboard")
-            answer = await handler(request(query="a=1"))
-            assert isinstance(answer, Answer)
-            assert answer.body == b"hello a=1"
-            with pytest.raises(ApiError):
-                await handler(request("10.0.0.1"))
-            with pytest.raises(ApiError):
-                app.handler("POST", "/dashboard")
-            (board,) = seen
-            assert board.gathering is app.gathering
-            assert (board.workers(), board.stats()["in_flight"]) == ([], 0)
-
-    run(story())
+    async with router_app(StaticDirectory([]), RouterSettings(), pages=pages) as app:
+        handler = app.handler("GET", "/dashboard")
+        answer = await handler(request(query="a=1"))
+        assert isinstance(answer, Answer)
+        assert answer.body == b"hello a=1"
+        with pytest.raises(ApiError):
+            await handler(request("10.0.0.1"))
+        with pytest.raises(ApiError):
+            app.handler("POST", "/dashboard")
+        (board,) = seen
+        assert board.gathering is app.gathering
+        assert (board.workers(), board.stats()["in_flight"]) == ([], 0)
 
 
 # --- asking workers
@@ -236,59 +224,47 @@ def gathered() -> Gathering:
     return gathering
 
 
-def test_whose_record_is_missing_is_asked_for_it() -> None:
-    async def story() -> None:
-        gathering = gathered()
-        gathering.note(flight(FlightSeat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
-        known = {"p0": [flight(FlightSeat.PREFILL, "p0")], "d0": [flight(FlightSeat.DECODE, "d0")]}
-        workers = Workers(gathering, known)  # type: ignore[arg-type]
-        (journey,) = await FlightsPage(gathering, workers.show).journeys(FlightsQuery(find="at-router"))
-        assert journey.missing == ()
-        assert workers.asked == [("d0", 2, ["at-router", HANDOFF]), ("p0", 1, ["at-router", HANDOFF])]
-        workers.asked.clear()
-        await FlightsPage(gathering, workers.show).journeys(FlightsQuery(find="at-router"))
-        assert workers.asked == [], "all of it is here"
-
-    run(story())
+async def test_whose_record_is_missing_is_asked_for_it() -> None:
+    gathering = gathered()
+    gathering.note(flight(FlightSeat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
+    known = {"p0": [flight(FlightSeat.PREFILL, "p0")], "d0": [flight(FlightSeat.DECODE, "d0")]}
+    workers = Workers(gathering, known)  # type: ignore[arg-type]
+    (journey,) = await FlightsPage(gathering, workers.show).journeys(FlightsQuery(find="at-router"))
+    assert journey.missing == ()
+    assert workers.asked == [("d0", 2, ["at-router", HANDOFF]), ("p0", 1, ["at-router", HANDOFF])]
+    workers.asked.clear()
+    await FlightsPage(gathering, workers.show).journeys(FlightsQuery(find="at-router"))
+    assert workers.asked == [], "all of it is here"
 
 
-def test_a_worker_whose_record_was_under_way_is_asked_again() -> None:
-    async def story() -> None:
-        gathering = gathered()
-        gathering.note(flight(FlightSeat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
-        gathering.heard("p0", 1, FlightReport(2.0, flights=(flight(FlightSeat.PREFILL, "p0"),)))
-        gathering.heard("d0", 2, FlightReport(2.0, flights=(flight(FlightSeat.DECODE, "d0", end=""),)))
-        workers = Workers(gathering, {"d0": [flight(FlightSeat.DECODE, "d0")]})
-        (journey,) = await FlightsPage(gathering, workers.show).journeys(FlightsQuery(find=HANDOFF))
-        assert [name for name, *_ in workers.asked] == ["d0"]
-        assert all(lane.end for lane in journey.lanes)
-
-    run(story())
+async def test_a_worker_whose_record_was_under_way_is_asked_again() -> None:
+    gathering = gathered()
+    gathering.note(flight(FlightSeat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
+    gathering.heard("p0", 1, FlightReport(2.0, flights=(flight(FlightSeat.PREFILL, "p0"),)))
+    gathering.heard("d0", 2, FlightReport(2.0, flights=(flight(FlightSeat.DECODE, "d0", end=""),)))
+    workers = Workers(gathering, {"d0": [flight(FlightSeat.DECODE, "d0")]})
+    (journey,) = await FlightsPage(gathering, workers.show).journeys(FlightsQuery(find=HANDOFF))
+    assert [name for name, *_ in workers.asked] == ["d0"]
+    assert all(lane.end for lane in journey.lanes)
 
 
-def test_an_id_that_only_a_worker_knows_is_found_by_asking_all() -> None:
-    async def story() -> None:
-        gathering = gathered()
-        workers = Workers(gathering, {"p0": [], "d1": [flight(FlightSeat.DECODE, "d1")]})
-        (journey,) = await FlightsPage(gathering, workers.show).journeys(FlightsQuery(find=HANDOFF[:8]))
-        assert journey.lanes[0].worker == "d1"
-        assert sorted(name for name, *_ in workers.asked) == ["d0", "d1", "p0"]
-
-    run(story())
+async def test_an_id_that_only_a_worker_knows_is_found_by_asking_all() -> None:
+    gathering = gathered()
+    workers = Workers(gathering, {"p0": [], "d1": [flight(FlightSeat.DECODE, "d1")]})
+    (journey,) = await FlightsPage(gathering, workers.show).journeys(FlightsQuery(find=HANDOFF[:8]))
+    assert journey.lanes[0].worker == "d1"
+    assert sorted(name for name, *_ in workers.asked) == ["d0", "d1", "p0"]
 
 
-def test_a_worker_that_does_not_answer_is_not_waited_for_long() -> None:
-    async def story() -> None:
-        gathering = gathered()
-        gathering.note(flight(FlightSeat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
-        workers = Workers(gathering, {})
-        begun = asyncio.get_running_loop().time()
-        (journey,) = await FlightsPage(gathering, workers.show).journeys(FlightsQuery(find="at-router"))
-        took = asyncio.get_running_loop().time() - begun
-        assert took >= ASK_S
-        assert {missing.worker for missing in journey.missing} == {"p0", "d0"}
-
-    run(story())
+async def test_a_worker_that_does_not_answer_is_not_waited_for_long() -> None:
+    gathering = gathered()
+    gathering.note(flight(FlightSeat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
+    workers = Workers(gathering, {})
+    begun = asyncio.get_running_loop().time()
+    (journey,) = await FlightsPage(gathering, workers.show).journeys(FlightsQuery(find="at-router"))
+    took = asyncio.get_running_loop().time() - begun
+    assert took >= ASK_S
+    assert {missing.worker for missing in journey.missing} == {"p0", "d0"}
 
 
 @pytest.mark.parametrize("digits", ["000000001", "1" * 5000, "0000000001" + "0" * 4301, "+1", "1_0"])
@@ -299,27 +275,20 @@ def test_a_number_of_any_length_is_a_number_or_refused(digits: str) -> None:
         assert error.status == 400
 
 
-def test_of_the_last_ones_too_workers_are_asked_for_what_lacks() -> None:
+async def test_of_the_last_ones_too_workers_are_asked_for_what_lacks() -> None:
     """Whoever looks right after a request sees it whole, although workers report twice a second."""
-
-    async def story() -> None:
-        gathering = gathered()
-        gathering.note(flight(FlightSeat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
-        workers = Workers(gathering, {})
-        assert len(await FlightsPage(gathering, workers.show).journeys(FlightsQuery())) == 1
-        assert sorted(workers.asked) == [("d0", 2, [HANDOFF]), ("p0", 1, [HANDOFF])]
-
-    run(story())
+    gathering = gathered()
+    gathering.note(flight(FlightSeat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
+    workers = Workers(gathering, {})
+    assert len(await FlightsPage(gathering, workers.show).journeys(FlightsQuery())) == 1
+    assert sorted(workers.asked) == [("d0", 2, [HANDOFF]), ("p0", 1, [HANDOFF])]
 
 
-def test_where_nothing_is_known_or_nobody_can_be_asked_nobody_is() -> None:
-    async def story() -> None:
-        gathering = gathered()
-        workers = Workers(gathering, {})
-        assert await FlightsPage(gathering, workers.show).journeys(FlightsQuery()) == []
-        gathering.note(flight(FlightSeat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
-        assert len(await FlightsPage(gathering, None).journeys(FlightsQuery(find="at-router"))) == 1
-        assert await FlightsPage(gathering, workers.show).journeys(FlightsQuery(find="x")) == []
-        assert workers.asked == []
-
-    run(story())
+async def test_where_nothing_is_known_or_nobody_can_be_asked_nobody_is() -> None:
+    gathering = gathered()
+    workers = Workers(gathering, {})
+    assert await FlightsPage(gathering, workers.show).journeys(FlightsQuery()) == []
+    gathering.note(flight(FlightSeat.ROUTER, "router", peers=("p0", "d0"), mode="pull"))
+    assert len(await FlightsPage(gathering, None).journeys(FlightsQuery(find="at-router"))) == 1
+    assert await FlightsPage(gathering, workers.show).journeys(FlightsQuery(find="x")) == []
+    assert workers.asked == []

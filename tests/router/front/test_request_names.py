@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.router.front_secrets import FrontSecrets
-from tests.router.fake_workers import QUICK, Cluster, Script, cluster, die, lease, refuse, run
+from tests.router.fake_workers import QUICK, Cluster, Script, cluster, die, lease, refuse
 
 KEY = "sk-one-0123456789"
 GIVEN = "order-66/a"
@@ -49,50 +49,41 @@ async def named(c: Cluster, status: int, path: str, body: Any, method: str = "PO
     return found
 
 
-def test_every_answer_of_the_router_is_named() -> None:
-    async def story() -> None:
-        async with guarded() as c:
+async def test_every_answer_of_the_router_is_named() -> None:
+    async with guarded() as c:
+        for path, body in (("/v1/completions", BODY), ("/v1/messages", TALK)):
+            await named(c, 401, path, body, key="sk-wrong-0123456789")
+            await named(c, 405, path, body, method="DELETE")
+            await named(c, 405, path, body, method="HEAD")
+            await named(c, 413, path, b"x" * 2001)
+            await named(c, 400, path, b"{")
+        for path in ("/v1/nothing", "/v1/messages/nothing", "/none"):
+            await named(c, 404, path, BODY)
+        for path in ("/v1/models", "/health", "/metrics", "/openapi.json", "/load"):
+            await named(c, 200, path, b"", method="GET")
+        await named(c, 200, "/v1/completions", {**BODY, "stream": True})
+        await named(c, 200, "/v1/completions", {**BODY, "n": 2})
+        c.directory.lose("p0")
+        for path, body in (("/v1/completions", BODY), ("/v1/messages", TALK)):
+            await named(c, 503, path, body)
+    for script, status in ((die, 502), (refuse(429), 429), (refuse(404), 404), (refuse(422), 422)):
+        async with guarded(script) as c:
             for path, body in (("/v1/completions", BODY), ("/v1/messages", TALK)):
-                await named(c, 401, path, body, key="sk-wrong-0123456789")
-                await named(c, 405, path, body, method="DELETE")
-                await named(c, 405, path, body, method="HEAD")
-                await named(c, 413, path, b"x" * 2001)
-                await named(c, 400, path, b"{")
-            for path in ("/v1/nothing", "/v1/messages/nothing", "/none"):
-                await named(c, 404, path, BODY)
-            for path in ("/v1/models", "/health", "/metrics", "/openapi.json", "/load"):
-                await named(c, 200, path, b"", method="GET")
-            await named(c, 200, "/v1/completions", {**BODY, "stream": True})
-            await named(c, 200, "/v1/completions", {**BODY, "n": 2})
-            c.directory.lose("p0")
-            for path, body in (("/v1/completions", BODY), ("/v1/messages", TALK)):
-                await named(c, 503, path, body)
-        for script, status in ((die, 502), (refuse(429), 429), (refuse(404), 404), (refuse(422), 422)):
-            async with guarded(script) as c:
-                for path, body in (("/v1/completions", BODY), ("/v1/messages", TALK)):
-                    for wanted in (body, {**body, "stream": True}):
-                        await named(c, status, path, wanted)
-
-    run(story())
+                for wanted in (body, {**body, "stream": True}):
+                    await named(c, status, path, wanted)
 
 
-def test_the_id_of_an_answer_is_that_of_the_records_and_of_the_workers() -> None:
-    async def story() -> None:
-        async with guarded(die) as c:
-            for name in await named(c, 502, "/v1/completions", BODY):
-                assert [each.request for each in c.app.gathering.journeys(find=name)] == [name]
-        async with guarded() as c:
-            ids = await named(c, 200, "/v1/completions", BODY)
-            assert [headers["x-request-id"] for headers in c.p[0].headers] == ids
-            assert [headers["x-request-id"] for headers in c.d[0].headers] == ids
-
-    run(story())
+async def test_the_id_of_an_answer_is_that_of_the_records_and_of_the_workers() -> None:
+    async with guarded(die) as c:
+        for name in await named(c, 502, "/v1/completions", BODY):
+            assert [each.request for each in c.app.gathering.journeys(find=name)] == [name]
+    async with guarded() as c:
+        ids = await named(c, 200, "/v1/completions", BODY)
+        assert [headers["x-request-id"] for headers in c.p[0].headers] == ids
+        assert [headers["x-request-id"] for headers in c.d[0].headers] == ids
 
 
-def test_a_router_of_several_processes_names_what_its_first_process_answers() -> None:
-    async def story() -> None:
-        async with guarded(processes=2) as c:
-            await named(c, 200, "/metrics", b"", method="GET")
-            await named(c, 403, "/dashboard", b"", method="GET")
-
-    run(story())
+async def test_a_router_of_several_processes_names_what_its_first_process_answers() -> None:
+    async with guarded(processes=2) as c:
+        await named(c, 200, "/metrics", b"", method="GET")
+        await named(c, 403, "/dashboard", b"", method="GET")

@@ -30,23 +30,22 @@ class Door:
     [(None, 40, 40), (0, 40, 1), (16, 40, 16 + 16 // SLACK + 1), (16, 10, 10)],
     ids=["alone", "both begin", "both have some", "few come"],
 )
-def test_a_burst_is_taken_in_one_turn_until_another_has_fewer(others: int | None, waiting: int, taken: int) -> None:
-    async def story() -> None:
-        counts = SharedCounts.made(2, 0)
-        row = counts.row(1)
-        row[OPEN], row[CONNECTIONS] = (0, 0) if others is None else (1, others)
-        (listener,) = await bound("127.0.0.1", 0)
-        with contextlib.ExitStack() as held:
-            held.callback(counts.close)
-            held.enter_context(listener)
-            for _ in range(waiting):
-                held.enter_context(socket.create_connection(listener.getsockname()))
-            door: Any = Door()
-            port = SharedPort(cast(HttpServer, door), [listener], counts, 0)
-            port._knocked(listener)
-            assert len(port._opening) == counts.row(0)[CONNECTIONS] == taken
-            port.close()
-            await asyncio.wait(port._opening)
-            assert len(door.crowd) == taken
-
-    asyncio.run(story())
+async def test_a_burst_is_taken_in_one_turn_until_another_has_fewer(
+    others: int | None, waiting: int, taken: int
+) -> None:
+    counts = SharedCounts.made(2, 0)
+    row = counts.row(1)
+    row[OPEN], row[CONNECTIONS] = (0, 0) if others is None else (1, others)
+    (listener,) = await bound("127.0.0.1", 0)
+    with contextlib.ExitStack() as held:
+        held.callback(counts.close)
+        held.enter_context(listener)
+        for _ in range(waiting):
+            held.enter_context(socket.create_connection(listener.getsockname()))
+        door: Any = Door()
+        port = SharedPort(cast(HttpServer, door), [listener], counts, 0)
+        port._knocked(listener)
+        assert len(port._opening) == counts.row(0)[CONNECTIONS] == taken
+        port.close()
+        await asyncio.wait(port._opening)
+        assert len(door.crowd) == taken

@@ -30,8 +30,7 @@ from kvbaton.engines.embedded.embedded_worker import reference_answers
 from kvbaton.engines.embedded.worker_options import WorkerOptions, argv_of
 from kvbaton.processes.child_process import free_ports
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton_proof.chaos.board import Board, Counts
-from kvbaton_proof.chaos.judged_request import Prompt, Way, ask
+from kvbaton_proof.chaos.judged_request import Board, Counts, Prompt, Way, ask
 from kvbaton_proof.chaos.liars.false_registry import FalseRegistry
 from kvbaton_proof.chaos.liars.liar_http import Door
 from tests.e2e import warm_workers

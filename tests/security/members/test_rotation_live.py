@@ -162,25 +162,22 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keys, "LOOK_S", 0.1)
 
 
-def test_all_keys_are_renewed_under_load_and_no_request_is_lost(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with town(tmp_path) as made:
-            where = made.keys
-            clients = [asyncio.create_task(made.asked(number)) for number in range(CLIENTS)]
-            try:
-                await made.more_served()
-                await _tickets(made, where)
-                await _worker(made, where, "p0")
-                await _router(made, where)
-                await _worker(made, where, "d0")
-                await made.more_served()
-                assert made.recomputed() == 0, [worker.stats()["ends_total"] for worker in made.workers.values()]
-            finally:
-                for client in clients:
-                    client.cancel()
-                await asyncio.gather(*clients, return_exceptions=True)
-
-    asyncio.run(story())
+async def test_all_keys_are_renewed_under_load_and_no_request_is_lost(tmp_path: Path) -> None:
+    async with town(tmp_path) as made:
+        where = made.keys
+        clients = [asyncio.create_task(made.asked(number)) for number in range(CLIENTS)]
+        try:
+            await made.more_served()
+            await _tickets(made, where)
+            await _worker(made, where, "p0")
+            await _router(made, where)
+            await _worker(made, where, "d0")
+            await made.more_served()
+            assert made.recomputed() == 0, [worker.stats()["ends_total"] for worker in made.workers.values()]
+        finally:
+            for client in clients:
+                client.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
 
 
 async def _tickets(made: Town, where: str) -> None:
@@ -210,18 +207,15 @@ async def _worker(made: Town, where: str, name: str) -> None:
     await made.loaded_again(lambda: key_room.finish(where, name))
 
 
-def test_a_worker_whose_name_was_removed_is_no_longer_listed_nor_heard(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with town(tmp_path) as made:
-            await made.until(lambda: len(made.front.directory.snapshot()) == len(ROLES))
-            key_room.remove(made.keys, "p1")
-            await made.until(lambda: WorkerId("p1") not in [each.name for each in made.front.directory.snapshot()])
-            client = asyncio.create_task(made.asked(0))
-            await made.until(lambda: made.served[0] >= 6 or made.failures)
-            client.cancel()
-            await asyncio.gather(client, return_exceptions=True)
-            assert made.failures == [], "the others go on"
-            links = made.workers["d0"].stats()["links"]
-            assert "p1" not in links
-
-    asyncio.run(story())
+async def test_a_worker_whose_name_was_removed_is_no_longer_listed_nor_heard(tmp_path: Path) -> None:
+    async with town(tmp_path) as made:
+        await made.until(lambda: len(made.front.directory.snapshot()) == len(ROLES))
+        key_room.remove(made.keys, "p1")
+        await made.until(lambda: WorkerId("p1") not in [each.name for each in made.front.directory.snapshot()])
+        client = asyncio.create_task(made.asked(0))
+        await made.until(lambda: made.served[0] >= 6 or made.failures)
+        client.cancel()
+        await asyncio.gather(client, return_exceptions=True)
+        assert made.failures == [], "the others go on"
+        links = made.workers["d0"].stats()["links"]
+        assert "p1" not in links

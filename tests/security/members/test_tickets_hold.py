@@ -5,7 +5,6 @@ The same is tried on the pure ledger, reason by reason, in `tests/protocol/machi
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
@@ -63,56 +62,44 @@ def changed(both: Pair, params: TransferParams, **changes: object) -> TransferPa
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else str(value),
 )
-def test_a_ticket_with_other_content_gets_nothing_and_costs_the_genuine_one_nothing(
+async def test_a_ticket_with_other_content_gets_nothing_and_costs_the_genuine_one_nothing(
     tmp_path: Path, changes: dict[str, object], expected: Reason | None
 ) -> None:
-    async def story() -> None:
-        async with strict(tmp_path) as both:
-            params = await both.prefill(PROMPT)
-            code = await refused(both, PROMPT, changed(both, params, **changes))
-            assert expected is None or code == expected
-            assert len(await both.decode(PROMPT, params)) > 0
-            await both.at_rest()
-
-    asyncio.run(story())
+    async with strict(tmp_path) as both:
+        params = await both.prefill(PROMPT)
+        code = await refused(both, PROMPT, changed(both, params, **changes))
+        assert expected is None or code == expected
+        assert len(await both.decode(PROMPT, params)) > 0
+        await both.at_rest()
 
 
 OVER = (Reason.CONTENT_MISMATCH, Reason.TICKET_SPENT, Reason.UNKNOWN_LEASE)
 
 
-def test_a_ticket_is_for_one_prompt(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with strict(tmp_path) as both:
-            params = await both.prefill(PROMPT)
-            assert await refused(both, PROMPT + "But not another.", params) == Reason.CONTENT_MISMATCH
-            bare = changed(both, params, digest=b"")  # as if it were bound to nothing: P compares with its own
-            assert await refused(both, PROMPT + "But not another.", bare) in OVER  # by whoever brought it first
-            assert await refused(both, PROMPT, params) in OVER
-            await both.at_rest()
-
-    asyncio.run(story())
+async def test_a_ticket_is_for_one_prompt(tmp_path: Path) -> None:
+    async with strict(tmp_path) as both:
+        params = await both.prefill(PROMPT)
+        assert await refused(both, PROMPT + "But not another.", params) == Reason.CONTENT_MISMATCH
+        bare = changed(both, params, digest=b"")  # as if it were bound to nothing: P compares with its own
+        assert await refused(both, PROMPT + "But not another.", bare) in OVER  # by whoever brought it first
+        assert await refused(both, PROMPT, params) in OVER
+        await both.at_rest()
 
 
-def test_a_ticket_is_good_once(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with strict(tmp_path) as both:
-            params = await both.prefill(PROMPT)
-            await both.decode(PROMPT, params)
-            assert await refused(both, PROMPT, params) in (Reason.TICKET_SPENT, Reason.UNKNOWN_LEASE)
-            await both.at_rest()
-
-    asyncio.run(story())
+async def test_a_ticket_is_good_once(tmp_path: Path) -> None:
+    async with strict(tmp_path) as both:
+        params = await both.prefill(PROMPT)
+        await both.decode(PROMPT, params)
+        assert await refused(both, PROMPT, params) in (Reason.TICKET_SPENT, Reason.UNKNOWN_LEASE)
+        await both.at_rest()
 
 
-def test_a_ticket_of_another_cluster_is_forged(tmp_path: Path) -> None:
-    async def story() -> None:
-        async with strict(tmp_path) as both:
-            ticket = seal(Ticket(handoff_id(TransferId("1" * 32)), WorkerId("p0"), time.time() + 60), b"k" * 32)
-            assert await refused(both, PROMPT, TransferParams(do_remote_prefill=True, ticket=ticket)) == (
-                Reason.TICKET_FORGED
-            )
-
-    asyncio.run(story())
+async def test_a_ticket_of_another_cluster_is_forged(tmp_path: Path) -> None:
+    async with strict(tmp_path) as both:
+        ticket = seal(Ticket(handoff_id(TransferId("1" * 32)), WorkerId("p0"), time.time() + 60), b"k" * 32)
+        assert await refused(both, PROMPT, TransferParams(do_remote_prefill=True, ticket=ticket)) == (
+            Reason.TICKET_FORGED
+        )
 
 
 @pytest.mark.parametrize("place", [0, 5, -1])

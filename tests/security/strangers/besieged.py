@@ -22,7 +22,7 @@ from typing import Any
 import aiohttp
 
 from kvbaton.engines.embedded.embedded_worker import reference_answers
-from kvbaton_proof.chaos.strangers_ports import Place, family, listening
+from kvbaton_proof.chaos.strangers import Place, family, listening
 from tests.e2e.cluster import Up, some_prompts, up
 
 ANSWER_TOKENS = 8

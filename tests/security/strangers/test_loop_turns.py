@@ -25,7 +25,7 @@ from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.app import Router, router_app
 from kvbaton.router.flow.worker_calls import OPENING_EVENTS_MAX
 from kvbaton.router.workers.directory import ListedEngine, StaticDirectory
-from tests.router.fake_workers import KEY, QUICK, run
+from tests.router.fake_workers import KEY, QUICK
 
 TURN_S_MAX = 0.15
 """Of the loop's own time: three times what a turn takes with the largest body on a slow machine."""
@@ -134,28 +134,24 @@ def post(url: str, path: str, body: bytes, read_bytes: int = 1 << 20) -> tuple[i
         ("/v1/completions", {"prompt": "abc"}, b'data:{"type":"response.queued"}\r\r' * 99 + b"\n\n"),
     ],
 )
-def test_a_d_whose_response_only_ever_begins_is_refused_after_some_events(
+async def test_a_d_whose_response_only_ever_begins_is_refused_after_some_events(
     path: str, body: dict[str, Any], event: bytes
 ) -> None:
     """16 requests to such a D: one turn of the loop took 341 ms of its time, and others waited 2.4 s for /health."""
-
-    async def story() -> None:
-        over = threading.Event()
-        async with router(endless(b"", event * 2000, over)) as (_, url):
-            turns = LoopTurns()
-            data = json.dumps({"model": "m", "stream": True, **body}).encode()
-            answers = await asyncio.gather(*(asyncio.to_thread(post, url, path, data) for _ in range(ASKERS)))
-            over.set()
-            for status, told in answers:
-                error = json.loads(told)["error"]
-                assert (status, error["code"]) == (502, "bad_answer") if "code" in error else status == 502
-                assert "events of its stream before the first of its answer" in error["message"]
-            assert turns.slowest_s < TURN_S_MAX, turns.slowest_s
-
-    run(story())
+    over = threading.Event()
+    async with router(endless(b"", event * 2000, over)) as (_, url):
+        turns = LoopTurns()
+        data = json.dumps({"model": "m", "stream": True, **body}).encode()
+        answers = await asyncio.gather(*(asyncio.to_thread(post, url, path, data) for _ in range(ASKERS)))
+        over.set()
+        for status, told in answers:
+            error = json.loads(told)["error"]
+            assert (status, error["code"]) == (502, "bad_answer") if "code" in error else status == 502
+            assert "events of its stream before the first of its answer" in error["message"]
+        assert turns.slowest_s < TURN_S_MAX, turns.slowest_s
 
 
-def test_a_stream_that_keeps_its_connection_alive_while_a_prompt_is_computed_passes() -> None:
+async def test_a_stream_that_keeps_its_connection_alive_while_a_prompt_is_computed_passes() -> None:
     ping = b'data: {"type":"ping"}\n\n'
     opening = CREATED + (OPENING_EVENTS_MAX - 1) * ping
     rest = b'data: {"type":"response.completed"}\n\n'
@@ -166,35 +162,28 @@ def test_a_stream_that_keeps_its_connection_alive_while_a_prompt_is_computed_pas
         conn.sendall(rest)
         raise ConnectionAbortedError
 
-    async def story() -> None:
-        async with router(talk) as (_, url):
-            body = b'{"model":"m","stream":true,"input":"abc"}'
-            assert await asyncio.to_thread(post, url, "/v1/responses", body) == (200, opening + rest)
-
-    run(story())
+    async with router(talk) as (_, url):
+        body = b'{"model":"m","stream":true,"input":"abc"}'
+        assert await asyncio.to_thread(post, url, "/v1/responses", body) == (200, opening + rest)
 
 
 @pytest.mark.parametrize("event", [TOKEN, b"data:{}\n\n", b'data:{"usage":{}}\n\n'], ids=["tokens", "empty", "usage"])
 @pytest.mark.parametrize("n", [1, 4])
-def test_a_d_that_sends_events_without_end_leaves_the_loop_to_others(event: bytes, n: int) -> None:
+async def test_a_d_that_sends_events_without_end_leaves_the_loop_to_others(event: bytes, n: int) -> None:
     """Streams of several choices are taken apart: one turn of the loop took 1,184 ms of its time."""
-
-    async def story() -> None:
-        over = threading.Event()
-        async with router(endless(TOKEN, event * 8000, over), deadline_s=2.0, first_byte_s=2.0) as (_, url):
-            turns = LoopTurns()
-            body = json.dumps({"model": "m", "stream": True, "prompt": "abc", "n": n}).encode()
-            status, _ = await asyncio.to_thread(post, url, "/v1/completions", body)
-            over.set()
-            assert status == 200
-            assert turns.slowest_s < TURN_S_MAX, turns.slowest_s
-
-    run(story())
+    over = threading.Event()
+    async with router(endless(TOKEN, event * 8000, over), deadline_s=2.0, first_byte_s=2.0) as (_, url):
+        turns = LoopTurns()
+        body = json.dumps({"model": "m", "stream": True, "prompt": "abc", "n": n}).encode()
+        status, _ = await asyncio.to_thread(post, url, "/v1/completions", body)
+        over.set()
+        assert status == 200
+        assert turns.slowest_s < TURN_S_MAX, turns.slowest_s
 
 
 @pytest.mark.parametrize("mode", [Mode.PULL, Mode.PUSH])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_body_that_asks_for_31_answers_to_4_mb_leaves_the_loop_to_others(mode: Mode, stream: bool) -> None:
+async def test_a_body_that_asks_for_31_answers_to_4_mb_leaves_the_loop_to_others(mode: Mode, stream: bool) -> None:
     """It was written 62 times, 31 of them in one turn of the loop, which took 475 ms of its time."""
     choice = {"index": 0, "text": "a", "finish_reason": "length"}
     usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
@@ -204,16 +193,13 @@ def test_a_body_that_asks_for_31_answers_to_4_mb_leaves_the_loop_to_others(mode:
         conn.sendall(STREAM + TOKEN + b"data: [DONE]\n\n")
         raise ConnectionAbortedError
 
-    async def story() -> None:
-        async with router(streamed if stream else whole, mode=mode) as (app, url):
-            body = {"model": "m", "prompt": 'a "b"\n' * 460_000, "n": 31, "max_tokens": 4, "stream": stream}
-            data = json.dumps(body).encode()
-            turns = LoopTurns()
-            status, told = await asyncio.to_thread(post, url, "/v1/completions", data)
-            assert status == 200, told[:200]
-            assert told.count(b'"text":"a"') == 31
-            assert turns.slowest_s < TURN_S_MAX, turns.slowest_s
-            assert app.room.bytes == 0
-
     assert len('a "b"\n') * 460_000 > 2.7e6
-    run(story())
+    async with router(streamed if stream else whole, mode=mode) as (app, url):
+        body = {"model": "m", "prompt": 'a "b"\n' * 460_000, "n": 31, "max_tokens": 4, "stream": stream}
+        data = json.dumps(body).encode()
+        turns = LoopTurns()
+        status, told = await asyncio.to_thread(post, url, "/v1/completions", data)
+        assert status == 200, told[:200]
+        assert told.count(b'"text":"a"') == 31
+        assert turns.slowest_s < TURN_S_MAX, turns.slowest_s
+        assert app.room.bytes == 0

@@ -20,8 +20,7 @@ import pytest
 
 from kvbaton.control import keyring
 from kvbaton.control.registry import RegistryServer
-from kvbaton_proof.chaos.strangers import crowd
-from kvbaton_proof.chaos.strangers_ports import Place, listening
+from kvbaton_proof.chaos.strangers import Place, crowd, listening
 from tests.e2e.cluster import wait_for
 from tests.security.strangers.besieged import protocol_of, until, use_of
 

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton_proof.chaos.strangers import KINDS, LET_IN
-from kvbaton_proof.chaos.strangers_ports import Place, is_local, listening
+from kvbaton_proof.chaos.strangers import KINDS, LET_IN, Place, is_local, listening
 from tests.e2e.cluster import all_at_rest
 from tests.e2e.pair import pair
 from tests.security.strangers.besieged import Intruders, Siege, protocol_of, siege, until

@@ -18,8 +18,7 @@ import zmq
 from aiohttp import web
 
 from kvbaton.testing.transport_harness import poll
-from kvbaton_proof.chaos.strangers import KINDS, LET_IN, crowd, visit
-from kvbaton_proof.chaos.strangers_ports import Place, family, is_local, listening
+from kvbaton_proof.chaos.strangers import KINDS, LET_IN, Place, crowd, family, is_local, listening, visit
 from tests.aiohttp_server import serving
 
 BY_NAME = {kind.name: kind for kind in KINDS}

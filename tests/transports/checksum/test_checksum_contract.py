@@ -11,13 +11,14 @@ from kvbaton.testing import Case, InProcessHarness, check_transport
 from kvbaton.testing.transport_case import offered
 from kvbaton.transports.checksum.checksum_portions import Checksum
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
-from kvbaton.transports.core.shared_memory import Region, allocate
+from kvbaton.transports.core.shared_memory import Region
 from kvbaton.transports.core.transport import HostTransport
 from kvbaton.transports.shm import shm_transport
 from kvbaton.transports.shm.shm_transport import ShmTransport
 from kvbaton.transports.tcp import tcp_transport
 from kvbaton.transports.tcp.tcp_transport import TcpTransport
 from tests.transports.checksum.checksum_harness import SummedHarness
+from tests.transports.process_harness import allocated_in
 
 PLANES = {"shm": (ShmTransport, shm_transport.CAPABILITIES), "tcp": (TcpTransport, tcp_transport.CAPABILITIES)}
 MODES = {"shm": (Checksum.FULL, Checksum.SAMPLE), "tcp": tuple(Checksum)}
@@ -30,11 +31,7 @@ def summed(plane: str, mode: Checksum) -> Callable[[PeerId], HostTransport]:
 
 
 def harness_of(plane: str, mode: Checksum, regions: list[Region]) -> InProcessHarness:
-    def allocated(size: int) -> memoryview:
-        regions.append(allocate(size))
-        return regions[-1].view
-
-    harness = InProcessHarness(summed(plane, mode), allocated, PLANES[plane][1])
+    harness = InProcessHarness(summed(plane, mode), allocated_in(regions), PLANES[plane][1])
     if mode is not Checksum.FULL:
         harness.offers = frozenset()  # a second each; their idling is the same code
     return harness
@@ -53,14 +50,6 @@ THERE = [
     for case in APART
     if plane == "tcp" or not case.needs & {"write", "fence"}
 ]
-
-
-@pytest.fixture
-def regions() -> Iterator[list[Region]]:
-    found: list[Region] = []
-    yield found
-    for region in found:
-        region.close()
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,12 @@ Memory is looked at through the device: this process opens the far side's alloca
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import cast
 
 from kvbaton.protocol.effects import Capabilities
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
-from kvbaton.testing.transport_harness import Drives, poll
+from kvbaton.testing.transport_harness import Drives
 from kvbaton.transports.checksum.checksum_transport import summed
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.shared_memory import DeviceMemory
@@ -21,7 +20,7 @@ from kvbaton.transports.cuda.cuda_driver import Gpu
 from kvbaton.transports.nixl import nixl_transport
 from kvbaton.transports.staged import staged_transport
 from tests.transports.device.device_peer import OpenDevice, Ruin, make_gpu, make_plane
-from tests.transports.process_harness import FarTransport, PeerProcess
+from tests.transports.process_harness import FarTransport, PeerProcess, ProcessHarness
 
 PLAIN = {
     "cuda": cuda_transport.CAPABILITIES,
@@ -90,7 +89,7 @@ class FarDevice(FarTransport):
         self.handle = process.call(opened).endpoint  # type: ignore[arg-type]
 
 
-class DeviceHarness:
+class DeviceHarness(ProcessHarness):
     """`near` here, `far` in another process (or here as well). Close it when done."""
 
     def __init__(self, plane: str, kind: str = "fake", *, together: bool = False, dial_deadline_s: float = 5.0) -> None:
@@ -103,8 +102,8 @@ class DeviceHarness:
         self._kind = kind
         self._together = together
         self._dial_deadline_s = dial_deadline_s
-        self._process: DeviceProcess | None = None
         self._sides: list[Side] = []
+        self._regions = []
         self._owned: list[int] = []
         self._opened: list[int] = []
         self._count = 0
@@ -142,41 +141,17 @@ class DeviceHarness:
     def _side(self, me: PeerId, transport: Drives, address: int, size: int) -> Side:
         return Side(me, transport, cast(memoryview, DeviceView(self.gpu, address, size)))
 
-    def wait(self, predicate: Callable[[], bool], deadline_s: float) -> bool:
-        return poll(predicate, deadline_s)
-
-    def kill(self, side: Side) -> None:
-        assert self._process is not None
-        self._process.kill()
-
     def ruin(self, side: Side) -> None:
         """The far process loses its device, and lives on."""
         assert self._process is not None
         self._process.call(Ruin(side.peer))  # type: ignore[arg-type]
 
-    def pause(self, side: Side) -> None:
-        assert self._process is not None
-        self._process.pause()
-
-    def resume(self, side: Side) -> None:
-        assert self._process is not None
-        self._process.resume()
-
     def reset(self) -> None:
-        if self._process is not None and self._process.alive():
-            self._process.resume()
-        for side in self._sides:
-            side.transport.close()
+        super().reset()
         with self.gpu as gpu:
             for address in self._opened:
                 gpu.close(address)
             for address in self._owned:
                 gpu.free(address)
-        self._sides.clear()
         self._opened.clear()
         self._owned.clear()
-
-    def close(self) -> None:
-        self.reset()
-        if self._process is not None:
-            self._process.kill()

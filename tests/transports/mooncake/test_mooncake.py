@@ -21,7 +21,7 @@ from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing import Case, InProcessHarness, Log, Pair, check_transport
 from kvbaton.testing.transport_case import LARGE_BYTES, READ, SMALL_BYTES, WRITE, copy, fill, noise, offered
 from kvbaton.testing.transport_harness import DEADLINE_S, poll
-from kvbaton.transports.core.shared_memory import Region, allocate
+from kvbaton.transports.core.shared_memory import Region
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested
 from kvbaton.transports.mooncake import mooncake_engine, mooncake_link
 from kvbaton.transports.mooncake.mooncake_engine import (
@@ -35,6 +35,7 @@ from kvbaton.transports.mooncake.mooncake_engine import (
 )
 from kvbaton.transports.mooncake.mooncake_transport import CAPABILITIES, MooncakeConfig, MooncakeTransport
 from tests.transports.mooncake.mooncake_harness import MooncakeHarness
+from tests.transports.process_harness import allocated_in
 
 pytestmark = pytest.mark.library("mooncake")
 
@@ -42,14 +43,6 @@ OFFERED = offered(MooncakeHarness())
 HERE = [case for case in check_transport.cases if case.needs <= OFFERED - {"kill", "pause"}]
 APART = [case for case in check_transport.cases if case.needs & {"kill", "pause"} and case.needs <= OFFERED]
 FAR = PeerId(WorkerId("far"), Incarnation(1))
-
-
-@pytest.fixture
-def regions() -> Iterator[list[Region]]:
-    found: list[Region] = []
-    yield found
-    for region in found:
-        region.close()
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +72,7 @@ def arrives(log: Log, pair: Pair, jobs: Iterator[int], size: int = 64) -> None:
 
 
 def in_process(regions: list[Region]) -> InProcessHarness:
-    def allocated(size: int) -> memoryview:
-        regions.append(allocate(size))
-        return regions[-1].view
-
-    return InProcessHarness(MooncakeTransport, allocated, CAPABILITIES)
+    return InProcessHarness(MooncakeTransport, allocated_in(regions), CAPABILITIES)
 
 
 @pytest.mark.parametrize("case", HERE, ids=str)

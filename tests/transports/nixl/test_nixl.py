@@ -31,6 +31,7 @@ from kvbaton.transports.nixl import nixl_endpoint
 from kvbaton.transports.nixl.nixl_transport import CAPABILITIES, NixlConfig, NixlTransport
 from tests.transports.nixl.nixl_harness import WAYS, NixlHarness
 from tests.transports.peer_process import Kind
+from tests.transports.process_harness import allocated_in
 
 pytestmark = pytest.mark.library("nixl")
 
@@ -73,20 +74,10 @@ def far(tcp: NixlHarness) -> Iterator[NixlHarness]:
     tcp.reset()
 
 
-@pytest.fixture
-def regions() -> Iterator[list[Region]]:
-    found: list[Region] = []
-    yield found
-    for region in found:
-        region.close()
-
-
 def together(kind: Kind, regions: list[Region]) -> InProcessHarness:
-    def allocated(size: int) -> memoryview:
-        regions.append(allocate(size))
-        return regions[-1].view
-
-    return InProcessHarness(lambda me: NixlTransport(me, NixlConfig(ucx=WAYS[kind])), allocated, CAPABILITIES)
+    return InProcessHarness(
+        lambda me: NixlTransport(me, NixlConfig(ucx=WAYS[kind])), allocated_in(regions), CAPABILITIES
+    )
 
 
 def near_of(pair: Pair) -> NixlTransport:

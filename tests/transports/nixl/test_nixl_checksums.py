@@ -20,6 +20,7 @@ from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import Direction
 from kvbaton.transports.nixl.nixl_transport import CAPABILITIES, NixlTransport
 from tests.transports.checksum.checksum_harness import SummedHarness
+from tests.transports.process_harness import allocated_in
 
 pytestmark = pytest.mark.library("nixl")
 
@@ -44,20 +45,8 @@ def processes() -> Iterator[SummedHarness]:
     harness.close()
 
 
-@pytest.fixture
-def regions() -> Iterator[list[Region]]:
-    found: list[Region] = []
-    yield found
-    for region in found:
-        region.close()
-
-
 def together(regions: list[Region], mode: Checksum = Checksum.FULL, seed: int | None = None) -> InProcessHarness:
     """Both sides here; with a seed, the plane gets a byte of every copy wrong."""
-
-    def allocated(size: int) -> memoryview:
-        regions.append(allocate(size))
-        return regions[-1].view
 
     def make(me: PeerId) -> SummedTransport:
         plane = NixlTransport(me)
@@ -65,7 +54,7 @@ def together(regions: list[Region], mode: Checksum = Checksum.FULL, seed: int | 
             plane if seed is None else CorruptingTransport(plane, some_byte(seed)), me, SumConfig(mode)
         )
 
-    return InProcessHarness(make, allocated, CAPABILITIES)
+    return InProcessHarness(make, allocated_in(regions), CAPABILITIES)
 
 
 @pytest.mark.parametrize("case", TOGETHER, ids=str)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, Literal
 
@@ -96,10 +96,6 @@ class Worker:
         return response
 
 
-def run(work: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(work, 100))
-
-
 @asynccontextmanager
 async def pair() -> AsyncIterator[tuple[Worker, Worker]]:
     async with AsyncExitStack() as stack:
@@ -160,153 +156,124 @@ def check_legs(p: Worker, d: Worker) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_moriio_read_hands_ps_answer_to_d(path: str) -> None:
-    async def work() -> None:
-        async with moriio("READ") as (url, p, d):
-            assert json.loads(await ask(url, path))["choices"][0]["message"]["content"] == "D"
-            check_legs(p, d)
-            check_ids(p, d, P_PEER, D_PEER)
-            transfer_id = p.params["transfer_id"]
-            assert transfer_hex(transfer_id) is not None
-            assert p.params == {
-                "do_remote_decode": True,
-                "do_remote_prefill": False,
-                "remote_engine_id": None,
-                "remote_block_ids": None,
-                "transfer_id": transfer_id,
-                "remote_dp_size": 1,
-            }
-            assert d.params == {**FROM_P, "transfer_id": transfer_id, "remote_dp_size": 1}
-
-    run(work())
+async def test_moriio_read_hands_ps_answer_to_d(path: str) -> None:
+    async with moriio("READ") as (url, p, d):
+        assert json.loads(await ask(url, path))["choices"][0]["message"]["content"] == "D"
+        check_legs(p, d)
+        check_ids(p, d, P_PEER, D_PEER)
+        transfer_id = p.params["transfer_id"]
+        assert transfer_hex(transfer_id) is not None
+        assert p.params == {
+            "do_remote_decode": True,
+            "do_remote_prefill": False,
+            "remote_engine_id": None,
+            "remote_block_ids": None,
+            "transfer_id": transfer_id,
+            "remote_dp_size": 1,
+        }
+        assert d.params == {**FROM_P, "transfer_id": transfer_id, "remote_dp_size": 1}
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_moriio_write_tells_both_at_once_with_each_others_tp_size(path: str) -> None:
-    async def work() -> None:
-        async with moriio("WRITE") as (url, p, d):
-            assert (await ask(url, path, stream=True)).endswith(b"data: [DONE]\n\n")
-            check_legs(p, d)
-            check_ids(p, d, P_PEER, D_PEER)
-            transfer_id = p.params["transfer_id"]
-            assert transfer_hex(transfer_id) is not None
-            nothing = {"remote_engine_id": None, "remote_block_ids": None, "transfer_id": transfer_id}
-            p_side = {"do_remote_decode": True, "do_remote_prefill": False, "remote_tp_size": D_TP, "remote_dp_size": 1}
-            d_side = {"do_remote_decode": False, "do_remote_prefill": True, "remote_tp_size": P_TP, "remote_dp_size": 1}
-            assert p.params == nothing | p_side
-            assert d.params == nothing | d_side
-
-    run(work())
+async def test_moriio_write_tells_both_at_once_with_each_others_tp_size(path: str) -> None:
+    async with moriio("WRITE") as (url, p, d):
+        assert (await ask(url, path, stream=True)).endswith(b"data: [DONE]\n\n")
+        check_legs(p, d)
+        check_ids(p, d, P_PEER, D_PEER)
+        transfer_id = p.params["transfer_id"]
+        assert transfer_hex(transfer_id) is not None
+        nothing = {"remote_engine_id": None, "remote_block_ids": None, "transfer_id": transfer_id}
+        p_side = {"do_remote_decode": True, "do_remote_prefill": False, "remote_tp_size": D_TP, "remote_dp_size": 1}
+        d_side = {"do_remote_decode": False, "do_remote_prefill": True, "remote_tp_size": P_TP, "remote_dp_size": 1}
+        assert p.params == nothing | p_side
+        assert d.params == nothing | d_side
 
 
-def test_in_discovery_mode_only_a_compact_answer_with_its_length_arrives() -> None:
+async def test_in_discovery_mode_only_a_compact_answer_with_its_length_arrives() -> None:
     """What a worker behind it must send. The router writes a chat answer anew and keeps the length that came with it,
     so the client waits for the rest; and it breaks the connection over a whole answer in chunks. When this fails, it
     no longer does, and workers are free."""
-
-    async def work() -> None:
-        async with moriio("READ") as (url, _, d):
-            await ask(url, PATHS[1])
-            d.form = "spaced"
-            with pytest.raises(TimeoutError):
-                await ask(url, PATHS[1], within_s=2.0)
-            d.form = "chunked"
-            for path in PATHS:
-                with pytest.raises(aiohttp.ServerDisconnectedError):
-                    await ask(url, path)
-
-    run(work())
+    async with moriio("READ") as (url, _, d):
+        await ask(url, PATHS[1])
+        d.form = "spaced"
+        with pytest.raises(TimeoutError):
+            await ask(url, PATHS[1], within_s=2.0)
+        d.form = "chunked"
+        for path in PATHS:
+            with pytest.raises(aiohttp.ServerDisconnectedError):
+                await ask(url, path)
 
 
-def test_in_discovery_mode_a_number_of_more_than_15_digits_can_cost_the_client_its_answer() -> None:
+async def test_in_discovery_mode_a_number_of_more_than_15_digits_can_cost_the_client_its_answer() -> None:
     """The router reads numbers inexactly: this one, a float32 logprob, comes back as -1.331692457199097, a digit
     shorter than the length says. Of 2,000 such, 88 changed their length; of 2,000 float64 of 15
     digits, none."""
-
-    async def work() -> None:
-        async with moriio("READ") as (url, _, d):
-            d.more = {"logprob": -1.3316924571990967}
-            with pytest.raises(TimeoutError):
-                await ask(url, PATHS[1], within_s=2.0)
-            d.more = {"logprob": float(f"{-1.3316924571990967:.15g}")}
-            assert json.loads(await ask(url, PATHS[1]))["logprob"] == -1.3316924571991
-
-    run(work())
+    async with moriio("READ") as (url, _, d):
+        d.more = {"logprob": -1.3316924571990967}
+        with pytest.raises(TimeoutError):
+            await ask(url, PATHS[1], within_s=2.0)
+        d.more = {"logprob": float(f"{-1.3316924571990967:.15g}")}
+        assert json.loads(await ask(url, PATHS[1]))["logprob"] == -1.3316924571991
 
 
-def test_each_request_has_a_hex_and_a_transfer_id_of_its_own() -> None:
-    async def work() -> None:
-        async with moriio("READ") as (url, p, d):
-            for _ in range(5):
-                await ask(url, PATHS[0])
-            assert len({found.unique for found in map(parse, p.ids) if found is not None}) == 5
-            assert len({body["kv_transfer_params"]["transfer_id"] for body in d.bodies}) == 5
-
-    run(work())
+async def test_each_request_has_a_hex_and_a_transfer_id_of_its_own() -> None:
+    async with moriio("READ") as (url, p, d):
+        for _ in range(5):
+            await ask(url, PATHS[0])
+        assert len({found.unique for found in map(parse, p.ids) if found is not None}) == 5
+        assert len({body["kv_transfer_params"]["transfer_id"] for body in d.bodies}) == 5
 
 
-def test_a_worker_stays_listed_while_it_announces_and_is_forgotten_after() -> None:
-    async def work() -> None:
-        async with pair() as (p, d), moriio_router() as router:
-            said = [
-                registration(worker.role, worker.address, str(peer), transfer_mode="READ")
-                for worker, peer in ((p, P_PEER), (d, D_PEER))
-            ]
-            async with announced(router.discovery, *said), aiohttp.ClientSession() as session:
-                await router.until_paired()
-                until = asyncio.get_running_loop().time() + 10
-                while asyncio.get_running_loop().time() < until:  # two lives of a listing
-                    async with session.get(router.url + "/health") as response:
-                        assert response.status == 200
-                    await asyncio.sleep(0.25)
-            async with aiohttp.ClientSession() as session, asyncio.timeout(10):
-                while True:
-                    async with session.get(router.url + "/health") as response:
-                        if response.status == 503:
-                            break
-                    await asyncio.sleep(0.1)
-
-    run(work())
+async def test_a_worker_stays_listed_while_it_announces_and_is_forgotten_after() -> None:
+    async with pair() as (p, d), moriio_router() as router:
+        said = [
+            registration(worker.role, worker.address, str(peer), transfer_mode="READ")
+            for worker, peer in ((p, P_PEER), (d, D_PEER))
+        ]
+        async with announced(router.discovery, *said), aiohttp.ClientSession() as session:
+            await router.until_paired()
+            until = asyncio.get_running_loop().time() + 10
+            while asyncio.get_running_loop().time() < until:  # two lives of a listing
+                async with session.get(router.url + "/health") as response:
+                    assert response.status == 200
+                await asyncio.sleep(0.25)
+        async with aiohttp.ClientSession() as session, asyncio.timeout(10):
+            while True:
+                async with session.get(router.url + "/health") as response:
+                    if response.status == 503:
+                        break
+                await asyncio.sleep(0.1)
 
 
-def test_p2p_nccl_is_announced_and_named_by_host_and_port() -> None:
-    async def work() -> None:
-        async with pair() as (p, d), p2p_nccl_router() as router:
-            said = (
-                p2p_nccl_registration("P", p.address, "127.0.0.1:21001"),
-                p2p_nccl_registration("D", d.address, "127.0.0.1:22001"),
-            )
-            async with announced(router.discovery, *said):
-                await router.until_paired()
-                await ask(router.url, PATHS[0])
-                check_legs(p, d)
-                check_ids(p, d, HostPort("127.0.0.1", 21001), HostPort("127.0.0.1", 22001))
-                assert p.params == TO_PREFILL
-                assert d.params == FROM_P
-
-    run(work())
-
-
-@pytest.mark.parametrize("path", PATHS)
-def test_nixl_url_mode_hands_ps_answer_to_d(path: str) -> None:
-    async def work() -> None:
-        async with pair() as (p, d), nixl_router([f"http://{p.address}"], [f"http://{d.address}"]) as router:
-            await ask(router.url, path)
+async def test_p2p_nccl_is_announced_and_named_by_host_and_port() -> None:
+    async with pair() as (p, d), p2p_nccl_router() as router:
+        said = (
+            p2p_nccl_registration("P", p.address, "127.0.0.1:21001"),
+            p2p_nccl_registration("D", d.address, "127.0.0.1:22001"),
+        )
+        async with announced(router.discovery, *said):
+            await router.until_paired()
+            await ask(router.url, PATHS[0])
             check_legs(p, d)
-            check_ids(p, d, parse_address(p.address), parse_address(d.address))
-            assert p.params == TO_PREFILL  # as vLLM's toy proxy says it
+            check_ids(p, d, HostPort("127.0.0.1", 21001), HostPort("127.0.0.1", 22001))
+            assert p.params == TO_PREFILL
             assert d.params == FROM_P
 
-    run(work())
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_nixl_url_mode_hands_ps_answer_to_d(path: str) -> None:
+    async with pair() as (p, d), nixl_router([f"http://{p.address}"], [f"http://{d.address}"]) as router:
+        await ask(router.url, path)
+        check_legs(p, d)
+        check_ids(p, d, parse_address(p.address), parse_address(d.address))
+        assert p.params == TO_PREFILL  # as vLLM's toy proxy says it
+        assert d.params == FROM_P
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_our_toy_proxy_does_the_same_with_a_plain_id(path: str) -> None:
-    async def work() -> None:
-        async with pair() as (p, d), toy_proxy(f"http://{p.address}", f"http://{d.address}") as proxy:
-            assert (await ask(proxy.url, path, stream=True)).endswith(b"data: [DONE]\n\n")
-            check_legs(p, d)
-            assert p.ids == d.ids and parse(p.ids[0]) is None
-            assert d.params == FROM_P and proxy.handed == [FROM_P]
-
-    run(work())
+async def test_our_toy_proxy_does_the_same_with_a_plain_id(path: str) -> None:
+    async with pair() as (p, d), toy_proxy(f"http://{p.address}", f"http://{d.address}") as proxy:
+        assert (await ask(proxy.url, path, stream=True)).endswith(b"data: [DONE]\n\n")
+        check_legs(p, d)
+        assert p.ids == d.ids and parse(p.ids[0]) is None
+        assert d.params == FROM_P and proxy.handed == [FROM_P]

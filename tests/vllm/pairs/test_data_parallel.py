@@ -73,19 +73,16 @@ def test_a_ticket_of_either_rank_is_good_at_either_rank_and_no_header_is_needed(
     duo.handed_over(before, len(legs))
 
 
-def test_push_behind_the_real_router_while_leases_end_that_nobody_came_for(duo: Duo, discovery: str) -> None:
+async def test_push_behind_the_real_router_while_leases_end_that_nobody_came_for(duo: Duo, discovery: str) -> None:
     """Both ranks of both sides; those of P idle when the leases that each still has run out."""
     params = {"do_remote_decode": True, "do_remote_prefill": False, "mode": "pull"}
     for rank in (0, 1):
         told = duo.p.ask(prompt_of(400, f"left {rank}"), 1, kv_transfer_params=params, **on_rank(rank))
         assert told.kv_transfer_params is not None and told.kv_transfer_params["do_remote_prefill"] is True
 
-    async def behind_it() -> None:
-        async with moriio_router("--intra-node-data-parallel-size", "2", address=discovery) as router:
-            await router.until_paired()
-            await asyncio.to_thread(answers_behind, router.url, duo, "vllm-router, MoRI-IO WRITE, two ranks")
-
-    asyncio.run(behind_it())
+    async with moriio_router("--intra-node-data-parallel-size", "2", address=discovery) as router:
+        await router.until_paired()
+        await asyncio.to_thread(answers_behind, router.url, duo, "vllm-router, MoRI-IO WRITE, two ranks")
 
 
 def test_an_address_that_no_engine_has_costs_a_local_prefill(duo: Duo) -> None:

@@ -356,17 +356,14 @@ def test_clients_that_leave_leave_nothing_behind(duo: Duo, oracle: Oracle) -> No
     assert same(duo.ask(extra(30), "pull"), oracle(extra(30)))
 
 
-def test_pull_behind_a_toy_proxy_and_the_real_router_by_urls_and_by_discovery(duo: Duo, discovery: str) -> None:
-    async def behind_each() -> None:
-        async with toy_proxy(duo.p.url, duo.d.url) as proxy:
-            await asyncio.to_thread(answers_behind, proxy.url, duo, "toy proxy")
-        async with nixl_router([duo.p.url], [duo.d.url]) as router:
-            await asyncio.to_thread(answers_behind, router.url, duo, "vllm-router, URLs")
-        async with moriio_router(address=discovery) as router:
-            await router.until_paired()
-            await asyncio.to_thread(answers_behind, router.url, duo, "vllm-router, MoRI-IO READ")
-
-    asyncio.run(behind_each())
+async def test_pull_behind_a_toy_proxy_and_the_real_router_by_urls_and_by_discovery(duo: Duo, discovery: str) -> None:
+    async with toy_proxy(duo.p.url, duo.d.url) as proxy:
+        await asyncio.to_thread(answers_behind, proxy.url, duo, "toy proxy")
+    async with nixl_router([duo.p.url], [duo.d.url]) as router:
+        await asyncio.to_thread(answers_behind, router.url, duo, "vllm-router, URLs")
+    async with moriio_router(address=discovery) as router:
+        await router.until_paired()
+        await asyncio.to_thread(answers_behind, router.url, duo, "vllm-router, MoRI-IO READ")
 
 
 def test_pull_behind_the_twin_of_llm_ds_sidecar(duo: Duo) -> None:

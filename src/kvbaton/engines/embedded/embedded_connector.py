@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbaton.api.params import TransferParams
-from kvbaton.engines.embedded.block_cache import BlockPool
 from kvbaton.engines.embedded.embedded_requests import AskedRequest, EmbeddedRequests
 from kvbaton.engines.embedded.engine_config import EngineConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest, RequestStatus
 from kvbaton.engines.embedded.hooks import (
     BlockIds,
     Chunk,
+    Connector,
     LoadOrder,
     LoadOutcome,
     Match,
@@ -29,16 +29,16 @@ from kvbaton.engines.embedded.hooks import (
     Nothing,
     NotYet,
 )
-from kvbaton.engines.embedded.kv_layout import engine_layout
-from kvbaton.engines.embedded.kv_memory import KvGeometry
+from kvbaton.engines.embedded.memory.block_cache import BlockPool
+from kvbaton.engines.embedded.memory.kv_layout import engine_layout
+from kvbaton.engines.embedded.memory.kv_memory import KvGeometry
 from kvbaton.engines.side.asks import ParamsSource, Target
 from kvbaton.engines.side.decode import DecodeSide, FailedLoads
 from kvbaton.engines.side.grouping import Grouping
 from kvbaton.engines.side.instructions import NOTHING, Answer, Leaving, LoadVerdict
-from kvbaton.engines.side.no_store import NoStore
 from kvbaton.engines.side.pin_admission import PinAdmission
 from kvbaton.engines.side.prefill import PrefillSide
-from kvbaton.engines.side.store import StoreSide
+from kvbaton.engines.side.store import NoStore, StoreSide
 from kvbaton.engines.side.turns import TurnSide
 from kvbaton.node.doorway import Doorway, DropBlocks, ForgetCached, UnpinBlocks
 from kvbaton.node.pin_budget import Room
@@ -70,7 +70,7 @@ class EmbeddedSides:
     stored: NoStore
 
 
-class EmbeddedConnector:
+class EmbeddedConnector(Connector):
     """Hands KV over for one engine, in both roles, and keeps the account of its prompts. Alive once it has a pool."""
 
     def __init__(
@@ -103,11 +103,15 @@ class EmbeddedConnector:
     def bind(self, pool: BlockPool) -> None:
         door, config = self._door, self._config
         pool.watch(door.epochs.raise_epoch)
-        layout, total = engine_layout(KvGeometry(config.model, config.cache)), config.cache.blocks
-        grouping, requests = Grouping(layout, tuple(range(len(layout.groups)))), EmbeddedRequests()
-        recomputes, is_stored = config.on_load_failure == "recompute", self._shelf is not None
+        total = config.cache.blocks
+        layout = engine_layout(KvGeometry(config.model, config.cache))
+        grouping = Grouping(layout, tuple(range(len(layout.groups))))
+        requests = EmbeddedRequests()
+        recomputes = config.on_load_failure == "recompute"
         prefill = PrefillSide(door, pool, grouping, requests)
-        decode = DecodeSide(door, pool, grouping, requests, recomputes, False, has_second_source=is_stored)
+        decode = DecodeSide(
+            door, pool, grouping, requests, recomputes, False, has_second_source=self._shelf is not None
+        )
         decode.failed = FailedLoads(self.prompts, client_id=_client_id)
         turns = TurnSide(door, pool, grouping, requests, decode, self._settings, blocks_total=total, takes=True)
         stored = NoStore()
@@ -158,7 +162,8 @@ class EmbeddedConnector:
     def request_finished(
         self, request: EngineRequest, blocks: BlockIds, status: RequestStatus
     ) -> Mapping[str, object] | None:
-        name, asked, well = request.request_id, self._asked.pop(request.request_id), status in WELL
+        asked = self._asked.pop(request.request_id)
+        well = status in WELL
         if well:
             asked.num_computed_tokens = asked.num_tokens - 1
         is_kept = well and not self._is_spoilt(asked)
@@ -167,7 +172,7 @@ class EmbeddedConnector:
         self.sides.decode.finished(asked)
         answer = self.sides.prefill.finished(asked, blocks, well=well)
         self.sides.pins.left(asked)
-        self.prompts.left(name)
+        self.prompts.left(request.request_id)
         return answer
 
     def stats(self) -> dict[str, Any]:

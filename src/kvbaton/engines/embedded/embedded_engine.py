@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable
 import msgspec
 
 from kvbaton.engines.embedded import tokenizer
-from kvbaton.engines.embedded.attention import AttentionPiece
-from kvbaton.engines.embedded.block_cache import BlockPool
-from kvbaton.engines.embedded.block_tables import KvCache
 from kvbaton.engines.embedded.engine_config import EngineConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest, Output, RequestState, RequestStatus, Sequence
-from kvbaton.engines.embedded.hooks import Chunk, Connector, NullConnector
-from kvbaton.engines.embedded.kv_memory import Floats, KvGeometry, KvMemory, allocate_regions
-from kvbaton.engines.embedded.model import Model
-from kvbaton.engines.embedded.sampling import choose
+from kvbaton.engines.embedded.hooks import Chunk, Connector
+from kvbaton.engines.embedded.memory.block_cache import BlockPool
+from kvbaton.engines.embedded.memory.block_tables import KvCache
+from kvbaton.engines.embedded.memory.kv_memory import Floats, KvGeometry, KvMemory, allocate_regions
+from kvbaton.engines.embedded.model.attention import AttentionPiece
+from kvbaton.engines.embedded.model.decoder import Model
+from kvbaton.engines.embedded.model.sampling import choose
 from kvbaton.engines.embedded.scheduler import Scheduler, StepWork
 from kvbaton.protocol.ids import RequestId
 
@@ -46,7 +46,7 @@ class Engine:
         """`regions`: the KV bytes, one per rank; private memory if not given."""
         geometry = KvGeometry(config.model, config.cache)
         self.config = config
-        self.connector: Connector = connector or NullConnector()
+        self.connector = connector or Connector()
         self.model = Model(config.model)
         self.memory = KvMemory(geometry, allocate_regions(geometry) if regions is None else regions)
         self.pool = BlockPool(config.cache.blocks)

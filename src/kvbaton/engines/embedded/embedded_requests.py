@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from kvbaton.api.params import TransferParams
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.engine_request import EngineRequest
-from kvbaton.engines.embedded.kv_layout import content_of
+from kvbaton.engines.embedded.memory.kv_layout import content_of
 from kvbaton.engines.side.protocols import EndedTurn
 from kvbaton.protocol.content import Content
 from kvbaton.protocol.ids import RequestId

@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import logging
 import signal
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
 
 import msgspec
 
@@ -22,22 +23,29 @@ from kvbaton.api.http.http_server import serving
 from kvbaton.api.http.server_loop import run
 from kvbaton.api.params import Mode
 from kvbaton.api.tokens import guard
+from kvbaton.control.address_book import moriio_address, p2p_nccl_address
 from kvbaton.control.joining.join_client import JoinedMember
 from kvbaton.control.joining.key_source import enrolled
 from kvbaton.control.keyring import Keyring
-from kvbaton.control.plain.announcer import FORGET_S
+from kvbaton.control.plain.announcer import (
+    FORGET_S,
+    MoriioAnnouncer,
+    MoriioRegistration,
+    TransferMode,
+    p2p_nccl_registration,
+    registration,
+)
 from kvbaton.control.registry.member import HeldReport, MemberState
 from kvbaton.control.registry.registry_group import RegistryGroup
 from kvbaton.engines.embedded import tokenizer
-from kvbaton.engines.embedded.announcing import Herald, announcement
 from kvbaton.engines.embedded.backend import MODEL_NAME, EngineBackend, EngineThread
 from kvbaton.engines.embedded.embedded_connector import EmbeddedConnector
 from kvbaton.engines.embedded.embedded_engine import Engine
 from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig, ModelConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest, Sampling
 from kvbaton.engines.embedded.http_worker import worker_app
-from kvbaton.engines.embedded.kv_layout import compat_key, engine_layout
-from kvbaton.engines.embedded.kv_memory import KvGeometry
+from kvbaton.engines.embedded.memory.kv_layout import compat_key, engine_layout
+from kvbaton.engines.embedded.memory.kv_memory import KvGeometry
 from kvbaton.engines.embedded.store_access import open_store
 from kvbaton.engines.embedded.worker_draining import DrainingDoor, DrainSettings, Stopping, drain
 from kvbaton.engines.embedded.worker_options import DIALECTS, WorkerOptions
@@ -61,6 +69,9 @@ from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import Transport
 
 log = logging.getLogger(__name__)
+
+LISTED_POLL_S = 0.05
+INTERVAL_S = 1.0  # vllm-router forgets after 4 to 5 s: at vLLM's 3 s one that comes late costs a worker its place
 
 
 def engine_config(options: WorkerOptions) -> EngineConfig:
@@ -86,6 +97,7 @@ class EmbeddedWorker:
         config = config or engine_config(options)
         geometry = KvGeometry(config.model, config.cache)
         self.options = options
+        self._faults_before = faults.total()  # of this process, which may have had other workers
         self.planes = catalogue.offered(
             options.transport, checksum=options.checksum, require_enforcement=options.require_enforcement
         )
@@ -181,7 +193,7 @@ class EmbeddedWorker:
             "links": {str(link.worker): link.transport.name for link in links if link.transport is not None},
             "versions": {str(link.worker): link.version for link in links if link.transport is not None},
             **self.connector.stats(),
-            "faults_total": node.loop.faults + self.thread.faults + faults.total(),
+            "faults_total": node.loop.faults + self.thread.faults + faults.total() - self._faults_before,
         }
 
     def _gauges(self) -> Mapping[str, float]:
@@ -283,9 +295,9 @@ def _dumping(worker: EmbeddedWorker) -> Iterator[None]:
 @contextlib.contextmanager
 def _registered(worker: EmbeddedWorker, url: str, stop: Stopping) -> Iterator[RegistryGroup]:
     options, node = worker.options, worker.node
-    registration = node.registration(url.removeprefix("http://"), options.modes)
+    registered = node.registration(url.removeprefix("http://"), options.modes)
     try:
-        yield node.join((options.registry_name, options.registry), registration, on_drain=stop.ask_from_thread)
+        yield node.join((options.registry_name, options.registry), registered, on_drain=stop.ask_from_thread)
     finally:
         node.leave()
 
@@ -315,6 +327,43 @@ async def _drained(worker: EmbeddedWorker, client: RegistryGroup, herald: Herald
     await drain(
         worker.door, client, worker.held, settings, stop.at_once, on_shut=lambda: worker.node.loop.tell(DrainStarted())
     )
+
+
+def announcement(options: WorkerOptions, http_address: str, control_endpoint: str) -> MoriioRegistration:
+    """The announcement for the router at `options.announce_to`; `ControlError` names an invalid field."""
+    side: Literal["P", "D"] = "P" if options.role == "prefill" else "D"
+    if options.announce_as == "p2p-nccl":
+        return p2p_nccl_registration(side, http_address, p2p_nccl_address(control_endpoint))
+    mode: TransferMode = "WRITE" if options.announce_as == "moriio-write" else "READ"
+    address = moriio_address(control_endpoint)
+    return registration(side, http_address, address, transfer_mode=mode, tp_size=options.tp)
+
+
+class Herald:
+    """Keeps one worker announced to another system's router.
+
+    Laws: announced only once the registry lists it, since its peers know it by then; and no longer once it stops. These
+    formats have no goodbye: vllm-router keeps sending for up to five seconds.
+    """
+
+    def __init__(self, router: str, said: MoriioRegistration) -> None:
+        self._announcer = MoriioAnnouncer(f"tcp://{router}", said, interval_s=INTERVAL_S)
+        self._stopped = False
+        self._lock = threading.Lock()  # never started after it was stopped
+
+    async def announce_when(self, is_listed: Callable[[], bool]) -> None:
+        """Begin as soon as `is_listed`; without a deadline, as the worker itself serves without one."""
+        while not is_listed():
+            await asyncio.sleep(LISTED_POLL_S)
+        with self._lock:
+            if not self._stopped:
+                self._announcer.start()
+
+    def stop(self) -> None:
+        """Stop announcing. From any thread, idempotent; blocks for milliseconds, at most the announcer's `STOP_S`."""
+        with self._lock:
+            self._stopped = True
+        self._announcer.stop()
 
 
 def reference_answers(prompts: Sequence[str | Sequence[int]], max_tokens: int, seed: int = 7) -> list[str]:

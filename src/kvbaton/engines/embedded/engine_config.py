@@ -75,7 +75,7 @@ class CacheConfig(msgspec.Struct, frozen=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True):
-    """One engine. `on_load_failure` is policy, see `hooks.LoadReport`."""
+    """One engine. `on_load_failure` is policy, see `hooks.LoadOutcome`."""
 
     model: ModelConfig = ModelConfig()
     cache: CacheConfig = CacheConfig()

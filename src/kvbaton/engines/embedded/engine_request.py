@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvbaton.engines.embedded.block_cache import HashChain
-from kvbaton.engines.embedded.block_tables import Tables
+from kvbaton.engines.embedded.memory.block_cache import HashChain
+from kvbaton.engines.embedded.memory.block_tables import Tables
 from kvbaton.observe.codes.alone_reasons import UNASKED
 from kvbaton.protocol.ids import RequestId
 

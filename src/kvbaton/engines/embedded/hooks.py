@@ -10,12 +10,11 @@ the engine, as it does in vLLM; so does a report that is not due (`AssertionErro
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import msgspec
 
-from kvbaton.engines.embedded.block_cache import BlockPool
 from kvbaton.engines.embedded.engine_request import EngineRequest, RequestStatus
+from kvbaton.engines.embedded.memory.block_cache import BlockPool
 from kvbaton.protocol.ids import RequestId
 
 BlockIds = tuple[tuple[int, ...], ...]
@@ -70,12 +69,11 @@ class Chunk(msgspec.Struct, frozen=True):
     end: int
 
 
-class Connector(Protocol):
-    """Moves KV in and out of an engine."""
+class Connector:
+    """Moves KV in and out of an engine; this one, a stand-alone engine's, moves none. A base for those that do."""
 
-    @property
-    def wants_layers(self) -> bool:
-        """Whether `layer_done` is to be called; it costs a call per layer and step."""
+    wants_layers: bool = False
+    """Whether `layer_done` is to be called; it costs a call per layer and step."""
 
     def bind(self, pool: BlockPool) -> None:
         """The engine's pool, once, before anything else: `touch`, `unpin`, `epoch`, `watch`. For hooks' use only."""
@@ -85,6 +83,7 @@ class Connector(Protocol):
 
     def match(self, request: EngineRequest, local_tokens: int) -> Match:
         """Can KV after the first `local_tokens` (whole blocks) be loaded? An answer may be discarded."""
+        return Nothing()
 
     def allocated(self, request: EngineRequest, blocks: BlockIds, external_tokens: int) -> None:
         """A request got its blocks. `external_tokens` > 0: load them, after the local ones `match` was asked with.
@@ -111,53 +110,12 @@ class Connector(Protocol):
         self, request: EngineRequest, blocks: BlockIds, status: RequestStatus
     ) -> Mapping[str, object] | None:
         """Once per accepted request, before its blocks are freed: `touch` those to keep. The client gets the result."""
-
-    def take_reports(self) -> Sequence[LoadOutcome]:
-        """Loads that have ended: exactly one report per `LoadOrder` that got its blocks, also after an abort."""
-
-    def has_pending_work(self) -> bool:
-        """True keeps the engine's loop stepping, though it has no requests."""
-
-
-class NullConnector:
-    """A stand-alone engine's connector; also a base for ones that need few of the hooks."""
-
-    wants_layers: bool = False
-
-    def bind(self, pool: BlockPool) -> None:
-        pass
-
-    def on_new_request(self, request: EngineRequest) -> None:
-        pass
-
-    def match(self, request: EngineRequest, local_tokens: int) -> Match:
-        return Nothing()
-
-    def allocated(self, request: EngineRequest, blocks: BlockIds, external_tokens: int) -> None:
-        pass
-
-    def step_begin(self) -> None:
-        pass
-
-    def layer_done(self, layer: int, chunks: Sequence[Chunk]) -> None:
-        pass
-
-    def chunk_done(self, request: EngineRequest, blocks: BlockIds, computed_tokens: int) -> None:
-        pass
-
-    def preempted(self, request: EngineRequest) -> None:
-        pass
-
-    def ending(self, request: EngineRequest, tokens: Sequence[int]) -> None:
-        pass
-
-    def request_finished(
-        self, request: EngineRequest, blocks: BlockIds, status: RequestStatus
-    ) -> Mapping[str, object] | None:
         return None
 
     def take_reports(self) -> Sequence[LoadOutcome]:
+        """Loads that have ended: exactly one report per `LoadOrder` that got its blocks, also after an abort."""
         return ()
 
     def has_pending_work(self) -> bool:
+        """True keeps the engine's loop stepping, though it has no requests."""
         return False

@@ -28,8 +28,16 @@ from kvbaton.api.http.path_site import PathSite, reads, takes_body
 from kvbaton.api.merge import Joiner, join
 from kvbaton.api.params import FIELD, TransferParams
 from kvbaton.api.responses import ResponseShape
-from kvbaton.engines.embedded.server_plan import EventShape, GenerateRequest, ModelCard, PlannedJob, plan
-from kvbaton.engines.embedded.tokenizing import counted, detokenized, tokenized
+from kvbaton.engines.embedded.server_plan import (
+    EventShape,
+    GenerateRequest,
+    ModelCard,
+    PlannedJob,
+    counted,
+    detokenized,
+    plan,
+    tokenized,
+)
 from kvbaton.observe.metrics.exposition import Family
 from kvbaton.observe.metrics.handoff_metrics import HandoffMetrics
 from kvbaton.observe.metrics.process_metrics import render_worker

@@ -17,8 +17,6 @@ from collections.abc import Iterable
 import msgspec
 
 from kvbaton.engines.embedded import tokenizer
-from kvbaton.engines.embedded.block_cache import HashChain
-from kvbaton.engines.embedded.block_tables import Hit, KvCache
 from kvbaton.engines.embedded.engine_config import EngineConfig
 from kvbaton.engines.embedded.engine_request import (
     EngineRequest,
@@ -30,6 +28,8 @@ from kvbaton.engines.embedded.engine_request import (
     Sequence,
 )
 from kvbaton.engines.embedded.hooks import Connector, LoadOrder, LoadOutcome, NoRoom, NotYet
+from kvbaton.engines.embedded.memory.block_cache import HashChain
+from kvbaton.engines.embedded.memory.block_tables import Hit, KvCache
 from kvbaton.protocol.ids import RequestId
 
 

@@ -14,19 +14,20 @@ import msgspec
 
 from kvbaton.api.answers import AnswerShape
 from kvbaton.api.anthropic_shape import MessageShape
-from kvbaton.api.api_errors import bad_field, unknown_model
-from kvbaton.api.bodies import Body, BodyKind
-from kvbaton.api.foreign import ForeignLookup
+from kvbaton.api.api_errors import ApiError, bad_field, unknown_model
+from kvbaton.api.bodies import TEXT_PARTS, Body, BodyKind, is_message, json_object, parse
+from kvbaton.api.foreign import ForeignLookup, one_of, translated
 from kvbaton.api.merge import AnswerPart, split
 from kvbaton.api.params import FIELD, TransferParams
 from kvbaton.api.responses import Asked, ResponseShape
-from kvbaton.engines.embedded import responses_plan, tokenizer
-from kvbaton.engines.embedded.handoff_params import handoffs_of
+from kvbaton.engines.embedded import tokenizer
 from kvbaton.node.prompt_account import word_of
 from kvbaton.observe.codes.alone_reasons import UNASKED
+from kvbaton.protocol.errors import ProtocolError
 
 EventShape = ResponseShape | MessageShape
 LOGPROBS_MAX = 20
+RESPONSE_LOGPROBS = "message.output_text.logprobs"
 MAX_TOKENS_DEFAULT = {BodyKind.COMPLETION: 16, BodyKind.CHAT: 128, BodyKind.RESPONSES: 128}  # messages must say it
 _PROMPT_FIELD = {BodyKind.COMPLETION: "prompt", BodyKind.RESPONSES: "input"}  # else "messages"
 _LIMIT_FIELD = {BodyKind.RESPONSES: "max_output_tokens"}  # else "max_tokens"
@@ -39,7 +40,11 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """What the embedded engine cannot do, with the values that ask for nothing: refused otherwise, never ignored."""
 _NEUTRAL_OF: Mapping[BodyKind, Mapping[str, tuple[Any, ...]]] = {
-    BodyKind.RESPONSES: responses_plan.NEUTRAL,
+    BodyKind.RESPONSES: {
+        "tool_choice": ("auto", "none"), "text": ({}, {"format": {"type": "text"}}),
+        "reasoning": ({}, {"effort": "none"}), "truncation": ("disabled",), "previous_response_id": (),
+        "conversation": (), "prompt": (), "n": (1,), "max_tokens": (), "max_completion_tokens": (),
+    },
     BodyKind.MESSAGES: {
         "tool_choice": ({"type": "auto"}, {"type": "none"}), "thinking": ({"type": "disabled"},), "mcp_servers": ([],),
         "stop": (), "n": (1,), "max_completion_tokens": (),
@@ -112,6 +117,33 @@ def plan(body: Body, name: str, cards: Sequence[ModelCard], lookup: ForeignLooku
     return jobs
 
 
+def handoffs_of(body: Body, name: str, lookup: ForeignLookup | None) -> list[TransferParams | None]:
+    """One for each part of `body`, in order, None where nothing is handed over; `ApiError` names the error.
+
+    `name` is the request's id as it came; without `lookup` it is not read. Law: a ticket is for one prompt and one
+    choice; a body with several has one for each, or is refused.
+    """
+    raw = body.fields.get(FIELD)
+    try:
+        found = [_handoff(raw, name, lookup, index, body.parts) for index in range(body.parts)]
+    except ProtocolError as error:
+        raise ApiError(400, error.detail, param=FIELD, code=str(error.reason)) from None
+    asked = [each for each in found if each is not None]
+    if asked and lookup is not None and asked[0].mode not in lookup.modes:
+        raise bad_field(f"{FIELD}.mode", f"this worker does not serve {asked[0].mode}; see its --modes")
+    tickets = [each.ticket for each in asked if each.ticket is not None]
+    if len(set(tickets)) < len(tickets):
+        raise bad_field(FIELD, "a handoff has one prompt and one choice; send them one by one")
+    return found
+
+
+def _handoff(raw: Any, name: str, lookup: ForeignLookup | None, index: int, count: int) -> TransferParams | None:
+    if not isinstance(raw, Mapping):
+        return TransferParams.parse(raw)
+    params = None if lookup is None else translated(name, raw, lookup, index)
+    return params or TransferParams.parse(one_of(raw, index, count))
+
+
 def _shape(
     body: Body, model: str, name: str, created_unix_s: int, request: GenerateRequest
 ) -> AnswerShape | EventShape:
@@ -164,7 +196,7 @@ def _logprobs(fields: Mapping[str, Any], kind: BodyKind) -> int | None:
         if type(wanted) is int and not 0 <= wanted <= LOGPROBS_MAX:
             raise bad_field(name, f"got {wanted}, the embedded engine supports 0 to {LOGPROBS_MAX}")
     if kind is BodyKind.RESPONSES:
-        return responses_plan.logprobs(fields)
+        return _response_logprobs(fields)
     wanted = fields.get("logprobs")
     if kind is BodyKind.COMPLETION:
         return wanted
@@ -183,7 +215,7 @@ def tokens_of(fields: Mapping[str, Any], kind: BodyKind) -> tuple[int, ...]:
     if kind is BodyKind.COMPLETION:
         return _prompt_tokens(fields["prompt"])
     if kind is BodyKind.RESPONSES:
-        return _chat_tokens(responses_plan.messages(fields))
+        return _chat_tokens(_response_messages(fields))
     return _chat_tokens(fields["messages"], fields.get("system") if kind is BodyKind.MESSAGES else None)
 
 
@@ -220,3 +252,64 @@ def _content_text(content: Any, where: str) -> str:
 def token_text(token: int) -> str:
     """A token as log probabilities show it; marks by their number."""
     return tokenizer.decode([token]) or f"<{token}>"
+
+
+def _response_messages(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The chat that a checked body of `/v1/responses` stands for: the instructions, then each message of its input.
+
+    Law: these are the messages that a chat would have sent, so both have the same prompt and the same KV. Responses are
+    not stored, so whatever refers to an earlier one is refused by name.
+    """
+    given = fields["input"]
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    turns = [
+        {"role": item.get("role"), "content": _item_text(item, f"input[{index}]")} for index, item in enumerate(items)
+    ]
+    instructions = fields.get("instructions")
+    return [{"role": "system", "content": instructions}, *turns] if instructions else turns
+
+
+def _response_logprobs(fields: Mapping[str, Any]) -> int | None:
+    """How many of the likeliest tokens are told with each; None where no log probabilities are wanted."""
+    return (fields.get("top_logprobs") or 0) if RESPONSE_LOGPROBS in (fields.get("include") or ()) else None
+
+
+def _item_text(item: Mapping[str, Any], where: str) -> str:
+    if not is_message(item):
+        raise bad_field(where, "the embedded engine supports only items of type message")
+    content = item.get("content")
+    if content is None or isinstance(content, str):
+        return content or ""
+    for part in content:
+        if part.get("type") not in TEXT_PARTS:
+            raise bad_field(f"{where}.content", f"the embedded engine supports only parts of {', '.join(TEXT_PARTS)}")
+    return "".join(part["text"] for part in content)
+
+
+def tokenized(data: bytes, cards: Sequence[ModelCard]) -> dict[str, Any]:
+    """`/tokenize`, in vLLM's form: of `{"prompt": …}` or `{"messages": …}`, the tokens that the engine computes."""
+    kind = BodyKind.CHAT if "messages" in json_object(data) else BodyKind.COMPLETION
+    body = parse(kind, data)
+    if len(body.prompts) > 1 or (body.prompts and not isinstance(body.prompts[0], str)):
+        raise bad_field("prompt", "expected one text")
+    card = card_of(body, cards)
+    tokens = tokens_of(body.fields, kind)
+    if body.fields.get("add_special_tokens") is False and kind is BodyKind.COMPLETION:
+        tokens = tokens[1:]
+    strs = [token_text(token) for token in tokens] if body.fields.get("return_token_strs") else None
+    return {"count": len(tokens), "max_model_len": card.context_tokens_max, "tokens": tokens, "token_strs": strs}
+
+
+def counted(data: bytes, cards: Sequence[ModelCard]) -> dict[str, Any]:
+    """`/v1/messages/count_tokens`: of a body of `/v1/messages`, which needs no limit here."""
+    body = parse(BodyKind.MESSAGES, msgspec.json.encode({**json_object(data), "max_tokens": 1}))
+    card_of(body, cards)
+    return {"input_tokens": len(tokens_of(body.fields, body.kind))}
+
+
+def detokenized(data: bytes) -> dict[str, Any]:
+    """`/detokenize`: of `{"tokens": […]}`."""
+    tokens = json_object(data).get("tokens")
+    if not isinstance(tokens, list) or not all(type(each) is int and 0 <= each < tokenizer.VOCAB for each in tokens):
+        raise bad_field("tokens", f"expected a list of token ids, 0 to {tokenizer.VOCAB - 1}")
+    return {"prompt": tokenizer.decode(tokens)}

@@ -91,7 +91,7 @@ class DecodeSide:
     grouping: Grouping
     requests: SideRequests
     recomputes: bool  # else a failed handoff fails its request
-    keeps_prefix: bool  # vLLM can keep the good blocks of a failed load: only with one group, and that of KV
+    keeps_prefix: bool  # the engine can keep the good blocks of a failed load: only with one group, and that of KV
     room: LoadAdmission | None = None
     blocks_total: int = 0
     has_second_source: bool = False  # which the engine asks before it lets a failed handoff fail its request (`doom`)
@@ -175,7 +175,7 @@ class DecodeSide:
         return needed + early <= self.blocks_total // EARLY_SHARE
 
     def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:
-        """vLLM has blocks for the request; with external tokens it now waits for a report."""
+        """The engine has blocks for the request; with external tokens it now waits for a report."""
         request_id = request.request_id
         position = self._positions.pop(request_id, None)
         if self.room is not None:
@@ -210,7 +210,7 @@ class DecodeSide:
             raise
 
     def broke(self, request: Any) -> None:
-        """Something here failed while a load began, for which vLLM waits: it has ended as failed. Never raises."""
+        """Something here failed while a load began that the engine waits for: it has ended as failed. Never raises."""
         request_id = RequestId(request.request_id)
         try:
             self.door.gave_up(request_id)
@@ -241,7 +241,7 @@ class DecodeSide:
         self._verdicts.append(LoadVerdict(request_id, failed=True, end=nothing, final=True))
 
     def voided(self) -> None:
-        """Weights were replaced: no load that vLLM has not been told of is good, also where its last byte is here."""
+        """Weights were replaced: no load that the engine was not told of is good, also where its last byte is here."""
         for load in self._loads.values():
             load.is_void = True
 
@@ -269,7 +269,7 @@ class DecodeSide:
         self.failed.say(request_id, end, recomputes=self.recomputes or not promised)
 
     def _bad_blocks(self, load: _Load, end: End) -> Iterable[int]:
-        """What must be computed again, where vLLM can keep the rest, and some of it is good."""
+        """What must be computed again, where the engine can keep the rest, and some of it is good."""
         if end.delivered or not (self.recomputes and self.keeps_prefix) or end.good_tokens <= load.first_token:
             return ()
         size = self.grouping.block_tokens[0]

@@ -186,7 +186,7 @@ class PrefillSide:
             return dict(NOTHING_FOR_D) if declined and well else None
         whole_prompt = well and request.num_computed_tokens >= prompt.position
         if not self.door.budget.holds(RequestId(request.request_id)):
-            whole_prompt = False  # vLLM did not ask about it: nothing was promised
+            whole_prompt = False  # the engine did not ask about it: nothing was promised
         if self.grouping.stateful and request.num_computed_tokens > prompt.position:
             whole_prompt = False  # its states have counted more tokens than are handed over
         try:
@@ -226,7 +226,7 @@ class PrefillSide:
             self.pool.unpin(ids)
 
     def _keep(self, prompt: PrefillPrompt, tables: Tables) -> None:
-        """Hold the blocks that the last token still needs and that vLLM drops before the request is over."""
+        """Hold the blocks that the last token still needs and that the engine drops before the request is over."""
         if prompt.kept:
             return
         kept = self._all_of(prompt, tables)

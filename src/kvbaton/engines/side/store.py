@@ -12,6 +12,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -20,17 +21,123 @@ import msgspec
 from kvbaton.engines.side.grouping import Grouping, Tables
 from kvbaton.engines.side.guard import guarded, makes, note, returns
 from kvbaton.engines.side.instructions import NOT_YET, NOTHING, LoadVerdict
-from kvbaton.engines.side.no_store import NoStore
 from kvbaton.engines.side.protocols import PinPool, SideRequests
-from kvbaton.engines.side.second_loads import SecondLoads
 from kvbaton.engines.side.stored_loads import GRACE_S, StoredLoads
 from kvbaton.engines.side.stored_puts import Phase, StoredPrompt, StoredPuts
 from kvbaton.node.doorway import Doorway
+from kvbaton.protocol.geometry.layout import needed_blocks
 from kvbaton.ranks.engine_store import AskId, EngineStore, StoreTold
 from kvbaton.store.content_keys import chain
 
 LOOKUPS_MAX = 64
 """Under way; further ones wait for their turn, within their deadline. What the shelf takes beyond it is for loads."""
+SPARE_BLOCKS = 1
+"""For each request, since vLLM rounds up and keeps a place for the next token."""
+
+
+class NoStore:
+    """An engine without a store: nothing is done. `StoreSide` has the same methods, so no hook asks which it is."""
+
+    __slots__ = ()
+
+    def promised(self, request_id: str) -> None:
+        """A request came whose KV somebody else has: the store is its second source."""
+
+    def match(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        return NOTHING
+
+    def offers(self, request_id: str) -> bool:
+        return False
+
+    def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:
+        pass
+
+    def reports(self, request_id: str) -> bool:
+        return False
+
+    def take(self) -> None:
+        pass
+
+    def take_verdicts(self) -> tuple[LoadVerdict, ...]:
+        return ()
+
+    def passed_over(self, request_id: str) -> None:
+        pass
+
+    def brought(self, request: Any) -> None:
+        pass
+
+    def preempted(self, request_id: str) -> None:
+        pass
+
+    def ends_prompts(self, step: int, chunks: Mapping[str, int], tables_of: Callable[[str], Tables]) -> bool:
+        return False
+
+    def computed(self, step: int) -> None:
+        pass
+
+    def finished(self, request: Any, tables: Tables, *, well: bool) -> None:
+        pass
+
+    def reset(self) -> bool:
+        return True
+
+    def let_go(self) -> None:
+        pass
+
+    def let_loads_go(self) -> None:
+        pass
+
+    @property
+    def holders(self) -> Iterable[Sequence[int]]:
+        """The blocks of each load."""
+        return ()
+
+    @property
+    def held_blocks(self) -> int:
+        return 0
+
+    @property
+    def busy(self) -> bool:
+        return False
+
+    def figures(self) -> dict[str, int]:
+        """Counts for the metrics, by name."""
+        return {}
+
+
+@dataclass(slots=True)
+class SecondLoads:
+    """Requests that got blocks for a load and have not run since: whether one of them may be loaded again.
+
+    vLLM (0.32.0) goes on reserving blocks for a load that failed until its request runs, and admits a load only into
+    what nobody has reserved. So a second load needs its blocks twice; without that room it bars the queue, behind
+    itself, for ever: three failed loads of half a cache each wait for one another (`kvbaton conformance vllm --seeds
+    292`). Law: a second load begins only if its blocks are free beyond all that loads have reserved, or its prompt is
+    computed.
+    """
+
+    pool: PinPool
+    block_tokens: int
+    _reserved: dict[str, int] = field(default_factory=dict)
+
+    def allocated(self, request: Any, external_tokens: int) -> None:
+        """A request got blocks: to be loaded, or to run."""
+        if external_tokens:
+            self._reserved[request.request_id] = self._need(request)
+        else:
+            self.left(request.request_id)
+
+    def left(self, request_id: str) -> None:
+        self._reserved.pop(request_id, None)
+
+    def admits(self, request: Any) -> bool:
+        if request.request_id not in self._reserved:
+            return True
+        return self.pool.free_blocks >= sum(self._reserved.values()) + self._need(request)
+
+    def _need(self, request: Any) -> int:
+        return needed_blocks(request.num_tokens, self.block_tokens) + SPARE_BLOCKS
 
 
 class StoreSide(NoStore):
@@ -95,7 +202,7 @@ class StoreSide(NoStore):
         return (missing, True) if missing > 0 else NOTHING
 
     def offers(self, request_id: str) -> bool:
-        """Whether blocks that vLLM has found for this request are for a load from the store."""
+        """Whether blocks that the engine has found for this request are for a load from the store."""
         prompt = self._prompts.get(request_id)
         return prompt is not None and prompt.phase is Phase.FOUND
 
@@ -111,7 +218,7 @@ class StoreSide(NoStore):
             self._prompts[request.request_id] = StoredPrompt(request, hashes, 0)
 
     def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:
-        """vLLM has blocks for the request; with external tokens it now waits for a report."""
+        """The engine has blocks for the request; with external tokens it now waits for a report."""
         prompt = self._prompts.get(request.request_id)
         if prompt is not None and prompt.phase is not Phase.FOUND:
             prompt = None
@@ -130,7 +237,7 @@ class StoreSide(NoStore):
             self.loads.refuse(request.request_id)
 
     def reports(self, request_id: str) -> bool:
-        """Whether vLLM is still to be told of a load of this request."""
+        """Whether the engine is still to be told of a load of this request."""
         return self.loads.waits(request_id)
 
     @guarded(returns(None))
@@ -223,7 +330,7 @@ class StoreSide(NoStore):
     # --- helpers
 
     def _look_up(self, request: Any, local_tokens: int) -> StoredPrompt:
-        """Ask the store, unless vLLM itself has all that could be loaded."""
+        """Ask the store, unless the engine itself has all that could be loaded."""
         size = self.grouping.block_tokens[0]
         hashes = () if getattr(request, "resumable", False) else self._hashes(request, size)
         usable = min(len(hashes), (request.num_tokens - 1) // size)

@@ -1,8 +1,9 @@
-"""Loads from the shared store that vLLM waits for.
+"""Loads from the shared store that the engine waits for.
 
-Laws: every load is reported to vLLM exactly once: when the store has ended it, or at its deadline, whichever is first.
-Its destination blocks are held by a `touch` of our own until the store has ended it, so that nothing lands in a block
-that has become somebody else's. What the store brought is the beginning of what was asked for, and no more is said.
+Laws: every load is reported to the engine exactly once: when the store has ended it, or at its deadline, whichever is
+first. Its destination blocks are held by a `touch` of our own until the store has ended it, so that nothing lands in a
+block that has become somebody else's. What the store brought is the beginning of what was asked for, and no more is
+said.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class StoredLoads:
         return True
 
     def refuse(self, request_id: str) -> None:
-        """A load that vLLM waits for and that was not begun."""
+        """A load that the engine waits for and that was not begun."""
         self._verdicts.append(LoadVerdict(request_id, failed=True, end=FAILED))
 
     def __contains__(self, ask: AskId) -> bool:
@@ -86,7 +87,7 @@ class StoredLoads:
         return (load.request_id, load.first + count) if count < len(load.blocks) else None
 
     def let_go(self, ask: AskId) -> None:
-        """Nothing of a load moves any more. One that was not reported has failed: vLLM would wait for ever."""
+        """Nothing of a load moves any more. One that was not reported has failed: the engine would wait for ever."""
         load = self._loads.pop(ask, None)
         if load is not None:
             self.pool.unpin(load.blocks)
@@ -94,7 +95,7 @@ class StoredLoads:
                 self._verdicts.append(LoadVerdict(load.request_id, failed=True, end=FAILED))
 
     def on_time(self, now: float) -> None:
-        """vLLM waits no longer for a load that is overdue; its blocks stay held."""
+        """The engine waits no longer for a load that is overdue; its blocks stay held."""
         for ask, load in self._loads.items():
             if now >= load.until and not load.is_reported:
                 self.shelf.forget(ask)

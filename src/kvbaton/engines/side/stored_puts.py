@@ -24,7 +24,7 @@ PINNED_SHARE = 0.5
 
 class Phase(enum.Enum):
     ASKING = "asking"  # a look-up is under way, or waits for its turn
-    FOUND = "found"  # some of it can be loaded, when vLLM has blocks
+    FOUND = "found"  # some of it can be loaded, when the engine has blocks
     LOADING = "loading"
     OVER = "over"  # the rest is computed here
 

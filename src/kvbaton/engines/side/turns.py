@@ -1,8 +1,9 @@
-"""Turns under vLLM: D keeps what a request ended with, and the P of the conversation's next turn loads it from there.
+"""Turns: D keeps what a request ended with, and the P of the conversation's next turn loads it from there.
 
-Laws: those of `node.turn_keeping`. Only KV without windows and states is kept: of a window vLLM has dropped what the
-next turn's first tokens look at, a state has counted the last token, and a drafter has not seen it. A P takes turns
-only where vLLM lets loads fail (`recompute`) and keeps freed blocks apart from steps in flight (`kv_both`, rule 32).
+Laws: those of `node.turn_keeping`. Only KV without windows and states is kept: of a window the engine has dropped what
+the next turn's first tokens look at, a state has counted the last token, and a drafter has not seen it. A P takes turns
+only where the engine computes what a load did not bring (vLLM: `recompute`), and keeps freed blocks apart from steps in
+flight (`kv_both`, rule 32).
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class TurnSide:
         return NOT_YET if tokens is None else (tokens, tokens > 0)
 
     def allocated(self, request: Any, tables: Tables, external_tokens: int) -> bool:
-        """vLLM has blocks. True: they are for a turn, which is being loaded from here on."""
+        """The engine has blocks. True: they are for a turn, which is being loaded from here on."""
         name, grouping = RequestId(request.request_id), self._grouping
         if not external_tokens or not self.taker.awaits(name):
             return False
@@ -92,7 +93,7 @@ class TurnSide:
 
     @guarded(returns(None))
     def reported(self, duty: LoadReport) -> None:
-        """The ledger's word on a load; what vLLM is told of it is D's half's."""
+        """The ledger's word on a load; what the engine is told of it is D's half's."""
         if duty.rank == 0 and self.taker.is_loading(duty.request):
             self.taker.loaded(duty.request, duty.end.reason)
 

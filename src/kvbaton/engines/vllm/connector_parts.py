@@ -1,26 +1,30 @@
-"""What the connector has in the scheduler's process once the engine has its cache: P's and D's halves, and what waits.
+"""What the connector has in the scheduler's process: before the engine has its cache, once it has it (P's and D's
+halves, and what waits), and where what it has cached must be forgotten.
 
 Law: only the scheduler's thread is here.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 from kvbaton.engines.side.asks import Ask
 from kvbaton.engines.side.decode import DecodeSide
-from kvbaton.engines.side.instructions import LoadVerdict
-from kvbaton.engines.side.no_store import NoStore
+from kvbaton.engines.side.guard import note
+from kvbaton.engines.side.instructions import NOTHING, LoadVerdict
 from kvbaton.engines.side.pin_admission import PinAdmission
 from kvbaton.engines.side.prefill import PrefillSide
+from kvbaton.engines.side.store import NoStore
 from kvbaton.engines.side.turns import TurnSide
 from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.engines.vllm.cache_resets import CacheResets
+from kvbaton.engines.vllm.content.weights_epoch import WeightsEpoch
 from kvbaton.engines.vllm.early_claims import EarlyClaims
 from kvbaton.engines.vllm.waiting import Waiting, status_aside
-from kvbaton.node.doorway import Doorway
+from kvbaton.node.doorway import Doorway, ForgetCached
 
 
 class ConnectorParts:
@@ -97,3 +101,78 @@ class ConnectorParts:
                 self.arrived.append(verdict.request_id)
             else:
                 self.failures.append(verdict)
+
+
+class BeforeRanks:
+    """What there is until the workers of an engine have said where its KV cache lies: nothing can be loaded.
+
+    vLLM asks its workers before it serves; an engine without their word runs, but hands nothing over. Law: a prompt
+    whose KV was promised is then not computed here in silence where the operator said that a failed load fails its
+    request (`kv_load_failure_policy`): it gets blocks, as every load does, and one report that it has failed.
+    """
+
+    __slots__ = ("_fails", "_verdicts")
+
+    def __init__(self, *, fails: bool) -> None:
+        self._fails = fails
+        self._verdicts: list[LoadVerdict] = []
+
+    def match(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
+        params = request.kv_transfer_params
+        promised = isinstance(params, dict) and params.get("do_remote_prefill") is True
+        missing = request.num_prompt_tokens - local_tokens
+        return (missing, True) if self._fails and promised and missing > 0 else NOTHING
+
+    def allocated(self, request: Any, external_tokens: int) -> None:
+        if external_tokens > 0:
+            self._verdicts.append(LoadVerdict(request.request_id, failed=True))
+
+    def take_verdicts(self) -> tuple[LoadVerdict, ...]:
+        verdicts, self._verdicts = self._verdicts, []
+        return tuple(verdicts)
+
+
+class SpoiltCache:
+    """Forgets what vLLM has cached, because KV of a member that is gone may be in it (decision 0023).
+
+    Laws: afterwards no request finds a block from before, and none that is under way can put one back: vLLM caches its
+    blocks under the hashes that the request carries, and these are replaced by chance, so that nobody ever asks for
+    them; hashes to come hang on those. What it loads has failed, what it computes is handed to nobody, kept for no turn
+    and put into no store; its own answer goes on. All is done before the node is told, or it is due again. Nothing
+    raises into vLLM.
+    """
+
+    def __init__(self, weights: WeightsEpoch) -> None:
+        self.weights = weights
+        self._underway: dict[str, Any] = {}  # vLLM's requests, by id; as many as vLLM has
+        self.times = 0  # that it was forgotten
+
+    def came(self, request: Any) -> None:
+        self.weights.mark(request)
+        self._underway[request.request_id] = request
+
+    def left(self, request: Any) -> None:
+        self._underway.pop(request.request_id, None)
+
+    def forget(self, live: ConnectorParts, duty: ForgetCached) -> None:
+        """At a step: before any request looks for cached blocks again. One that has just looked must do it again."""
+        try:
+            self.weights.begin_again()
+            live.prefill.voided()
+            live.voided()
+            live.stored.let_go()
+            for request in self._underway.values():
+                _unfindable(request)
+            blocks = live.pool.forget_spoilt()
+        except Exception as error:  # noqa: BLE001 - promise 4
+            note("forget_cached", error)
+            live.door.cache_not_forgotten(duty)
+        else:
+            self.times += 1
+            live.door.cache_forgotten(duty, blocks)
+
+
+def _unfindable(request: Any) -> None:
+    """From now on its blocks are cached under hashes that no other request can have."""
+    request.block_hashes[:] = [type(each)(secrets.token_bytes(len(each))) for each in request.block_hashes]
+    request.cache_salt = f"spoilt {secrets.token_hex(16)}"  # of a request that has no full block yet

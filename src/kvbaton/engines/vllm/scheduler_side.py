@@ -28,16 +28,14 @@ from kvbaton.engines.side.grouping import Grouping, Tables
 from kvbaton.engines.side.guard import guarded, makes, note, returns
 from kvbaton.engines.side.instructions import NOT_YET, NOTHING, Leaving, LoadVerdict
 from kvbaton.engines.side.load_admission import LoadAdmission
-from kvbaton.engines.side.no_store import NoStore
 from kvbaton.engines.side.prefill import PrefillSide
-from kvbaton.engines.side.store import StoreSide
+from kvbaton.engines.side.store import NoStore, StoreSide
 from kvbaton.engines.side.turns import TurnSide
 from kvbaton.engines.vllm import interpreter, prompt_counting
-from kvbaton.engines.vllm.before_ranks import BeforeRanks
 from kvbaton.engines.vllm.block_pool import PinnedPool, is_exact
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.config.data_parallel import DataParallelPlace
-from kvbaton.engines.vllm.connector_parts import ConnectorParts
+from kvbaton.engines.vllm.connector_parts import BeforeRanks, ConnectorParts, SpoiltCache
 from kvbaton.engines.vllm.content import request_content
 from kvbaton.engines.vllm.content.drafting import lookahead
 from kvbaton.engines.vllm.content.vllm_compat import compat_key
@@ -47,7 +45,6 @@ from kvbaton.engines.vllm.memory.cache_specs import state_blocks
 from kvbaton.engines.vllm.memory.vllm_layout import RankFacts, engine_layout, vllm_groups
 from kvbaton.engines.vllm.pacing import LOAD_NAP_S, NAP_S, Pace
 from kvbaton.engines.vllm.presence import Presence
-from kvbaton.engines.vllm.spoilt_cache import SpoiltCache
 from kvbaton.engines.vllm.step_metadata import BatonStep, RankCard, StepDone
 from kvbaton.engines.vllm.vllm_stats import Reporting
 from kvbaton.node.cluster_node import EngineFacts, new_life

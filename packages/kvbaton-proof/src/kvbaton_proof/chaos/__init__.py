@@ -8,8 +8,8 @@ network     the wires between them: partitions, delay, loss; networks: made of n
 breakpoints a worker is held at a named moment; worker_main: the worker's side of it
 injuries    one function per fault; client_injuries, strangers: those that are requests or connections
 liars       the fault `liar`: its process, its means, one function per lie; false members
-chaos_load  steady clients; judged_request: one request and its judgement; board: what became of each
+judged_request  one request and its judgement, and the board: what became of each; scene: with the steady clients
 rest_oracle what must be so at rest, and what the kernel counts of a process
-outcome     what was seen, row by row, and whether the promises held; chaos_report: its pages
+outcome     what was seen, row by row, whether the promises held, and the pages that say so
 vllm        the standard plan on real vLLM, with any connector of `rig`
 """

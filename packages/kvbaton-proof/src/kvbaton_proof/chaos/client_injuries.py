@@ -18,11 +18,9 @@ import msgspec
 from kvbaton.api import sse
 from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import FIELD, LEASE_FOR_PULL, Mode
-from kvbaton_proof.chaos.board import Ended, Verdict
-from kvbaton_proof.chaos.chaos_load import LATE_S
 from kvbaton_proof.chaos.chaos_plan import Step
-from kvbaton_proof.chaos.chaos_scene import Scene
-from kvbaton_proof.chaos.judged_request import Found, Prompt, Way, ask, body_of, take_chunk
+from kvbaton_proof.chaos.chaos_scene import LATE_S, Scene
+from kvbaton_proof.chaos.judged_request import Ended, Found, Prompt, Verdict, Way, ask, body_of, take_chunk
 from kvbaton_proof.chaos.members import LEASE_S, ROUTER
 
 FLOOD = 160

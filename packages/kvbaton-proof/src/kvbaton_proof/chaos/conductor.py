@@ -20,15 +20,13 @@ from kvbaton.api.params import Mode
 from kvbaton.control import keyring
 from kvbaton.engines.embedded.embedded_worker import reference_answers
 from kvbaton_proof.chaos import members, rest_oracle
-from kvbaton_proof.chaos.board import Board, Verdict
 from kvbaton_proof.chaos.breakpoints import BreakpointServer
-from kvbaton_proof.chaos.chaos_load import Load, make_prompts
 from kvbaton_proof.chaos.chaos_plan import Plan, Step
-from kvbaton_proof.chaos.chaos_scene import WIRES, Scene
+from kvbaton_proof.chaos.chaos_scene import WIRES, Load, Scene, make_prompts
 from kvbaton_proof.chaos.fault_catalogue import BY_NAME
 from kvbaton_proof.chaos.fleet import Fleet, FleetError
 from kvbaton_proof.chaos.injuries import INJURIES, Done
-from kvbaton_proof.chaos.judged_request import Prompt, ask
+from kvbaton_proof.chaos.judged_request import Board, Prompt, Verdict, ask
 from kvbaton_proof.chaos.liars import lies
 from kvbaton_proof.chaos.network import rooms
 from kvbaton_proof.chaos.network.networks import Network

@@ -18,9 +18,9 @@ from kvbaton.store.disk_tier import SUFFIX
 from kvbaton_proof.chaos import client_injuries, strangers
 from kvbaton_proof.chaos.chaos_plan import Step
 from kvbaton_proof.chaos.chaos_scene import Scene
-from kvbaton_proof.chaos.liars import false_fault, liar_fault
+from kvbaton_proof.chaos.liars import false_fault
 from kvbaton_proof.chaos.members import ROUTER
-from kvbaton_proof.chaos.strangers_ports import listening
+from kvbaton_proof.chaos.strangers import listening
 
 DELAY_S = 0.15
 LOSS = 0.2
@@ -199,7 +199,7 @@ INJURIES: Mapping[str, Injury] = {
     "full-shm": full_shm,
     "clock-step": clock_step,
     "strangers": let_strangers_come,
-    "liar": _of_clients(liar_fault.tell_lies),
+    "liar": _of_clients(false_fault.tell_lies),
     "false-registry": _of_clients(false_fault.lie_in_lists),
     "false-writes": _of_clients(false_fault.lie_of_writes),
     "false-kv": _of_clients(false_fault.lie_of_kv),

@@ -2,17 +2,25 @@
 
 Laws: what cannot be measured is not reported as zero: it is None; an engine that could not be asked is a problem.
 `ok` says that every promise held, of whatever connector ran; a peer is judged by the same line.
+
+The report of a run: one JSON object, one page of Markdown, one page of HTML with a timeline.
+
+Law: the pages say nothing that the JSON does not; the HTML needs nothing but itself.
 """
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import msgspec
 
 from kvbaton_proof.chaos import rest_oracle
-from kvbaton_proof.chaos.board import Board, Verdict
 from kvbaton_proof.chaos.chaos_plan import Plan
+from kvbaton_proof.chaos.fault_catalogue import PROMISES
+from kvbaton_proof.chaos.judged_request import Board, Verdict
+from kvbaton_proof.chaos.liars.lies import BY_NAME
 from kvbaton_proof.chaos.members import STORE
 from kvbaton_proof.chaos.rest_oracle import Usage
 
@@ -196,3 +204,216 @@ def _seconds(board: Board, begun_at: float) -> list[Second]:
             column = {Verdict.RIGHT: 0, Verdict.ERROR: 1}.get(line.verdict, 2)
             found.setdefault(at, [0, 0, 0])[column] += 1
     return [Second(*found.get(at, (0, 0, 0))) for at in range(max(found, default=-1) + 1)]
+
+
+OUTCOME, SEEN, MARKDOWN, HTML = "outcome.json", "seen.json", "report.md", "report.html"
+WIDTH = 60
+PAGE_WIDTH, LEFT = 1000, 60
+LOAD_HEIGHT, LANE_HEIGHT, MEMORY_HEIGHT = 160, 18, 160
+SHORTEST_S = 0.5
+_COLOURS = {"right": "#4a9c6d", "errors": "#d9a441", "bad": "#c0392b"}
+_LINES = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
+
+
+def write(out: Path, seen: Seen) -> None:
+    told = msgspec.json.encode({"ok": seen.outcome.ok, **msgspec.to_builtins(seen.outcome)})
+    (out / OUTCOME).write_bytes(msgspec.json.format(told, indent=1) + b"\n")
+    (out / SEEN).write_bytes(msgspec.json.encode(seen) + b"\n")
+    (out / MARKDOWN).write_text(markdown(seen))
+    (out / HTML).write_text(page(seen))
+
+
+def bare(outcome: Outcome) -> Seen:
+    """An outcome of which nothing else was kept."""
+    return Seen(outcome, {}, (), (), (), (), 0.0)
+
+
+def headline(outcome: Outcome) -> str:
+    return (
+        f"{outcome.requests} requests in {outcome.seconds:.0f} s under {len(outcome.rows)} faults: "
+        f"{outcome.right} right, {outcome.errors} errors, {outcome.wrong} wrong, {outcome.stolen} stolen, "
+        f"{outcome.late} late, {outcome.dead} dead, {outcome.left_over} left over"
+    )
+
+
+def markdown(seen: Seen) -> str:
+    outcome = seen.outcome
+    lines = [
+        f"# kvbaton chaos: {'every promise held' if outcome.ok else 'a promise broke'}",
+        "",
+        f"{headline(outcome)}.{f' The slowest request took {seen.slowest_s:.1f} s.' if seen.slowest_s else ''}",
+        f"Plan {outcome.plan}, seed {outcome.seed}, engine {outcome.engine}, connector {outcome.connector}, network "
+        f"{outcome.network or 'none'}. Again: `{outcome.replay}`",
+        "",
+        *_section("Problems", [f"- {_safe(each)}" for each in outcome.problems]),
+        *_section("Wrong answers", [f"- {_safe(each)}" for each in seen.wrongs]),
+        *_section("Late requests", [f"- {_safe(each)}" for each in seen.lates]),
+        *_section("Deaths", [f"- {_safe(each)}" for each in seen.deaths]),
+        *_section("Faults", _rows(outcome.rows)),
+        *_section("Timeline", _timeline(seen)),
+        *_section("Lies", _lies(outcome.lies)),
+        *_section("Processes at rest, before and after", _members(outcome.members)),
+        *_section("Errors by kind", [f"- {_safe(kind)}: {count}" for kind, count in outcome.errors_by_kind.items()]),
+        *_section("The promises", [f"{number}. {text}" for number, text in PROMISES.items()]),
+    ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return [f"## {title}", *lines, ""] if lines else []
+
+
+def _rows(rows: Sequence[Row]) -> list[str]:
+    lines = [
+        "| at | fault | tries | right | errors | wrong | late | dead | well after | |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        well = "never" if row.recover_s is None else f"{row.recover_s:.1f} s"
+        tries = ", ".join(map(str, row.promises))
+        lines.append(
+            f"| {row.at_s:.1f} s | {row.title} | {tries} | {row.right} | {row.errors} | {row.wrong} | {row.late} | "
+            f"{row.dead} | {well} | {_safe(row.note)} |"
+        )
+    return lines
+
+
+def _members(members: Sequence[Member]) -> list[str]:
+    if not members:
+        return []
+    lines = [
+        "| process | lives | descriptors | threads | MiB resident | MiB a minute | pins | used blocks |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for each in members:
+        slope = "" if each.rss_mib_per_minute is None else f"{each.rss_mib_per_minute:+.2f}"
+        lines.append(
+            f"| {each.name} | {each.lives} | {each.fds[0]} → {each.fds[1]} | {each.threads[0]} → {each.threads[1]} | "
+            f"{each.rss_mib[0]:.0f} → {each.rss_mib[1]:.0f} | {slope} | {each.pins} | {each.used_blocks} |"
+        )
+    return lines
+
+
+def _lies(found: Mapping[str, Mapping[str, int]]) -> list[str]:
+    if not found:
+        return []
+    lines = ["| lie | about | told | refused | believed |", "|---|---|---|---|---|"]
+    for name, count in found.items():
+        what = BY_NAME[name].what if name in BY_NAME else ""
+        lines.append(f"| {name} | {what} | {count['told']} | {count['refused']} | {count['believed']} |")
+    return lines
+
+
+def _timeline(seen: Seen) -> list[str]:
+    """One line for every few seconds: right answers as a bar, the rest as numbers, and what began."""
+    step = max(1, len(seen.seconds) // 40)
+    most = max((sum(each.right for each in seen.seconds[at : at + step]) for at in range(0, len(seen.seconds), step)),
+               default=0)  # fmt: skip
+    if not seen.seconds:
+        return []
+    lines = ["```", f"{'s':>5}  {'right':<{WIDTH // 2}} right errors bad"]
+    for at in range(0, len(seen.seconds), step):
+        piece = seen.seconds[at : at + step]
+        right, errors, bad = (sum(getattr(each, name) for each in piece) for name in ("right", "errors", "bad"))
+        begun = "; ".join(row.title for row in seen.outcome.rows if at <= row.at_s < at + step)
+        bar = "#" * (right * (WIDTH // 2) // most if most else 0)
+        lines.append(f"{at:>5}  {bar:<{WIDTH // 2}} {right:>5} {errors:>6} {bad:>3}  {begun}".rstrip())
+    return [*lines, "```"]
+
+
+def _safe(text: str) -> str:
+    """One line, which no table takes for its own."""
+    return " ".join(text.split()).replace("|", "/")[:600]
+
+
+# --- the page of HTML: requests by second, every fault as a bar, memory of every process; every text is escaped
+
+
+def page(seen: Seen) -> str:
+    outcome = seen.outcome
+    total_s = max(float(len(seen.seconds)), outcome.seconds, 1.0)
+    scale = (PAGE_WIDTH - LEFT) / total_s
+    verdict = "every promise held" if outcome.ok else "a promise broke"
+    figures = (
+        f"{outcome.requests} requests, {outcome.right} right, {outcome.errors} errors, {outcome.wrong} wrong, "
+        f"{outcome.late} late, {outcome.dead} dead, {outcome.left_over} left over; seed {outcome.seed}"
+    )
+    parts = [
+        "<!doctype html><meta charset=utf-8><title>kvbaton chaos</title>",
+        "<style>body{font:14px sans-serif;margin:24px;max-width:1060px}svg text{font:11px sans-serif}</style>",
+        f"<h1>kvbaton chaos: {verdict}</h1><p>{html.escape(figures)}</p>",
+        *(f"<p><b>{html.escape(problem)}</b></p>" for problem in outcome.problems),
+        "<h2>Requests that ended, by second</h2>",
+        _svg(LOAD_HEIGHT + 20, [*_load(seen, scale), *_axis(total_s, scale, LOAD_HEIGHT)]),
+        "<h2>Faults, until well again</h2>",
+        _svg(LANE_HEIGHT * (len(outcome.rows) + 1) + 4, _lanes(outcome.rows, total_s, scale)),
+        "<h2>MiB resident</h2>",
+        _svg(MEMORY_HEIGHT + 40, [*_memory(seen, scale), *_axis(total_s, scale, MEMORY_HEIGHT)]),
+        f"<p>Again: <code>{html.escape(outcome.replay)}</code></p>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _svg(height: int, parts: Sequence[str]) -> str:
+    return f'<svg width="{PAGE_WIDTH}" height="{height}" role="img">{"".join(parts)}</svg>'
+
+
+def _rect(x: float, y: float, width: float, height: float, fill: str, title: str = "") -> str:
+    told = f"<title>{html.escape(title)}</title>" if title else ""
+    return (
+        f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0.5):.1f}" height="{height:.1f}" fill="{fill}">{told}</rect>'
+    )
+
+
+def _text(x: float, y: float, text: str, more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{html.escape(text)}</text>'
+
+
+def _load(seen: Seen, scale: float) -> list[str]:
+    most = max((each.right + each.errors + each.bad for each in seen.seconds), default=1) or 1
+    parts = [_text(0, 12, f"{most}/s")]
+    for at, each in enumerate(seen.seconds):
+        top = float(LOAD_HEIGHT)
+        for name, colour in _COLOURS.items():
+            height = getattr(each, name) * LOAD_HEIGHT / most
+            top -= height
+            if height:
+                parts.append(_rect(LEFT + at * scale, top, scale * 0.9, height, colour, f"{at} s: {name} {each}"))
+    return parts
+
+
+def _lanes(rows: Sequence[Row], total_s: float, scale: float) -> list[str]:
+    parts = []
+    for number, row in enumerate(rows):
+        y = number * LANE_HEIGHT
+        lasted_s = max(SHORTEST_S, row.seconds or 0.0)
+        colour = "#5b7db1" if row.ok else _COLOURS["bad"]
+        x = LEFT + row.at_s * scale
+        parts.append(_rect(x, y + 3, lasted_s * scale, LANE_HEIGHT - 6, colour, f"{row.title}: {row.note}"))
+        if row.at_s < total_s / 2:
+            parts.append(_text(x + lasted_s * scale + 4, y + 13, row.title))
+        else:
+            parts.append(_text(x - 4, y + 13, row.title, 'text-anchor="end"'))
+    return [*parts, *_axis(total_s, scale, LANE_HEIGHT * len(rows))]
+
+
+def _memory(seen: Seen, scale: float) -> list[str]:
+    most = max((sample.rss_mib for samples in seen.samples.values() for sample in samples), default=1.0) or 1.0
+    parts = [_text(0, 12, f"{most:.0f} MiB")]
+    for number, (name, samples) in enumerate(seen.samples.items()):
+        colour = _LINES[number % len(_LINES)]
+        for life in sorted({sample.life for sample in samples}):
+            points = " ".join(
+                f"{LEFT + sample.at_s * scale:.1f},{MEMORY_HEIGHT * (1 - sample.rss_mib / most):.1f}"
+                for sample in samples
+                if sample.life == life
+            )
+            parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}"/>')
+        parts.append(_text(LEFT + number * 70, MEMORY_HEIGHT + 34, name, f'fill="{colour}"'))
+    return parts
+
+
+def _axis(total_s: float, scale: float, y: float) -> list[str]:
+    every = next(step for step in (5, 10, 30, 60, 300, 600, 3600, 36000) if total_s / step <= 20)
+    marks = [_text(LEFT + at * scale, y + 14, f"{at} s") for at in range(0, int(total_s) + 1, every)]
+    return [_rect(LEFT, y, PAGE_WIDTH - LEFT, 0.5, "#888"), *marks]

@@ -70,15 +70,15 @@ def _levels(text: str) -> tuple[int, ...]:
 def run(args: argparse.Namespace) -> int:
     from kvbaton_proof.bench.kit import run_facts
     from kvbaton_proof.bench.kit.piped_children import ChildFailed
-    from kvbaton_proof.bench.router import router_page, router_run, router_targets, several_routers
+    from kvbaton_proof.bench.router import router_rows, router_run, several_routers
 
     check(args)
     page, say = new_file("out", args.out), functools.partial(note, "bench")
     raise_file_limit()
-    wanted, how = [name for name in args.targets if name in THEIRS], router_targets.HOW_TO_GET_VLLM_ROUTER
+    wanted, how = [name for name in args.targets if name in THEIRS], router_run.HOW_TO_GET_VLLM_ROUTER
     program = None
     if wanted:
-        program = router_targets.find_vllm_router(args.vllm_router, Path.cwd(), os.environ.get("PATH"))
+        program = router_run.find_vllm_router(args.vllm_router, Path.cwd(), os.environ.get("PATH"))
         if program is None and args.vllm_router is not None:
             raise CommandError(f"argument --vllm-router: {args.vllm_router} is not a program; {how}")
     missing = dict.fromkeys(wanted, how) if program is None else {}
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         streams=args.streams, rounds=args.rounds, window_s=args.window_s, warmup_s=args.warmup_s, vllm_router=program,
         laps_min=args.laps_min,
     )  # fmt: skip
-    measured = router_page.Measured(targets=plan.targets, missing=missing, rounds=plan.rounds, window_s=plan.window_s)
+    measured = router_rows.Measured(targets=plan.targets, missing=missing, rounds=plan.rounds, window_s=plan.window_s)
     watch = run_facts.Stopwatch()
     try:
         with progress.shown("bench router", quiet=args.json):
@@ -98,9 +98,9 @@ def run(args: argparse.Namespace) -> int:
     except ChildFailed as error:
         raise CommandError(f"{error}; is this machine very busy?") from None
     facts = watch.facts(run_facts.shown(sys.argv[1:]), router_run.versions(program))
-    findings, several = router_page.findings(facts, measured), several_routers.several_routers()
+    findings, several = router_rows.findings(facts, measured), several_routers.several_routers()
     verdict = "none" if args.no_verdict else "ok" if findings.ok else "NOT ok"
-    result = {**router_page.as_object(facts, measured, findings, verdict), "several_routers": several}
+    result = {**router_rows.as_object(facts, measured, findings, verdict), "several_routers": several}
     show(findings, result, as_json=args.json, page=page, verdict="none" if args.no_verdict else None)
     if not args.json:
         print("\n".join(several_routers.as_lines(several)))

@@ -22,7 +22,7 @@ from kvbaton.cli import progress
 from kvbaton.cli.arguments import planes_choice, seconds, url, whole
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_errors import CommandError, StoppedError
-from kvbaton_proof.bench.kit.bench_peers import AGGREGATED, SINGLE
+from kvbaton_proof.bench.kit.run_facts import AGGREGATED, SINGLE
 from kvbaton_proof.bench.load.request_plan import REQUESTS, Lengths
 from kvbaton_proof.cli.bench_results import names_of, new_file, show
 
@@ -207,7 +207,7 @@ def _lengths(text: str) -> Lengths:
 
 
 def _slo(text: str) -> Any:
-    from kvbaton_proof.bench.load.load_figures import Slo  # brings numpy, which --help can do without
+    from kvbaton_proof.bench.serve.serve_parts import Slo  # brings numpy, which --help can do without
 
     try:
         return Slo.parse(text)
@@ -222,7 +222,7 @@ def _flag(name: str) -> str:
 def run(args: argparse.Namespace) -> int:
     from kvbaton_proof.bench.kit import run_facts
     from kvbaton_proof.bench.serve import serve_clusters, serve_report, serve_run
-    from kvbaton_proof.bench.vllm.vllm_targets import versions
+    from kvbaton_proof.bench.vllm.vllm_levels import versions
 
     check(args)
     files, record = _files(args), new_file("record", args.record)

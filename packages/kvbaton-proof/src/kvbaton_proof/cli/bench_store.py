@@ -12,7 +12,7 @@ import functools
 from kvbaton.cli import progress
 from kvbaton.cli.arguments import whole
 from kvbaton.cli.progress import note
-from kvbaton_proof.bench.kit.bench_peers import BACKENDS
+from kvbaton_proof.bench.kit.run_facts import BACKENDS
 from kvbaton_proof.cli.bench_results import in_folder, names_of, show
 
 
@@ -28,10 +28,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from kvbaton_proof.bench.kit import run_facts
-    from kvbaton_proof.bench.store import store_page, store_sites
+    from kvbaton_proof.bench.store import store_moves, store_page
 
     page, watch = in_folder("out", args.out), run_facts.Stopwatch()
-    names = args.backends or tuple(name for name in BACKENDS if store_sites.is_installed(name))
+    names = args.backends or tuple(name for name in BACKENDS if store_moves.is_installed(name))
     with progress.shown("bench store", quiet=args.json):
         report = store_page.measure(names, args.rounds, args.prompt_tokens, functools.partial(note, "bench"))
     backends = f" --backends {','.join(args.backends)}" if args.backends else ""

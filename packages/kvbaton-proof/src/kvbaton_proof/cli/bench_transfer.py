@@ -13,7 +13,7 @@ import sys
 from kvbaton.cli import progress
 from kvbaton.cli.arguments import whole
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton_proof.bench.kit.bench_peers import ADVICE, DISTRIBUTIONS, PACKAGES
+from kvbaton_proof.bench.kit.run_facts import ADVICE, DISTRIBUTIONS, PACKAGES
 from kvbaton_proof.cli.bench_results import in_folder, names_of, show
 
 
@@ -32,7 +32,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from kvbaton_proof.bench.kit import run_facts
     from kvbaton_proof.bench.kit.piped_children import ChildFailed
-    from kvbaton_proof.bench.transfer import transfer_page, transfer_rounds
+    from kvbaton_proof.bench.transfer import transfer_rounds
 
     page, plot = in_folder("out", args.out), in_folder("plot", args.plot)
     if args.device == "cuda":
@@ -51,16 +51,16 @@ def run(args: argparse.Namespace) -> int:
     if plot is None and page is not None:
         plot = page.with_suffix(".svg")
     beside = "" if plot is None or page is None else os.path.relpath(plot, page.parent)
-    findings = transfer_page.findings(facts, report, beside)
+    findings = transfer_rounds.findings(facts, report, beside)
     if plot is not None:
-        plot.write_text(transfer_page.plot(report.segments))
+        plot.write_text(transfer_rounds.plot(report.segments))
     show(findings, run_facts.with_facts(report, facts), as_json=args.json, page=page)
     return 0 if findings.ok else 1
 
 
 def _device(args: argparse.Namespace) -> int:
     from kvbaton.transports.cuda.cuda_driver import CudaError
-    from kvbaton_proof.bench.device import device_page, device_ways
+    from kvbaton_proof.bench.device import device_ways
     from kvbaton_proof.bench.kit import run_facts
     from kvbaton_proof.bench.kit.piped_children import ChildFailed
 
@@ -70,9 +70,9 @@ def _device(args: argparse.Namespace) -> int:
     except (ImportError, CudaError, ChildFailed) as error:
         raise CommandError(f"--device cuda: {error}") from None
     facts = watch.facts(run_facts.shown(sys.argv[1:]), run_facts.own_versions())
-    findings = device_page.findings(facts, report)
+    findings = device_ways.findings(facts, report)
     if plot is not None:
-        plot.write_text(device_page.plot(report))
+        plot.write_text(device_ways.plot(report))
     result = {**run_facts.with_facts(report, facts), "verdicts": findings.checks}
     show(findings, result, as_json=args.json, page=page)
     return 0 if findings.ok else 1

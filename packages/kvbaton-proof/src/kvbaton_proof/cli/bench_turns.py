@@ -9,7 +9,7 @@ import argparse
 import functools
 
 from kvbaton.api.http.server_loop import run as run_loop
-from kvbaton.cli import installed
+from kvbaton.cli import main
 from kvbaton.cli.arguments import whole
 from kvbaton.cli.progress import note
 from kvbaton_proof.cli.bench_results import show
@@ -29,7 +29,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.engine != "vllm":
-        installed.need("numpy")
+        main.need("numpy")
     from kvbaton_proof.bench import turn_talks
 
     shape = turn_talks.TalkShape(args.turns, args.first, args.answer, args.more, args.conversations)

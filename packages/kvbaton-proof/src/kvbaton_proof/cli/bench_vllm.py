@@ -84,22 +84,22 @@ def _numbers(high: int) -> Callable[[str], tuple[int, ...]]:
 def run(args: argparse.Namespace) -> int:
     from kvbaton.local_cluster import vllm_engine
     from kvbaton_proof.bench.kit import run_facts
-    from kvbaton_proof.bench.vllm import vllm_levels, vllm_page, vllm_targets
+    from kvbaton_proof.bench.vllm import vllm_levels, vllm_rows
     from kvbaton_proof.rig.servers import SERVED
 
     planned = levels(args.concurrency, args.requests)
     out, say = new_file("out", args.out), functools.partial(note, "bench")
     raise_file_limit()
     python = vllm_engine.find_python(args.vllm_python)
-    versions = vllm_targets.versions(python)
-    if vllm_targets.NIXL in args.targets and "nixl" not in versions:
+    versions = vllm_levels.versions(python)
+    if vllm_levels.NIXL in args.targets and "nixl" not in versions:
         raise CommandError(f"{python} has no nixl; make vllm-nixl installs it, or remove nixl from --targets")
     model = vllm_engine.tiny_model(python, vllm_engine.TINY_KINDS[0], vllm_engine.TINY_SEED)
     server = vllm_engine.ServerOptions(python=python, model=str(model), served_name=SERVED, kv_gib=args.kv_gib)
     if args.input_len + args.output_len > server.max_model_len:
         raise CommandError(f"--input-len and --output-len: more than {server.max_model_len} tokens together")
     plan = vllm_levels.VllmBenchPlan(
-        setup=vllm_targets.Setup(server=server, prefix_caching=args.prefix_caching, transport=args.transport),
+        setup=vllm_levels.Setup(server=server, prefix_caching=args.prefix_caching, transport=args.transport),
         targets=args.targets, levels=planned, rounds=args.rounds, input_tokens=args.input_len,
         output_tokens=args.output_len, rest_s=args.rest_s, level_s=args.level_s,
     )  # fmt: skip
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     own = {"kvbaton": run_facts.own_versions()["kvbaton"], **versions}
     told = watch.facts(shlex.join(["kvbaton", *sys.argv[1:]]), own, with_memory=True)
     facts, ok = vllm_levels.facts_of(plan, told, findings), vllm_levels.is_ok(plan, findings)
-    shown = vllm_page.findings(facts, findings.rows)
+    shown = vllm_rows.findings(facts, findings.rows)
     verdict = f"{stdout().verdict(ok)} ({facts.seconds:.0f} s)"
     show(shown, vllm_levels.as_object(facts, findings, ok), as_json=args.json, page=out, verdict=verdict)
     return 0 if ok else 1

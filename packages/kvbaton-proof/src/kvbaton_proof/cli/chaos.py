@@ -113,7 +113,7 @@ def _faults(args: argparse.Namespace) -> list[str] | None:
 
 def _on_vllm(args: argparse.Namespace) -> tuple[Outcome, Path]:
     vllm = importlib.import_module("kvbaton_proof.chaos.vllm.vllm_run")
-    report = importlib.import_module("kvbaton_proof.chaos.chaos_report")
+    report = importlib.import_module("kvbaton_proof.chaos.outcome")
     out = _folder(args)
     try:
         outcome: Outcome = vllm.run(args.connector, args.seed, _note, out, _faults(args), args.vllm_python)
@@ -126,7 +126,7 @@ def _on_vllm(args: argparse.Namespace) -> tuple[Outcome, Path]:
 def _on_embedded(args: argparse.Namespace, plan: plans.Plan, environ: MutableMapping[str, str]) -> tuple[Outcome, Path]:
     networks = importlib.import_module("kvbaton_proof.chaos.network.networks")
     members = importlib.import_module("kvbaton_proof.chaos.members")
-    report = importlib.import_module("kvbaton_proof.chaos.chaos_report")
+    report = importlib.import_module("kvbaton_proof.chaos.outcome")
     conductor = importlib.import_module("kvbaton_proof.chaos.conductor")
     out = _folder(args)
     kept = out / "plan.json"
@@ -177,7 +177,7 @@ def _tell(args: argparse.Namespace, outcome: Outcome, out: Path) -> int:
 
 
 def _summary(outcome: Outcome) -> str:
-    report = importlib.import_module("kvbaton_proof.chaos.chaos_report")
+    report = importlib.import_module("kvbaton_proof.chaos.outcome")
     bad = [f"  {row.at_s:6.1f} s  {row.title}: {row.note or 'failed'}" for row in outcome.rows if not row.ok]
     return "\n".join([report.headline(outcome), *bad, f"verdict: {stdout().verdict(outcome.ok)}"])
 

@@ -26,7 +26,7 @@ from kvbaton_proof.conformance.lab import BrokenLabError, Lab
 
 CaseFunction = Callable[..., None]
 CASE_MODULES = (
-    "cases_moving", "cases_ending", "cases_waiting", "cases_resting", "cases_params", "cases_storing",
+    "cases_moving", "cases_ending", "cases_waiting", "cases_resting", "cases_storing",
     "cases_features", "cases_pressure", "cases_turns",
 )  # fmt: skip
 MODES = ("pull", "stream", "push")

@@ -1,15 +1,33 @@
-"""Cases in which a side gives up: aborts, preemption, failed and refused loads, a P that dies."""
+"""Cases in which a side gives up: aborts, preemption, failed and refused loads, a P that dies.
+
+Cases of bad `kv_transfer_params`: whatever a client sends, the engine lives and that request alone pays.
+"""
 
 from __future__ import annotations
 
+import base64
+import secrets
 import time
+from collections.abc import Callable
+from typing import Any
 
-from kvbaton_proof.conformance import taps
+from kvbaton.control import keyring
+from kvbaton.protocol.ids import HandoffId, WorkerId
+from kvbaton.protocol.wire.ticket import Ticket, seal
+from kvbaton_proof.conformance import stores
 from kvbaton_proof.conformance.case_registry import MODES, case
 from kvbaton_proof.conformance.configs import EngineShape
-from kvbaton_proof.conformance.lab import Lab, d_params, demand, prompt_of, router_ticket
+from kvbaton_proof.conformance.lab import (
+    LOADING,
+    Lab,
+    d_params,
+    demand,
+    key_directory,
+    p_params,
+    prompt_of,
+    router_ticket,
+)
 
-LOADING = "WAITING_FOR_REMOTE_KVS"
 SHAPES = {
     "one group": EngineShape(),
     "two groups": EngineShape(windows=(0, 8), blocks=81),
@@ -36,10 +54,7 @@ def an_abort_while_waiting_for_the_match_leaves_nothing(lab: Lab, mode: str) -> 
 @case(mode=MODES, mid_step=(False, True), shape=tuple(SHAPES))
 def an_abort_while_loading_still_gets_its_one_report(lab: Lab, mode: str, mid_step: bool, shape: str) -> None:
     _, d = lab.duo(SHAPES[shape])
-    with taps.copies() as tap:
-        tap.hold()
-        handoff = lab.hand_over(mode, prompt_of(20))
-        lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+    with lab.loading(mode, prompt_of(20)) as (tap, handoff):
         d.abort(handoff.at_d, mid_step=mid_step)
         lab.run(30)
         tap.release()
@@ -50,10 +65,7 @@ def an_abort_while_loading_still_gets_its_one_report(lab: Lab, mode: str, mid_st
 @case(mode=MODES)
 def an_abort_of_a_load_that_never_moves_ends_by_its_deadline(lab: Lab, mode: str) -> None:
     _, d = lab.duo(transfer_timeout=1.0, lease_s=1.0, max_hold_s=3.0)
-    with taps.copies() as tap:
-        tap.hold()
-        handoff = lab.hand_over(mode, prompt_of(20))
-        lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+    with lab.loading(mode, prompt_of(20)) as (_, handoff):
         d.abort(handoff.at_d)
         lab.settle(8.0)
 
@@ -72,7 +84,7 @@ def an_abort_after_the_report_is_an_ordinary_abort(lab: Lab, mode: str, mid_step
 def an_abort_between_report_and_admission_is_an_ordinary_abort(lab: Lab, mode: str) -> None:
     _, d = lab.duo(EngineShape(), EngineShape(seqs=1))
     busy = d.add(prompt_of(9, 5), max_tokens=30)
-    with taps.copies() as tap:
+    with stores.copies() as tap:
         tap.hold()
         handoff = lab.hand_over(mode, prompt_of(20))
         lab.until(lambda: d.status(busy) == "gone" or d.status(handoff.at_d) == LOADING, "a slot for the match")
@@ -112,8 +124,7 @@ def a_p_preempted_in_mid_stream_ends_the_stream(lab: Lab, mode: str) -> None:
     lab.until(lambda: p.runners[0].computed_of[eldest] >= 30, "the eldest to decode")
     handoff = lab.hand_over(mode, prompt_of(36))
     lab.finish(handoff)
-    lab.until(lambda: p.outcomes[eldest].reason, "the eldest's end")
-    lab.right(p, eldest)
+    lab.answered(p, eldest)
 
 
 @case(mode=MODES)
@@ -130,7 +141,7 @@ def a_preempted_d_computes_again_and_is_never_matched_again(lab: Lab, mode: str)
 @case(mode=MODES, shape=tuple(SHAPES))
 def a_failed_load_is_computed_here_under_recompute(lab: Lab, mode: str, shape: str) -> None:
     _, d = lab.duo(SHAPES[shape])
-    with taps.copies() as tap:
+    with stores.copies() as tap:
         tap.fail()
         handoff = lab.hand_over(mode, prompt_of(30))
         lab.finish(handoff)
@@ -143,7 +154,7 @@ def a_failed_load_is_computed_here_under_recompute(lab: Lab, mode: str, shape: s
 def a_failed_load_is_an_error_under_fail(lab: Lab, mode: str, shape: str) -> None:
     p = SHAPES[shape]
     _, d = lab.duo(p, EngineShape(windows=p.windows, blocks=p.blocks, ranks=p.ranks, policy="fail"))
-    with taps.copies() as tap:
+    with stores.copies() as tap:
         tap.fail()
         handoff = lab.hand_over(mode, prompt_of(30))
         lab.until(lambda: d.outcomes[handoff.at_d].reason, "an end")
@@ -159,7 +170,7 @@ def a_p_that_dies_half_way_leaves_d_a_right_answer(lab: Lab, mode: str, how: str
     p, d = lab.duo(EngineShape(chunk_tokens=8), transfer_timeout=2.0)
     handoff = lab.hand_over(mode, prompt_of(80))
     lab.until(lambda: p.runners[0].computed_of[handoff.at_p] >= 40, "P to be half-way")
-    with taps.copies() as tap:
+    with stores.copies() as tap:
         deadline = time.monotonic() + 1.0
         while not tap.begun and time.monotonic() < deadline:
             d.step()  # only D goes on: it reads what P has announced
@@ -181,10 +192,7 @@ def what_p_proves_good_is_kept_with_one_group(lab: Lab) -> None:
     d = lab.engine(
         "d0", EngineShape(), transfer_timeout=20.0, max_hold_s=30.0, transport="shm"
     )  # D is patient: P's lease ends
-    with taps.copies() as tap:
-        tap.hold()
-        handoff = lab.hand_over("pull", prompt_of(32))
-        lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+    with lab.loading("pull", prompt_of(32)) as (tap, handoff):
         lab.until(lambda: p.blocks_left == 0, "P's lease to end", 5.0)
         p.add(prompt_of((24 - 8 + 2) * 4 - 1, 5), max_tokens=1)  # 18 of 24 blocks: two of the eight are reused
         lab.until(lambda: not p.has_work, "P to reuse two blocks")
@@ -197,11 +205,8 @@ def what_p_proves_good_is_kept_with_one_group(lab: Lab) -> None:
 
 @case(mode=MODES, shape=tuple(SHAPES))
 def a_p_that_stops_while_d_loads_fails_the_load(lab: Lab, mode: str, shape: str) -> None:
-    _, d = lab.duo(SHAPES[shape], transfer_timeout=2.0)
-    with taps.copies() as tap:
-        tap.hold()
-        handoff = lab.hand_over(mode, prompt_of(30))
-        lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+    lab.duo(SHAPES[shape], transfer_timeout=2.0)
+    with lab.loading(mode, prompt_of(30)) as (tap, handoff):
         lab.stop("p0")
         tap.release()
         lab.finish(handoff)
@@ -216,8 +221,7 @@ def a_restarted_p_is_another_p(lab: Lab, mode: str) -> None:
     lab.engine("p0")
     late = d.add(prompt_of(20, 2), old)
     lab.finish(lab.hand_over(mode, prompt_of(20, 3)), loads=1)
-    lab.until(lambda: d.outcomes[late].reason, "an end of the old ticket's request")
-    lab.right(d, late)
+    lab.answered(d, late)
     demand(d.watch.received[late] == d.watch.failed[late], "a ticket of an earlier life was honoured")
 
 
@@ -249,7 +253,7 @@ def a_failed_load_never_bars_the_loads_behind_it(lab: Lab, shape: str) -> None:
     windows = (0, 8) if shape == "two groups" else (0, 0)
     roomy = EngineShape(windows=windows, blocks=161, chunk_tokens=64)
     _, d = lab.duo(roomy, EngineShape(windows=windows, blocks=29 if shape == "two groups" else 23, chunk_tokens=64))
-    with taps.copies() as tap:
+    with stores.copies() as tap:
         tap.hold()
         first = lab.hand_over("pull", prompt_of(40, 1))
         lab.until(lambda: d.status(first.at_d) == LOADING and tap.waiting, "the first to load")
@@ -266,3 +270,127 @@ def a_failed_load_never_bars_the_loads_behind_it(lab: Lab, shape: str) -> None:
         tap.release()
         lab.finish(second, patience_s=8.0)
         lab.finish(first, patience_s=8.0)
+
+
+def _sealed(**fields: Any) -> str:
+    """A ticket with a genuine signature and odd content."""
+    content: dict[str, Any] = {
+        "handoff": HandoffId(secrets.token_hex(16) + ".0"),
+        "source": WorkerId("p0"),
+        "expires_unix_s": time.time() + 60,
+        **fields,
+    }
+    return seal(Ticket(**content), keyring.load(key_directory(), "router").ticket_keys[0])
+
+
+STRANGE: dict[str, Callable[[], Any]] = {
+    "an empty object": dict,
+    "a list": lambda: [1, 2],
+    "an empty list": list,
+    "text": lambda: "do_remote_prefill",
+    "a number": lambda: 7,
+    "true": lambda: True,
+    "nulls": lambda: dict.fromkeys(("do_remote_prefill", "do_remote_decode", "mode", "ticket")),
+    "text for truth": lambda: {"do_remote_prefill": "true", "ticket": router_ticket()},
+    "both ways": lambda: {"do_remote_prefill": True, "do_remote_decode": True, "ticket": router_ticket()},
+    "an unknown mode": lambda: {"do_remote_prefill": True, "mode": "smoke", "ticket": router_ticket()},
+    "numbers for keys": lambda: {1: 2, None: 3},
+    "deep": lambda: {"do_remote_prefill": {"a": [[[[[]]]]]}},
+    "nixl": lambda: {
+        "do_remote_prefill": True,
+        "remote_engine_id": "e",
+        "remote_block_ids": [[1, 2]],
+        "remote_host": "127.0.0.1",
+        "remote_port": 1,
+        "tp_size": 1,
+        "remote_request_id": "x",
+    },
+    "moriio": lambda: {"do_remote_prefill": True, "transfer_id": "tx-" + "0" * 32, "remote_dp_size": 1},
+    "huge": lambda: {"do_remote_prefill": True, "mode": "pull", "ticket": "A" * 3_000_000},
+    "huge fields": lambda: {"do_remote_prefill": True, "x" * 100_000: ["y"] * 100_000},
+}
+"""Parameters that ask for nothing that can be understood, or for what is not ours."""
+
+
+def _bent() -> str:
+    good = router_ticket()
+    raw = base64.urlsafe_b64decode(good + "=" * (-len(good) % 4))
+    return base64.urlsafe_b64encode(raw[:-1] + bytes([raw[-1] ^ 1])).decode().rstrip("=")
+
+
+def _stranger() -> str:
+    return seal(Ticket(HandoffId("0" * 32 + ".0"), WorkerId("p0"), time.time() + 60), secrets.token_bytes(32))
+
+
+FORGED: dict[str, Callable[[], str]] = {
+    "of nonsense": lambda: "nonsense",
+    "empty": str,
+    "not ascii": lambda: "ü☃" * 20,
+    "with one bit changed": _bent,
+    "cut short": lambda: router_ticket()[:60],
+    "of another cluster": _stranger,
+    "expired": lambda: router_ticket(ttl_s=-5),
+    "for another D": lambda: router_ticket(target="d1"),
+    "of an unknown P": lambda: _sealed(source=WorkerId("nobody")),
+    "of D itself": lambda: _sealed(source=WorkerId("d0")),
+    "of an earlier life": lambda: _sealed(incarnation=12345, lease=1, digest=b"0" * 16),
+    "of a lease never given": lambda: _sealed(lease=10**12),
+    "with a negative lease": lambda: _sealed(lease=-1),
+    "that lives for ever": lambda: _sealed(expires_unix_s=float("inf"), lease=99, incarnation=1),
+    "that expires never": lambda: _sealed(expires_unix_s=float("nan")),
+    "with a huge digest": lambda: _sealed(digest=b"x" * 300),
+}
+"""Tickets that nobody gave, or that are of no use here."""
+
+
+@case(what=tuple(STRANGE), policy=("recompute", "fail"))
+def strange_parameters_cost_their_own_request_alone(lab: Lab, what: str, policy: Any) -> None:
+    p, d = lab.duo(EngineShape(), EngineShape(policy=policy))
+    for engine in (p, d):
+        name = engine.add(prompt_of(17), STRANGE[what]())
+        if lab.ended(engine, name) != "error":
+            lab.right(engine, name)
+        else:
+            demand(policy == "fail" or engine is d, "an error under recompute")
+    lab.finish(lab.hand_over("pull", prompt_of(20, 3)), loads=1)
+
+
+@case(what=tuple(FORGED), mode=MODES, policy=("recompute", "fail"))
+def a_ticket_that_is_not_p_s_is_refused(lab: Lab, what: str, mode: str, policy: Any) -> None:
+    _, d = lab.duo(EngineShape(), EngineShape(policy=policy), claim_timeout=0.5, defer_timeout=0.5)
+    name = d.add(prompt_of(17), d_params(mode, FORGED[what]()))
+    lab.until(lambda: d.outcomes[name].reason, "an end", 6.0)
+    if policy == "recompute":
+        lab.right(d, name)
+    else:
+        demand(d.outcomes[name].reason == "error", f"ended as {d.outcomes[name].reason}")
+    demand(d.watch.received[name] == d.watch.failed[name], "it was honoured")
+
+
+@case(what=tuple(FORGED), mode=("stream", "push"))
+def p_computes_a_prompt_with_a_bad_ticket_all_the_same(lab: Lab, what: str, mode: str) -> None:
+    p, _ = lab.duo(claim_timeout=0.5, defer_timeout=0.5, lease_s=0.5, max_hold_s=1.5)
+    name = p.add(prompt_of(17), p_params(mode, FORGED[what]()), max_tokens=1)
+    lab.answered(p, name)
+
+
+@case()
+def parameters_are_not_changed_for_the_client(lab: Lab) -> None:
+    """The router may send the same object to several engines, or log it."""
+    _, d = lab.duo()
+    _, params = lab.prefill(prompt_of(20))
+    before = dict(params)
+    name = d.add(prompt_of(20), params)
+    lab.until(lambda: d.outcomes[name].reason, "an end")
+    demand(params == before, f"they were {before}, now {params}")
+
+
+@case()
+def p_answers_with_plain_json(lab: Lab) -> None:
+    import json
+
+    lab.duo()
+    _, params = lab.prefill(prompt_of(20))
+    demand(json.loads(json.dumps(params)) == params, f"not plain: {params}")
+    demand(not any("port" in key or "host" in key or "block" in key for key in params), f"it says too much: {params}")
+    lab.engines["d0"].add(prompt_of(20), json.loads(json.dumps(params)))

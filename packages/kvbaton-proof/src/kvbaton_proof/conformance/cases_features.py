@@ -12,9 +12,7 @@ import msgspec
 
 from kvbaton.engines.vllm.content import request_content
 from kvbaton.protocol.effects import Report
-from kvbaton_proof.conformance import taps
 from kvbaton_proof.conformance.case_registry import MODES, case
-from kvbaton_proof.conformance.cases_ending import LOADING
 from kvbaton_proof.conformance.configs import STATE, EngineShape
 from kvbaton_proof.conformance.conformance_engine import LabEngine
 from kvbaton_proof.conformance.lab import Lab, d_params, demand, key_directory, p_params, prompt_of, router_ticket
@@ -82,8 +80,7 @@ def what_a_store_has_is_good_for_drafts_too(lab: Lab) -> None:
     lab.until(lambda: p.counts["store_puts_total"] or not p.has_work, "P to have put it")
     lab.settle()
     other = d.add([*beginning, *prompt_of(9, 2)])
-    lab.ended(d, other)
-    lab.right(d, other)
+    lab.answered(d, other)
     demand(d.watch.loaded_tokens[other] == 12, f"D loaded {d.watch.loaded_tokens[other]} tokens, not 12")
 
 
@@ -117,8 +114,7 @@ def another_connector_beside_ours_changes_no_answer(lab: Lab, mode: str, beside:
     for engine in (p, d):  # its own cache is lost: what it had comes back from where it was offloaded to
         engine.scheduler.kv_cache_manager.reset_prefix_cache()
     again = d.add(prompt_of(40))
-    lab.ended(d, again)
-    lab.right(d, again)
+    lab.answered(d, again)
     demand(d.watch.loaded_tokens[again] >= 32, f"{d.watch.loaded_tokens[again]} tokens came from the other connector")
 
 
@@ -141,8 +137,7 @@ def a_failed_handoff_beside_another_connector_is_computed(lab: Lab, mode: str, b
     handoff = lab.prefill(prompt_of(30))[1]
     lab.stop("p0")
     at_d = d.add(prompt_of(30), handoff)
-    lab.ended(d, at_d)
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
 
 
 @case(mode=MODES)
@@ -177,8 +172,7 @@ def hand_over(lab: Lab, mode: str, prompt: list[int], of_p: dict[str, Any], of_d
     at_p = p.add(prompt, p_params(mode) if mode == "pull" else p_params(mode, ticket), max_tokens=1, **of_p)
     lab.until(lambda: p.outcomes[at_p].reason, "P's answer")
     at_d = d.add(prompt, p.outcomes[at_p].params if mode == "pull" else d_params(mode, ticket), **of_d)
-    lab.ended(d, at_d)
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
     return at_p, at_d
 
 
@@ -287,10 +281,7 @@ def nothing_of_before_a_reload_is_handed_over(lab: Lab, mode: str) -> None:
 @case(mode=MODES, whose=("p0", "d0"))
 def a_reload_while_a_prompt_is_on_its_way_delivers_nothing_old(lab: Lab, mode: str, whose: str) -> None:
     p, d = lab.duo(EngineShape(blocks=81), lease_s=1.0)
-    with taps.copies() as tap:
-        tap.hold()
-        handoff = lab.hand_over(mode, prompt_of(30))
-        lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+    with lab.loading(mode, prompt_of(30)) as (tap, handoff):
         weights_of(lab.engines[whose]).begin()
         tap.release()
         lab.finish(handoff)
@@ -310,8 +301,7 @@ def a_reload_while_p_computes_ends_that_handoff(lab: Lab, mode: str) -> None:
     given = p.outcomes[at_p].params or {}
     demand(mode != "pull" or not given.get("ticket"), f"P promised KV of two weights: {given}")
     at_d = d.add(prompt, given if mode == "pull" else d_params(mode, ticket))
-    lab.ended(d, at_d)
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
     demand(d.runners[0].computed_of[at_d] >= 40, "D took over KV of two weights")
 
 
@@ -355,8 +345,7 @@ def a_reload_while_an_adapter_is_looked_at_hands_nothing_over(lab: Lab, whose: s
         lab.run(5)
         if whose == "d0":
             weights_of(d).begin("files a")
-    lab.ended(d, at_d)
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
     demand(d.runners[0].computed_of[at_d] >= 30, "D decoded on KV of other weights")
     lab.until(lambda: p.blocks_left == 0, "P to let go")
 
@@ -365,10 +354,7 @@ def a_reload_while_an_adapter_is_looked_at_hands_nothing_over(lab: Lab, whose: s
 def a_reload_after_the_last_byte_delivers_nothing_old(lab: Lab, mode: str) -> None:
     """All of it is there, and vLLM has not been told: D would decode on it, and find it in its prefix cache."""
     _, d = lab.duo(EngineShape(blocks=81), lease_s=1.0)
-    with taps.copies() as tap:
-        tap.hold()
-        handoff = lab.hand_over(mode, prompt_of(30))
-        lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+    with lab.loading(mode, prompt_of(30)) as (tap, handoff):
         lab.run(20)  # P is done
         tap.release()
         door, until = d.connector.scheduler._live.door, time.monotonic() + 10.0

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.wire.messages import Versions
-from kvbaton_proof.conformance import taps
 from kvbaton_proof.conformance.case_registry import MODES, case
-from kvbaton_proof.conformance.cases_ending import LOADING
 from kvbaton_proof.conformance.configs import REFERENCE, STATE, EngineShape
 from kvbaton_proof.conformance.conformance_engine import LabEngine
 from kvbaton_proof.conformance.lab import (
@@ -54,8 +52,7 @@ def d_may_be_told_long_before_p_begins(lab: Lab, mode: str) -> None:
     demand(d.status(at_d) == "WAITING", f"D holds blocks for a P that has not begun: {d.status(at_d)}")
     demand(d.blocks_left == 0, f"D holds {d.blocks_left} blocks for a P that has not begun")
     p.add(prompt, p_params(mode, ticket), max_tokens=1)
-    lab.until(lambda: d.outcomes[at_d].reason, "D's answer")
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
 
 
 @case(mode=MODES)
@@ -155,8 +152,7 @@ def the_first_token_may_be_the_last_one_on_p(lab: Lab, mode: str) -> None:
     given = p.outcomes[at_p].params if mode == "pull" else d_params(mode, ticket)
     demand(given and given.get("ticket"), f"P gave nothing for D: {p.outcomes[at_p]}")
     at_d = d.add(prompt, given)
-    lab.until(lambda: d.outcomes[at_d].reason, "D's answer")
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
     demand(d.watch.loads[at_d] == 1, "D computed the prompt itself")
 
 
@@ -167,8 +163,7 @@ def a_p_that_goes_on_decoding_keeps_its_prompt_whole(lab: Lab) -> None:
     prompt = prompt_of(18)
     _, params = lab.prefill(prompt, max_tokens=5)
     at_d = d.add(prompt, params)
-    lab.until(lambda: d.outcomes[at_d].reason, "D's answer")
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
     demand(d.watch.loads[at_d] == 1, "D computed the prompt itself")
 
 
@@ -195,8 +190,7 @@ def a_step_in_flight_never_writes_over_a_handoff(lab: Lab, mode: str) -> None:
     leave_in_flight(d)
     at_d = d.add(prompt, params)
     landing_before_steps(d, at_d, 8)
-    lab.ended(d, at_d)
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
     demand(d.watch.loads[at_d] == 1 and not d.watch.failed[at_d], "nothing was loaded, so nothing was tried")
 
 
@@ -231,8 +225,7 @@ def an_engine_can_be_p_and_d_at_once(lab: Lab, mode: str) -> None:
         given = d_params(mode, ticket)
     back = p.add(prompt, given)
     lab.finish(there, loads=1)
-    lab.until(lambda: p.outcomes[back].reason, "the answer of the other direction")
-    lab.right(p, back)
+    lab.answered(p, back)
 
 
 @case(mode=MODES)
@@ -246,8 +239,7 @@ def a_request_that_must_compute_its_prompt_takes_nothing_over(lab: Lab, mode: st
         p.add(prompt, p_params(mode, ticket), max_tokens=1)
         params = d_params(mode, ticket)
     at_d = d.add(prompt, params, computes_all=True)
-    lab.ended(d, at_d)
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
     demand(not d.watch.loads[at_d], "it was loaded all the same")
 
 
@@ -343,10 +335,7 @@ def a_stale_state_keeps_nothing(lab: Lab, mode: str) -> None:
     """P's blocks are reused while D copies: D computes the whole prompt, also where states are all there is."""
     for shape in ("hybrid", "states alone"):
         p, d = lab.duo(HYBRIDS[shape], lease_s=0.3, max_hold_s=0.6)
-        with taps.copies() as tap:
-            tap.hold()
-            handoff = lab.hand_over(mode, prompt_of(30))
-            lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")  # noqa: B023
+        with lab.loading(mode, prompt_of(30)) as (tap, handoff):
             lab.until(lambda: p.outcomes[handoff.at_p].reason, "P to have computed the prompt")  # noqa: B023
             lab.until(lambda: p.blocks_left == 0, "P's lease to end", 5.0)  # noqa: B023
             reuse_all(p)
@@ -365,8 +354,7 @@ def a_prompt_of_one_token_is_computed_by_d(lab: Lab, mode: str) -> None:
     given = p.outcomes[at_p].params or {}
     demand(not given.get("ticket"), f"P promised a state after no token: {given}")
     at_d = d.add(prompt, given if mode == "pull" else d_params(mode, ticket))
-    lab.ended(d, at_d)
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
     demand(not d.watch.loads[at_d], "D loaded a state after no token")
 
 
@@ -379,8 +367,7 @@ def a_p_that_is_asked_for_more_ends_after_one_token(lab: Lab, mode: str) -> None
     lab.until(lambda: p.outcomes[at_p].reason, "P's end")
     demand(len(p.outcomes[at_p].tokens) == 1, f"P answered {p.outcomes[at_p].tokens}")
     at_d = d.add(prompt, p.outcomes[at_p].params if mode == "pull" else d_params(mode, ticket))
-    lab.ended(d, at_d)
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
     demand(d.watch.loads[at_d] == 1, "D computed the prompt itself")
 
 
@@ -395,8 +382,7 @@ def a_p_that_wants_its_whole_prompt_hands_nothing_over(lab: Lab, mode: str) -> N
     given = p.outcomes[at_p].params or {}
     demand(p.runners[0].computed_of[at_p] == 22 and not given.get("ticket"), f"{p.outcomes[at_p]}")
     at_d = d.add(prompt, given if mode == "pull" else d_params(mode, ticket))
-    lab.ended(d, at_d)
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
 
 
 @case(mode=MODES, chunk=(4, 8, 64))

@@ -20,7 +20,7 @@ from kvbaton.engines.vllm.waiting import ASKED_MAX
 from kvbaton.node.pin_budget import PinBudget
 from kvbaton.node.prompt_account import PromptAccount
 from kvbaton.protocol.geometry.layout import needed_blocks
-from kvbaton_proof.conformance import taps
+from kvbaton_proof.conformance import stores
 from kvbaton_proof.conformance.case_registry import MODES, case
 from kvbaton_proof.conformance.configs import EngineShape
 from kvbaton_proof.conformance.conformance_engine import LabEngine
@@ -69,8 +69,7 @@ def leased(lab: Lab, seed: int) -> dict[str, Any]:
 def taken(lab: Lab, seed: int, params: dict[str, Any]) -> None:
     d = lab.engines["d0"]
     name = d.add(prompt_of(TOKENS, seed), params)
-    lab.ended(d, name)
-    lab.right(d, name)
+    lab.answered(d, name)
 
 
 @case(shape=tuple(SHAPES))
@@ -103,8 +102,7 @@ def a_prompt_that_finds_no_room_in_time_is_refused_for_the_price_of_a_step(lab: 
     demand(computed <= 1, f"{computed} tokens were computed")
     demand(budget_of(p).refused_total == 1, f"{budget_of(p).refused_total} were refused")
     at_d = at_d or d.add(prompt_of(TOKENS, 2), dict(told or {}))
-    lab.ended(d, at_d)
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
     if ticket is not None:
         lab.until(lambda: d.ends["pins_full"] == 1, "D to count how its handoff ended", 5.0)
     alone = account_of(d).figures()["alone_tokens_total"]
@@ -166,8 +164,7 @@ def leases_that_nobody_reads_pin_no_more_than_the_share(lab: Lab) -> None:
     refused = [name for name in names if is_refused(p.outcomes[name].params)]
     demand(refused and len(refused) < len(names), f"{len(refused)} of {len(names)} were refused")
     plain = d.add(prompt_of(TOKENS, 50))
-    lab.ended(d, plain)
-    lab.right(d, plain)
+    lab.answered(d, plain)
 
 
 _BASE = "kvbaton.engines.vllm"
@@ -180,7 +177,6 @@ PIECES = (
     f"{_SIDE}.asks",
     f"{_SIDE}.pin_admission",
     f"{_SIDE}.prefill",
-    f"{_SIDE}.second_loads",
     f"{_SIDE}.stored_loads",
     f"{_SIDE}.stored_puts",
     f"{_SIDE}.store",
@@ -194,7 +190,7 @@ PIECES = (
     f"{_BASE}.waiting",
     f"{_BASE}.worker_side",
 )
-WITH_STORE = tuple(f"{_SIDE}.{name}" for name in ("second_loads", "stored_loads", "stored_puts", "store"))
+WITH_STORE = tuple(f"{_SIDE}.{name}" for name in ("stored_loads", "stored_puts", "store"))
 QUICK: dict[str, Any] = {
     "lease_s": 0.4,
     "max_hold_s": 1.0,
@@ -239,7 +235,7 @@ def called(piece: str, times: int, rehearse: Callable[[], None]) -> list[tuple[A
     """Those functions of a piece that a rehearsal calls so often: a failure put into another never comes to pass."""
     found = list(functions_of(piece))
     with ExitStack() as stack:
-        counts = [stack.enter_context(taps.failing_once(owner, name, NEVER)) for owner, name in found]
+        counts = [stack.enter_context(stores.failing_once(owner, name, NEVER)) for owner, name in found]
         rehearse()
     reached = [each for each, calls in zip(found, counts, strict=True) if calls[0] >= times]
     demand(reached, f"nothing of {piece} is called {times} times: there is nothing to fail")
@@ -295,7 +291,7 @@ def _work(lab: Lab, seed: int) -> None:
 
 def _one(lab: Lab, owner: Any, name: str, call: int, seed: int) -> str:
     try:
-        with taps.failing_once(owner, name, call):
+        with stores.failing_once(owner, name, call):
             _work(lab, seed)
         lab.settle(4.0)
     except Exception as error:  # noqa: BLE001 - it is what this case looks for

@@ -15,12 +15,13 @@ from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.node.doorway import Doorway, LoadReport
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.ids import RequestId
-from kvbaton_proof.conformance import taps
+from kvbaton_proof.conformance import stores
 from kvbaton_proof.conformance.case_registry import MODES, case
-from kvbaton_proof.conformance.cases_ending import LOADING, SHAPES
+from kvbaton_proof.conformance.cases_ending import SHAPES
 from kvbaton_proof.conformance.configs import EngineShape
 from kvbaton_proof.conformance.conformance_engine import LabEngine
 from kvbaton_proof.conformance.lab import (
+    LOADING,
     Lab,
     d_params,
     demand,
@@ -47,10 +48,7 @@ def a_lease_that_nobody_claims_ends_by_itself(lab: Lab, shape: str) -> None:
 @case(mode=MODES)
 def a_shutdown_waits_for_leases_no_longer_than_max_hold(lab: Lab, mode: str) -> None:
     p, d = lab.duo(lease_s=1.0, max_hold_s=1.5, transfer_timeout=1.0)
-    with taps.copies() as tap:
-        tap.hold()
-        handoff = lab.hand_over(mode, prompt_of(30))
-        lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+    with lab.loading(mode, prompt_of(30)):
         for engine in (p, d):
             for name in list(engine.scheduler.requests):
                 engine.abort(name)
@@ -68,8 +66,7 @@ def a_cache_reset_ends_leases_and_succeeds(lab: Lab, shape: str, connector: bool
     demand(p.scheduler.reset_prefix_cache(reset_connector=connector), "a lease kept the cache from being emptied")
     demand(p.blocks_left == 0, f"{p.blocks_left} blocks are held")
     at_d = d.add(prompt, params)
-    lab.until(lambda: d.outcomes[at_d].reason, "an end")
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
     demand(d.watch.failed[at_d] or not d.watch.loads[at_d], "KV from before the reset was delivered")
 
 
@@ -85,10 +82,7 @@ def a_pause_that_empties_the_cache_preempts_loads(lab: Lab, mode: str, moment: s
     small = SHAPES[shape]
     shaped = EngineShape(windows=small.windows, blocks=small.blocks, ranks=small.ranks, policy=policy)  # type: ignore[arg-type]
     _, d = lab.duo(shaped)
-    with taps.copies() as tap:
-        tap.hold()
-        handoff = lab.hand_over(mode, prompt_of(30))
-        lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+    with lab.loading(mode, prompt_of(30)) as (tap, handoff):
         paused(d, "PAUSED_ALL")
         tap.release()
         if moment == "arrived":
@@ -121,10 +115,7 @@ def an_answer_of_p_that_comes_with_a_reset_does_not_fail_it(lab: Lab, mode: str)
 def a_reset_that_others_stand_against_ends_no_load(lab: Lab, mode: str) -> None:
     """A request that runs has blocks: vLLM refuses, as for an engine alone, and nothing is lost by having asked."""
     _, d = lab.duo()
-    with taps.copies() as tap:
-        tap.hold()
-        handoff = lab.hand_over(mode, prompt_of(30))
-        lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+    with lab.loading(mode, prompt_of(30)) as (tap, handoff):
         runs = d.add(prompt_of(20, 7), None, max_tokens=60)
         lab.until(lambda: d.outcomes[runs].tokens, "another request to run")
         demand(not d.scheduler.reset_prefix_cache(), "a cache in use was emptied")
@@ -135,11 +126,8 @@ def a_reset_that_others_stand_against_ends_no_load(lab: Lab, mode: str) -> None:
 
 @case(mode=MODES)
 def a_cache_reset_while_loading_delivers_nothing_old(lab: Lab, mode: str) -> None:
-    p, d = lab.duo()
-    with taps.copies() as tap:
-        tap.hold()
-        handoff = lab.hand_over(mode, prompt_of(30))
-        lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+    p, _ = lab.duo()
+    with lab.loading(mode, prompt_of(30)) as (tap, handoff):
         p.scheduler.reset_prefix_cache(reset_connector=True)
         lab.run(40)
         tap.release()
@@ -196,7 +184,7 @@ def a_cache_that_could_not_be_forgotten_is_forgotten_at_the_next_step(lab: Lab) 
     with with_keys_of_its_own(lab, EngineShape()) as (_, d, keys):
         prompt = prompt_of(30)
         lab.finish(lab.hand_over("pull", prompt), loads=1)
-        with taps.failing_once(PinnedPool, "forget_spoilt") as calls:
+        with stores.failing_once(PinnedPool, "forget_spoilt") as calls:
             remove(d, keys, "p0")
             lab.until(lambda: calls[0] == 2, "a second attempt")
         found = d.add(prompt, None, max_tokens=1)
@@ -209,10 +197,7 @@ def a_cache_that_could_not_be_forgotten_is_forgotten_at_the_next_step(lab: Lab) 
 def what_is_loaded_when_a_member_is_removed_is_computed(lab: Lab, mode: str, shape: str) -> None:
     with with_keys_of_its_own(lab, SHAPES[shape]) as (_, d, keys):
         lab.finish(lab.hand_over(mode, prompt_of(20, 3)), loads=1)
-        with taps.copies() as tap:
-            tap.hold()
-            handoff = lab.hand_over(mode, prompt_of(30))
-            lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+        with lab.loading(mode, prompt_of(30)) as (tap, handoff):
             remove(d, keys, "p0")
             lab.run(5)
             tap.release()
@@ -245,7 +230,7 @@ def a_commit_on_blocks_that_were_reused_is_never_delivered(lab: Lab, mode: str, 
     small = SHAPES[shape]
     p_shape = EngineShape(windows=small.windows, ranks=small.ranks, blocks=25, prefix_caching=False)
     p, d = lab.duo(p_shape, small, lease_s=0.3, max_hold_s=0.6)
-    with taps.copies() as tap:
+    with stores.copies() as tap:
         tap.hold()
         handoff = lab.hand_over(mode, prompt_of(30))
         lab.until(lambda: d.status(handoff.at_d) == LOADING or d.outcomes[handoff.at_d].reason, "D to load")
@@ -270,10 +255,7 @@ def a_reuse_that_somebody_else_is_told_of_is_never_committed(lab: Lab, when: str
         p.pool.touch(blocks)
         p.pool.unpin_blocks(blocks, lambda block: told.add(block.block_id))
 
-    with taps.copies() as tap:
-        tap.hold()
-        handoff = lab.hand_over("pull", prompt_of(30))
-        lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+    with lab.loading("pull", prompt_of(30)) as (tap, handoff):
         leased = [block.block_id for block in p.pool.blocks if block.ref_cnt and not block.is_null]
         if when != "after ours":
             watch(leased)
@@ -295,8 +277,7 @@ def a_late_reader_of_untouched_blocks_gets_right_bytes_or_none(lab: Lab) -> None
     _, params = lab.prefill(prompt)
     lab.until(lambda: lab.engines["p0"].blocks_left == 0, "the lease to end", 4.0)
     at_d = d.add(prompt, params)
-    lab.until(lambda: d.outcomes[at_d].reason, "an end")
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
 
 
 @case(policy=("recompute", "fail"))
@@ -324,8 +305,7 @@ def several_readers_at_once_are_each_right(lab: Lab) -> None:
     _, params = lab.prefill(prompt)
     names = [d.add(prompt, dict(params)) for _ in range(4)]
     for name in names:
-        lab.ended(d, name)
-        lab.right(d, name)
+        lab.answered(d, name)
     demand(any(d.watch.received[name] > d.watch.failed[name] for name in names), "nobody could read")
 
 
@@ -336,8 +316,7 @@ def several_targets_of_one_router_ticket_are_each_right(lab: Lab, mode: str) -> 
     names = [d.add(prompt, d_params(mode, ticket)) for _ in range(2)]
     p.add(prompt, p_params(mode, ticket), max_tokens=1)
     for name in names:
-        lab.ended(d, name)
-        lab.right(d, name)
+        lab.answered(d, name)
 
 
 @case(mode=("stream", "push"))
@@ -347,8 +326,7 @@ def one_router_ticket_used_twice_on_p_is_one_handoff(lab: Lab, mode: str) -> Non
     first, second = (p.add(prompt, p_params(mode, ticket), max_tokens=1) for _ in range(2))
     at_d = d.add(prompt, d_params(mode, ticket))
     lab.until(lambda: all(p.outcomes[name].reason for name in (first, second)), "P's ends")
-    lab.until(lambda: d.outcomes[at_d].reason, "D's answer")
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
 
 
 @case(mode=MODES, policy=("recompute", "fail"))
@@ -379,8 +357,7 @@ def another_salt_is_another_prompt(lab: Lab, mode: str) -> None:
         lab.until(lambda: p.outcomes[at_p].reason, "P's prefill")
     given = p.outcomes[at_p].params if mode == "pull" else d_params(mode, ticket)
     at_d = d.add(prompt, given, salt="two")
-    lab.until(lambda: d.outcomes[at_d].reason, "an end")
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
     demand(d.watch.received[at_d] == d.watch.failed[at_d], "another tenant's KV was delivered")
 
 
@@ -409,11 +386,8 @@ def unknown_and_duplicate_reports_cannot_happen(lab: Lab, mode: str, shape: str)
 
 @case(mode=MODES)
 def a_d_that_stops_while_loading_frees_p(lab: Lab, mode: str) -> None:
-    p, d = lab.duo(lease_s=1.0, max_hold_s=3.0)
-    with taps.copies() as tap:
-        tap.hold()
-        handoff = lab.hand_over(mode, prompt_of(30))
-        lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+    p, _ = lab.duo(lease_s=1.0, max_hold_s=3.0)
+    with lab.loading(mode, prompt_of(30)):
         lab.stop("d0")
         lab.until(lambda: not p.has_work, "P to let go", 5.0)
     demand(p.blocks_left == 0, f"P holds {p.blocks_left} blocks")
@@ -425,7 +399,7 @@ def lost_control_frames_cost_time_not_answers(lab: Lab, mode: str, lost: float) 
 
     lab.duo(lease_s=2.0, max_hold_s=4.0, defer_timeout=3.0, transfer_timeout=3.0)
     rng = random.Random(int(lost * 10))
-    with taps.frames() as tap:
+    with stores.frames() as tap:
         tap.loses = lambda control, worker: rng.random() < lost
         some = [lab.hand_over(mode, prompt_of(20 + seed, seed)) for seed in range(3)]
         for each in some:
@@ -436,7 +410,7 @@ def lost_control_frames_cost_time_not_answers(lab: Lab, mode: str, lost: float) 
 @case(mode=MODES)
 def a_partition_while_loading_ends_on_both_sides(lab: Lab, mode: str) -> None:
     p, d = lab.duo(lease_s=0.8, max_hold_s=2.0, transfer_timeout=1.0, defer_timeout=1.0, claim_timeout=1.0)
-    with taps.copies() as tap, taps.frames() as wire:
+    with stores.copies() as tap, stores.frames() as wire:
         tap.hold()
         handoff = lab.hand_over(mode, prompt_of(30))
         lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from kvbaton_proof.conformance import stores, taps
+from kvbaton_proof.conformance import stores
 from kvbaton_proof.conformance.case_registry import MODES, case
-from kvbaton_proof.conformance.cases_ending import LOADING
 from kvbaton_proof.conformance.configs import EngineShape
 from kvbaton_proof.conformance.conformance_engine import LabEngine
 from kvbaton_proof.conformance.lab import (
+    LOADING,
     Lab,
     d_params,
     demand,
@@ -34,8 +34,7 @@ BLOCK = EngineShape().block_tokens
 def run(lab: Lab, engine: LabEngine, prompt: list[int], **options: Any) -> str:
     """One request from its arrival to its right end."""
     name = engine.add(prompt, **options)
-    lab.ended(engine, name)
-    lab.right(engine, name)
+    lab.answered(engine, name)
     return name
 
 
@@ -121,8 +120,7 @@ def a_pending_lookup_holds_up_its_own_request_alone(lab: Lab) -> None:
         other = run(lab, d, prompt_of(3))
         demand(not d.watch.loads[other], "too short to be anywhere")
         tap.release()
-        lab.ended(d, name)
-    lab.right(d, name)
+        lab.answered(d, name)
     demand(d.watch.loaded_tokens[name] == 28, f"{d.watch.loaded_tokens[name]} tokens")
 
 
@@ -143,8 +141,7 @@ def lookups_beyond_the_bound_wait_their_turn(lab: Lab) -> None:
             demand({d.status(name) for name in names} == {"WAITING"}, "one of them did not wait")
             tap.release()
             for name in names:
-                lab.ended(d, name)
-                lab.right(d, name)
+                lab.answered(d, name)
     finally:
         store_side.LOOKUPS_MAX = bound
     demand(all(d.watch.loads[name] for name in names), f"only {dict(d.watch.loads)} were loaded")
@@ -197,8 +194,7 @@ def a_store_that_goes_costs_a_prefill(lab: Lab, when: str) -> None:
             lab.until(lambda: tap.seen["get" if when == "while loading" else "exists"], when)
             lab.stores[-1].close()
         tap.release()
-        lab.ended(d, name)
-    lab.right(d, name)
+        lab.answered(d, name)
     lab.settle()
 
 
@@ -269,8 +265,7 @@ def preemption_of_what_was_loaded_and_put_is_survived(lab: Lab) -> None:
         fill(lab, p, prompt)
     names = [d.add(prompt, max_tokens=40) for prompt in prompts]
     for name in names:
-        lab.ended(d, name)
-        lab.right(d, name)
+        lab.answered(d, name)
 
 
 @case(
@@ -351,8 +346,7 @@ def a_reset_voids_what_is_loaded_and_what_was_put(lab: Lab) -> None:
         lab.until(lambda: d.status(name) == LOADING, "D to load")
         d.scheduler.reset_prefix_cache(reset_connector=True)
         tap.release()
-        lab.ended(d, name)
-    lab.right(d, name)
+        lab.answered(d, name)
     demand(d.runners[0].computed_of[name] >= 30, "what came from before the reset was used")
     lab.until(lambda: d.scheduler.reset_prefix_cache(reset_connector=True), "a reset to succeed")
     name = run(lab, d, prompt_of(30))
@@ -377,7 +371,7 @@ def the_store_is_the_second_source_when_p_cannot_be_reached(lab: Lab, mode: str)
 def the_store_is_the_second_source_when_a_load_fails(lab: Lab, mode: str) -> None:
     _, d = lab.sharing()
     fill(lab, lab.engines["p0"], prompt_of(30))
-    with taps.copies() as tap:
+    with stores.copies() as tap:
         tap.fail()
         handoff = lab.hand_over(mode, prompt_of(30))
         lab.finish(handoff, loads=2)
@@ -392,7 +386,7 @@ def failed_loads_that_fill_the_cache_are_computed_where_a_second_load_has_no_roo
     prompts = [prompt_of(30 + seed, seed) for seed in range(3)]
     for prompt in prompts:
         fill(lab, p, prompt)
-    with taps.copies() as tap:
+    with stores.copies() as tap:
         tap.fail()
         handoffs = [lab.hand_over("pull", prompt) for prompt in prompts]
         for handoff in handoffs:
@@ -424,8 +418,7 @@ def a_step_in_flight_never_writes_over_a_load_from_the_store(lab: Lab, role: str
         leave_in_flight(p)
         tap.release()
         landing_before_steps(p, name, 30 // BLOCK)
-        lab.ended(p, name)
-    lab.right(p, name)
+        lab.answered(p, name)
     demand(p.watch.loads[name] == 1 and not p.watch.failed[name], "nothing was loaded, so nothing was tried")
 
 
@@ -437,8 +430,7 @@ def a_p_that_also_loads_from_a_store_takes_over_nothing(lab: Lab, mode: str) -> 
     handoff = lab.hand_over(mode, prompt_of(30))
     lab.finish(handoff, loads=1)
     name = p.add(prompt_of(30, 1), d_params(mode, router_ticket("d0", "p0")))
-    lab.ended(p, name)
-    lab.right(p, name)
+    lab.answered(p, name)
     demand(not p.watch.loads[name], "it took a prompt over")
     fill(lab, d, prompt_of(30, 2))
     name = run(lab, p, prompt_of(30, 2))

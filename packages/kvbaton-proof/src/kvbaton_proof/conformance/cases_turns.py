@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kvbaton.control import keyring
 from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal
-from kvbaton_proof.conformance import taps
+from kvbaton_proof.conformance import stores
 from kvbaton_proof.conformance.case_registry import case
 from kvbaton_proof.conformance.cases_features import weights_of
 from kvbaton_proof.conformance.cases_pressure import ONE, QUICK, called, is_refused
@@ -67,8 +67,7 @@ def first_turn(lab: Lab, seed: int = 0) -> LabTurn:
     _, params = lab.prefill(prompt)
     handoff = handoff_id(TransferId(secrets.token_hex(16)))
     at_d = d.add(prompt, {**params, "keep": turn_ticket(handoff)}, max_tokens=ANSWER)
-    lab.ended(d, at_d)
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
     return LabTurn([*prompt, *d.outcomes[at_d].tokens], handoff)
 
 
@@ -80,8 +79,7 @@ def next_turn(lab: Lab, prompt: list[int], offer: dict[str, Any]) -> tuple[str, 
     params = p.outcomes[at_p].params
     demand(params is not None and params.get("ticket"), f"P gave {params}")
     at_d = d.add(prompt, dict(params or {}))
-    lab.ended(d, at_d)
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
     return at_p, p.runners[0].computed_of[at_p]
 
 
@@ -117,8 +115,7 @@ def a_d_that_was_asked_at_once_waits_for_a_p_that_takes_a_turn(lab: Lab, mode: s
     p.scheduler.reset_prefix_cache()
     at_d = d.add(prompt, d_params(mode, ticket))
     at_p = p.add(prompt, {**p_params(mode, ticket), "turn": turn.offer()}, max_tokens=1)
-    lab.ended(d, at_d)
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
     demand(p.watch.loads[at_p] == d.watch.loads[at_d] == 1, f"P took {turns_of(p).taker.loads}, D {dict(d.ends)}")
     rest(lab)
 
@@ -154,8 +151,7 @@ def turns_go_where_requests_need_their_blocks(lab: Lab) -> None:
     first_turn(lab)
     demand(d.blocks_left > 0, "nothing was kept")
     large = d.add(prompt_of(130, 3), max_tokens=20)
-    lab.ended(d, large)
-    lab.right(d, large)
+    lab.answered(d, large)
     lab.until(lambda: d.blocks_left == 0, "the turn to have gone", 5.0)
 
 
@@ -170,8 +166,7 @@ def a_prompt_that_finds_no_room_to_be_pinned_takes_no_turn(lab: Lab) -> None:
     demand(is_refused(p.outcomes[at_p].params), f"P gave {p.outcomes[at_p].params}")
     demand(p.watch.loads[at_p] == 0, "P loaded for a request that it had refused")
     at_d = d.add(prompt_of(FIRST, 5), held)
-    lab.ended(d, at_d)
-    lab.right(d, at_d)
+    lab.answered(d, at_d)
     rest(lab)
 
 
@@ -228,7 +223,7 @@ def _two_turns(lab: Lab, seed: int) -> None:
 
 def _one(lab: Lab, owner: Any, name: str, call: int, seed: int) -> str:
     try:
-        with taps.failing_once(owner, name, call):
+        with stores.failing_once(owner, name, call):
             _two_turns(lab, seed)
         rest(lab)
         lab.settle(4.0)

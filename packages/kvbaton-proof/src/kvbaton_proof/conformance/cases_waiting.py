@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 
 from kvbaton.engines.vllm.waiting import ASKED_MAX
 from kvbaton.protocol.effects import Report
-from kvbaton_proof.conformance import taps
+from kvbaton_proof.conformance import stores
 from kvbaton_proof.conformance.case_registry import case
 from kvbaton_proof.conformance.cases_features import weights_of
 from kvbaton_proof.conformance.configs import EngineShape
 from kvbaton_proof.conformance.conformance_engine import LabEngine
-from kvbaton_proof.conformance.lab import Lab, d_params, demand, p_params, poll, prompt_of, router_ticket
+from kvbaton_proof.conformance.lab import LOADING, Lab, d_params, demand, p_params, poll, prompt_of, router_ticket
 
-LOADING = "WAITING_FOR_REMOTE_KVS"
 BEHIND = ("stream", "push")
 SHAPES = {
     "one group": EngineShape(),
@@ -27,9 +26,9 @@ MANY = ASKED_MAX + 6
 
 
 @contextlib.contextmanager
-def deaf(worker: str = "p0") -> Iterator[taps.Frames]:
+def deaf(worker: str = "p0") -> Iterator[stores.Frames]:
     """Nothing that is said to this engine arrives."""
-    with taps.frames() as tap:
+    with stores.frames() as tap:
         tap.loses = lambda control, to: str(to) == worker
         yield tap
 
@@ -74,7 +73,7 @@ def all_end(lab: Lab, d: LabEngine, names: list[str], policy: str = "recompute")
 def a_computed_prompt_gets_blocks_before_p_has_answered(lab: Lab, shape: str) -> None:
     _, d = lab.duo(SHAPES[shape], claim_timeout=15.0)
     linked(lab)
-    with taps.copies() as copies:
+    with stores.copies() as copies:
         with deaf():
             handoff = lab.hand_over("pull", prompt_of(20))
             lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to have blocks")
@@ -132,8 +131,7 @@ def claims_without_an_answer_hold_a_bounded_share_of_the_cache(lab: Lab) -> None
         names = [d.add(prompt, given) for prompt, given in zip(prompts, params, strict=True)]
         lab.run(10)
         own = d.add(prompt_of(60, 77), max_tokens=20)  # 20 of 40 blocks
-        lab.ended(d, own)
-        lab.right(d, own)
+        lab.answered(d, own)
         demand([d.status(name) for name in names].count(LOADING) == 2, f"{[d.status(name) for name in names]}")
         demand(d.blocks_left == 10, f"{d.blocks_left} blocks are held for claims")
     all_end(lab, d, names)
@@ -162,8 +160,7 @@ def many_that_wait_for_p_are_put_aside_and_all_arrive(lab: Lab, mode: str, shape
     demand(len(aside) == MANY - ASKED_MAX, f"{len(aside)} of {MANY} are put aside")
     demand(d.blocks_left == 0, f"{d.blocks_left} blocks are held by those that wait")
     own = d.add(prompt_of(20, 77))
-    lab.ended(d, own)
-    lab.right(d, own)
+    lab.answered(d, own)
     prefill_all(lab, mode, tickets)
     all_end(lab, d, names)
     demand(all(d.watch.loads[name] == 1 for name in names), f"loads {dict(d.watch.loads)}")
@@ -273,7 +270,7 @@ def what_has_arrived_is_computed_by_the_second_step_from_then(lab: Lab, shape: s
     """The step at whose end vLLM is told, and the next: whatever was in flight when it arrived."""
     _, d = lab.duo(SHAPES[shape])
     linked(lab)
-    with taps.copies() as copies:
+    with stores.copies() as copies:
         copies.hold()
         handoff = lab.hand_over("pull", prompt_of(20))
         lab.until(lambda: d.status(handoff.at_d) == LOADING and copies.waiting, "D to load")
@@ -298,8 +295,7 @@ def a_step_longer_than_a_lease_costs_no_handoff(lab: Lab, shape: str) -> None:
     d, prompt = lab.engines["d0"], prompt_of(20)
     _, params = lab.prefill(prompt)
     name = d.add(prompt, params, in_step=lambda: time.sleep(2.5))
-    lab.ended(d, name)
-    lab.right(d, name)
+    lab.answered(d, name)
     demand(d.watch.loads[name] == 1 and not d.watch.failed[name], "P gave up a D that was in a step")
 
 

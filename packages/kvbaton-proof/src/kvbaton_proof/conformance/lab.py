@@ -30,11 +30,13 @@ from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton_proof.conformance.configs import EngineShape
 from kvbaton_proof.conformance.conformance_engine import LabEngine
 from kvbaton_proof.conformance.conformance_oracle import answer
-from kvbaton_proof.conformance.stores import LabStore
+from kvbaton_proof.conformance.stores import Copies, LabStore, copies
 
 NAMES = ("p0", "p1", "d0", "d1", "router")
 IDENTITIES = (*NAMES, "store", "p0.1", "d0.1")  # second ranks have names of their own towards a store
 PATIENCE_S = 20.0
+LOADING = "WAITING_FOR_REMOTE_KVS"
+"""What vLLM calls the status of a request that a D loads for."""
 SETTINGS: dict[str, Any] = {
     "transport": "tcp",
     "lease_s": 5.0,
@@ -253,6 +255,16 @@ class Lab:
         at_d = at_d or d.add(tokens, d_params(mode, ticket), max_tokens=max_tokens)
         return LabHandoff(mode, tokens, at_p, at_d, ticket)
 
+    @contextlib.contextmanager
+    def loading(self, mode: str, prompt: Sequence[int], **options: Any) -> Iterator[tuple[Copies, LabHandoff]]:
+        """A handoff that D has begun to load, and the tap that holds all copies."""
+        d = self.engines["d0"]
+        with copies() as tap:
+            tap.hold()
+            handoff = self.hand_over(mode, prompt, **options)
+            self.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
+            yield tap, handoff
+
     def prefill(self, prompt: Sequence[int], **options: Any) -> tuple[str, dict[str, Any]]:
         """P computes a prompt for pull; returns its id there and what P gives for D."""
         p = self.engines["p0"]
@@ -276,6 +288,11 @@ class Lab:
         """Wait for a request's end and say how it ended."""
         self.until(lambda: engine.outcomes[name].reason, f"an end of {name}", patience_s)
         return str(engine.outcomes[name].reason)
+
+    def answered(self, engine: LabEngine, name: str) -> None:
+        """Wait for a request's end, which is the answer that a single engine gives."""
+        self.ended(engine, name)
+        self.right(engine, name)
 
     def right(self, engine: LabEngine, name: str) -> None:
         outcome = engine.outcomes[name]

@@ -4,6 +4,6 @@ connectors  contenders as data: what makes a P and a D of each, and how each cou
 servers     groups of servers by specification: started at once, gone afterwards; server: one of them, as a process
 client      requests: one leg, both legs, streamed; and what became of them
 oracle      what one engine alone answers, and how sure it is of it; wrong answers looked into
-meters      what engines say of themselves, and the CPU seconds that they use
+meters      what engines say of themselves
 record      verdicts, tables and notes, on disk at any time; and the page made of them
 """

@@ -1,16 +1,14 @@
-"""Engines' own metrics and the kernel's: blocks in use, handoffs by how they ended, CPU seconds.
+"""Engines' own metrics: blocks in use, handoffs by how they ended.
 
-Laws: an engine is the session that its first process leads, with all that ever ran in it. A gauge is read, never
-inferred: an engine that does not answer is not at rest. Whatever waits has a deadline.
+Laws: a gauge is read, never inferred: an engine that does not answer is not at rest. Whatever waits has a deadline.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import aiohttp
 import msgspec
@@ -18,7 +16,6 @@ import msgspec
 from kvbaton.local_cluster.vllm_engine import fetch
 from kvbaton.observe.metrics.scraping import figures as parsed
 from kvbaton_proof.rig.connectors import CONNECTORS
-from kvbaton_proof.rig.proc_stat import all_stats, foreign_cpu_s
 from kvbaton_proof.rig.server import Engine, Figures
 
 USED = "vllm:kv_cache_usage_perc"
@@ -141,33 +138,3 @@ async def risen(read: Callable[[], Awaitable[int]], before: int, wanted: int, wi
         if found >= wanted or asyncio.get_running_loop().time() > deadline:
             return found
         await asyncio.sleep(LOOK_S)
-
-
-class Cpu(msgspec.Struct, frozen=True):
-    """CPU seconds since each began, at one moment."""
-
-    at: float
-    engines: float
-    router: float
-    others: float  # everything on this host except these, the load generator and this process
-
-    def until(self, later: Cpu) -> Cpu:
-        return Cpu(later.at - self.at, later.engines - self.engines, later.router - self.router,
-                   later.others - self.others)  # fmt: skip
-
-
-def cpu(engines: Iterable[int], router: int | None, load: int) -> Cpu:
-    """The sum over each one's processes; they are named by the sessions they lead."""
-    everything, by_session = foreign_cpu_s(), _by_session()
-    ours = sum(by_session.get(session, 0.0) for session in engines)
-    front = 0.0 if router is None else by_session.get(router, 0.0)
-    own = sum(os.times()[:4]) + by_session.get(load, 0.0)
-    return Cpu(time.monotonic(), ours, front, everything - ours - front - own)
-
-
-def _by_session() -> dict[int, float]:
-    """CPU seconds of living processes and of the children they waited for."""
-    found: dict[int, float] = {}
-    for each in all_stats().values():
-        found[each.session] = found.get(each.session, 0.0) + each.family_cpu_s
-    return found

@@ -28,7 +28,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from kvbaton.engines.vllm.models.tiny_adapter import write_adapter
 from kvbaton.engines.vllm.models.tiny_drafts import DRAFTED, Drafted, add_mtp, words_of, write_head
 from kvbaton.engines.vllm.models.tiny_hybrids import HYBRIDS, Hybrid, hybrid, randomize_state
 
@@ -38,6 +37,8 @@ KINDS: tuple[Kind, ...] = (*get_args(Plain), *HYBRIDS, *DRAFTED)
 FORMAT = 1  # raise when the same kind and seed would give other weights
 MARK = "kvbaton-model.json"
 POSITIONS_MAX = 4096
+ADAPTER_LAYERS, ADAPTER_WIDTH = 4, 256  # of "llama"
+ADAPTER_RANK = 8
 POSITIONS_MAX_8B = 65536
 VOCABULARY = 1024
 PAD, BOS, EOS, TURN = "<pad>", "<s>", "</s>", "<turn>"
@@ -243,6 +244,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(f"{'made' if made else 'there already'}: {directory}")
     return 0
+
+
+def write_adapter(directory: Path) -> None:
+    """A LoRA adapter of random weights, strong enough to change an answer: for the query projections alone, so that the
+    KV of the layers after the first is another one."""
+    import torch
+    from safetensors.torch import save_file
+
+    weights = {}
+    for layer in range(ADAPTER_LAYERS):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{name}.lora_A.weight"] = torch.randn(ADAPTER_RANK, ADAPTER_WIDTH) * 0.1
+        weights[f"{name}.lora_B.weight"] = torch.randn(ADAPTER_WIDTH, ADAPTER_RANK) * 0.5
+    save_file(weights, directory / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": ADAPTER_RANK, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none"}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
 if __name__ == "__main__":

@@ -9,9 +9,8 @@ import asyncio
 import gc
 
 from kvbaton_proof.bench.kit.piped_children import Parent
-from kvbaton_proof.bench.router.router_answer import Answer
 from kvbaton_proof.bench.router.router_backends import HOST
-from kvbaton_proof.bench.router.router_load import Load, Order, Outcome
+from kvbaton_proof.bench.router.router_load import Answer, Load, Order, Outcome
 from kvbaton_proof.bench.router.router_rows import percentile
 
 GATHER_S = 30.0  # for all streams to be open at once

@@ -39,8 +39,8 @@ from kvbaton.observe.metrics.scraping import figures
 from kvbaton.processes.child_process import GUARD, KVBATON_ARGV, Child, Program, Say, end, free_ports, ready, start
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton_proof.bench.kit import cpu_meter
-from kvbaton_proof.bench.kit.bench_peers import AGGREGATED, SINGLE
 from kvbaton_proof.bench.kit.cpu_meter import Cpu, family
+from kvbaton_proof.bench.kit.run_facts import AGGREGATED, SINGLE
 from kvbaton_proof.bench.serve.serve_parts import Used
 from kvbaton_proof.rig import meters
 

@@ -15,12 +15,9 @@ from typing import Any
 
 import msgspec
 
-from kvbaton_proof.bench.kit.bench_peers import AGGREGATED
-from kvbaton_proof.bench.kit.lab_pages import Findings, Grid, Table, number
-from kvbaton_proof.bench.kit.line_plot import line_plot
-from kvbaton_proof.bench.kit.run_facts import RunFacts, named, unquiet
-from kvbaton_proof.bench.load.load_figures import Figures
-from kvbaton_proof.bench.serve.serve_parts import Part
+from kvbaton_proof.bench.kit.lab_pages import Findings, Grid, Table, line_plot, number
+from kvbaton_proof.bench.kit.run_facts import AGGREGATED, RunFacts, named, unquiet
+from kvbaton_proof.bench.serve.serve_parts import Figures, Part
 
 CHANCE = 0.05
 ROUNDS_MIN = 6  # five that agree are chance once in sixteen

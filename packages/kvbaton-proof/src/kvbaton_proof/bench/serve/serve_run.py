@@ -27,15 +27,13 @@ from kvbaton.processes.operator_control import told_to_stop, unless_stopped
 from kvbaton.processes.operator_errors import CommandError, StoppedError
 from kvbaton.router.openai_api import MODE_HEADER
 from kvbaton_proof.bench.kit import run_facts
-from kvbaton_proof.bench.kit.bench_peers import AGGREGATED, SINGLE
-from kvbaton_proof.bench.kit.run_facts import RunFacts
+from kvbaton_proof.bench.kit.run_facts import AGGREGATED, SINGLE, RunFacts
 from kvbaton_proof.bench.load import request_plan
-from kvbaton_proof.bench.load.load_figures import TIMES, Slo, quantiles, times_of
 from kvbaton_proof.bench.load.open_loop import UNDER_WAY_MAX, Aim, Load, Pace, ask_for_models, warm_up
 from kvbaton_proof.bench.load.request_plan import REQUESTS, REQUESTS_MAX, Ask, Shape
 from kvbaton_proof.bench.serve import serve_clusters, serve_parts, serve_report
 from kvbaton_proof.bench.serve.serve_clusters import Site, site_of
-from kvbaton_proof.bench.serve.serve_parts import Part, Turn, Used
+from kvbaton_proof.bench.serve.serve_parts import TIMES, Part, Slo, Turn, Used, quantiles, times_of
 from kvbaton_proof.bench.serve.serve_report import Report
 
 HURRIED_S = 0.5  # for engines to become idle after Ctrl-C

@@ -23,9 +23,9 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.transports import catalogue
 from kvbaton.transports.core.shared_memory import allocate
 from kvbaton.transports.core.transport import HostTransport, Spans
-from kvbaton_proof.bench.kit.bench_peers import ADVICE, PACKAGES
 from kvbaton_proof.bench.kit.cpu_meter import scheduled_s
 from kvbaton_proof.bench.kit.piped_children import ChildFailed, Parent, PipedChild
+from kvbaton_proof.bench.kit.run_facts import ADVICE, PACKAGES
 from kvbaton_proof.bench.transfer.workload import (
     DrivenReader,
     DrivenSource,

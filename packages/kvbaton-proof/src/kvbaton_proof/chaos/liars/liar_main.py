@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from kvbaton_proof.chaos.liars import lies, lies_in_shapes, lies_to_engines, lies_to_places, lies_to_readers
+from kvbaton_proof.chaos.liars import lies, lies_to_engines, lies_to_places
 from kvbaton_proof.chaos.liars.liar_http import Door
 from kvbaton_proof.chaos.liars.liar_post import Errand, Post
 from kvbaton_proof.chaos.liars.lies_to_engines import Telling
@@ -26,8 +26,6 @@ SLACK_S = 15.0
 
 TELLINGS: Mapping[str, Telling] = {
     **lies_to_engines.TELLINGS,
-    **lies_in_shapes.TELLINGS,
-    **lies_to_readers.TELLINGS,
     **lies_to_places.TELLINGS,
 }
 

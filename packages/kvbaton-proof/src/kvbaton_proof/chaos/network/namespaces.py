@@ -16,7 +16,7 @@ import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvbaton_proof.chaos.network import reaper
+from kvbaton_proof.chaos.network import net_control
 
 CLONE_NEWNS = 0x00020000
 CLONE_NEWUSER = 0x10000000
@@ -111,7 +111,7 @@ def end_processes(hosts: Sequence[Host], spare: Collection[int]) -> list[int]:
         info = os.stat(f"/proc/{pid}/ns/net")
         return (info.st_dev, info.st_ino) in rooms
 
-    return reaper.end_all(inside, spare)
+    return net_control.end_all(inside, spare)
 
 
 def _write(path: str, text: str) -> None:

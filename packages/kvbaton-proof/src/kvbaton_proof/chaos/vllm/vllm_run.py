@@ -21,11 +21,9 @@ from kvbaton.engines.vllm.launch import launching
 from kvbaton_proof.chaos.chaos_plan import Plan, Step
 from kvbaton_proof.chaos.outcome import Member, Outcome, Row
 from kvbaton_proof.chaos.rest_oracle import usage
-from kvbaton_proof.chaos.vllm import vllm_pair
-from kvbaton_proof.chaos.vllm.vllm_judge import examined, row_of
-from kvbaton_proof.chaos.vllm.vllm_pair import Pair
-from kvbaton_proof.chaos.vllm.vllm_plan import standard
-from kvbaton_proof.chaos.vllm.vllm_steps import DO, Scene
+from kvbaton_proof.chaos.vllm import vllm_judge
+from kvbaton_proof.chaos.vllm.vllm_judge import Pair, examined, row_of
+from kvbaton_proof.chaos.vllm.vllm_steps import DO, Scene, standard
 from kvbaton_proof.rig import meters
 from kvbaton_proof.rig.connectors import D, P
 from kvbaton_proof.rig.server import Engine, EngineError
@@ -63,7 +61,7 @@ def run(
 async def _carried_out(plan: Plan, python: str, directory: Path, logs: Path, say: Say) -> Outcome:
     begun = time.monotonic()
     say(f"{plan.connector}: starting P, D and one engine alone, for the right answers")
-    async with vllm_pair.standing(plan.connector, plan.seed, directory, logs, python, say) as pair:
+    async with vllm_judge.standing(plan.connector, plan.seed, directory, logs, python, say) as pair:
         up = time.monotonic()
         say(f"up after {up - begun:.0f} s; {len(plan.steps)} steps")
         first = await examined(pair, up, time.monotonic)
@@ -145,5 +143,5 @@ async def _member(pair: Pair, engine: Engine, before: AtRest) -> Member:
     return Member(
         name=engine.name, fds=(before[0], after[0]), threads=(before[1], after[1]), rss_mib=(before[2], after[2]),
         lives=engine.lives, pins=int(figures.get("kvbaton_pinned_blocks", 0)),
-        used_blocks=meters.held(figures, vllm_pair.BLOCKS),
+        used_blocks=meters.held(figures, vllm_judge.BLOCKS),
     )  # fmt: skip

@@ -7,22 +7,19 @@ rule of docs/protocol.md that it breaks, `story` where it comes from. `kvbaton s
 from __future__ import annotations
 
 from kvbaton_proof.sim.mutants.mutants_device import DEVICE_MUTANTS
-from kvbaton_proof.sim.mutants.mutants_dialogue import DIALOGUE_MUTANTS
-from kvbaton_proof.sim.mutants.mutants_discard import DISCARD_MUTANTS
-from kvbaton_proof.sim.mutants.mutants_door import DOOR_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_door import DOOR_MUTANTS, VERSION_MUTANTS
 from kvbaton_proof.sim.mutants.mutants_liars import LIAR_MUTANTS
-from kvbaton_proof.sim.mutants.mutants_origins import ORIGIN_MUTANTS
-from kvbaton_proof.sim.mutants.mutants_pins import PIN_MUTANTS
-from kvbaton_proof.sim.mutants.mutants_planes import PLANE_MUTANTS
-from kvbaton_proof.sim.mutants.mutants_push import PUSH_MUTANTS
 from kvbaton_proof.sim.mutants.mutants_ranks import RANK_MUTANTS
-from kvbaton_proof.sim.mutants.mutants_shapes import SHAPE_MUTANTS
-from kvbaton_proof.sim.mutants.mutants_source import SOURCE_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_source import (
+    DISCARD_MUTANTS,
+    PIN_MUTANTS,
+    PUSH_MUTANTS,
+    SOURCE_MUTANTS,
+    TURN_MUTANTS,
+)
 from kvbaton_proof.sim.mutants.mutants_successes import SUCCESS_MUTANTS
-from kvbaton_proof.sim.mutants.mutants_target import TARGET_MUTANTS
-from kvbaton_proof.sim.mutants.mutants_turns import TURN_MUTANTS
-from kvbaton_proof.sim.mutants.mutants_versions import VERSION_MUTANTS
-from kvbaton_proof.sim.mutants.mutants_worlds import WORLD_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_target import DIALOGUE_MUTANTS, ORIGIN_MUTANTS, TARGET_MUTANTS
+from kvbaton_proof.sim.mutants.mutants_worlds import SHAPE_MUTANTS, WORLD_MUTANTS
 from kvbaton_proof.sim.mutants.mutation import Mutant
 
 MUTANTS: tuple[Mutant, ...] = (
@@ -33,7 +30,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *DISCARD_MUTANTS,
     *DEVICE_MUTANTS,
     *PIN_MUTANTS,
-    *PLANE_MUTANTS,
     *RANK_MUTANTS,
     *VERSION_MUTANTS,
     *SUCCESS_MUTANTS,

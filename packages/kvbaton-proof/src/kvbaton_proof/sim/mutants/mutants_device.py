@@ -140,10 +140,6 @@ def _never_taken_back(original: Any) -> Any:
     return cancel
 
 
-def _rest_not_waited_for(original: Any) -> Any:
-    return lambda self, lease: True
-
-
 DEVICE_MUTANTS: tuple[Mutant, ...] = (
     Mutant("layer_announced_at_issue", "30", "a layer is announced when its hook is called, not by its event",
            swap(SimEngine, "_issue", _layer_at_issue)),
@@ -171,6 +167,4 @@ DEVICE_MUTANTS: tuple[Mutant, ...] = (
            swap(Producer, "lend", _lends_what_is_pinned)),
     Mutant("loan_never_taken_back", "28", "a reader has left, and what was lent to it stays lent",
            swap(LedgerContext, "cancel", _never_taken_back)),
-    Mutant("unpinned_under_a_loan", "28, 32", "unpinned when a loan is taken back, not when the last read by it ended",
-           swap(Producer, "_lent_to_nobody", _rest_not_waited_for)),
 )  # fmt: skip

@@ -1,57 +1,55 @@
-"""Wrong ideas between ledger and engine: tickets, epochs, pins, the doorway and the node."""
+"""Wrong ideas between ledger and engine: tickets, epochs, pins, the doorway and the node; and about nodes of other
+protocol versions (rule 24).
+"""
 
 from __future__ import annotations
 
-import base64
-import contextlib
 from typing import Any
 
-from kvbaton.node import doorway
+from kvbaton.node import doorway, node
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import Node
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.geometry.progress import whole
-from kvbaton.protocol.wire import ticket
+from kvbaton.protocol.machines import pairing_state
+from kvbaton.protocol.wire.messages import SPOKEN
 from kvbaton_proof.sim.mutants.mutation import Mutant, both, swap
 from kvbaton_proof.sim.world import sim_engine, sim_request
 
 
-def _epochs_never_raised(original: Any) -> Any:
-    return lambda self, block: None
+def _own_newest(original: Any) -> Any:
+    return lambda ours, greeted_in, bits: ours.newest
 
 
-def _store_exception_keeps_pin(original: Any) -> Any:
-    def store(self: Any, effect: Any) -> None:
-        with contextlib.suppress(RuntimeError):
-            if isinstance(effect, fx.StorePut):
-                self.store.put(effect.put, effect.blocks, effect.keys)
-            else:
-                original(self, effect)
+def _always_newest(original: Any) -> Any:
+    def encode(sender: Any, to: Any, session: int, message: Any, version: int) -> Any:
+        return original(sender, to, session, message, SPOKEN.newest)
 
-    return store
+    return encode
+
+
+def _newest_once_linked(original: Any) -> Any:
+    """The greeting is right; what follows forgets with whom it was settled."""
+
+    def encode(sender: Any, to: Any, session: int, message: Any, version: int) -> Any:
+        return original(sender, to, session, message, SPOKEN.newest if session else version)
+
+    return encode
+
+
+VERSION_MUTANTS: tuple[Mutant, ...] = (
+    Mutant("source_settles_alone", "24", "P answers in its own newest version, whatever D speaks",
+           swap(pairing_state.__dict__, "settle", _own_newest)),
+    Mutant("hello_in_the_newest", "24", "an upgraded node says everything in its newest version",
+           swap(node.__dict__, "encode", _always_newest)),
+    Mutant("session_forgets_its_version", "24", "what is said in a session is not in the version that was settled",
+           swap(node.__dict__, "encode", _newest_once_linked)),
+)  # fmt: skip
 
 
 def _same_digest_for_all(original: Any) -> Any:
     return lambda content: b"0123456789abcdef"
-
-
-def _signature_ignored(original: Any) -> Any:
-    def body(text: str, keys: Any) -> bytes:
-        raw = base64.b64decode(text.encode() + b"=" * (-len(text) % 4), altchars=b"-_")
-        return bytes(raw[16:])
-
-    return body
-
-
-def _another_spelling(original: Any) -> Any:
-    def body(text: str, keys: Any) -> Any:
-        with contextlib.suppress(ValueError):
-            raw = base64.b64decode(text.encode() + b"=" * (-len(text) % 4), altchars=b"-_")
-            text = base64.urlsafe_b64encode(raw).decode().rstrip("=")
-        return original(text, keys)
-
-    return body
 
 
 def _ready_before_done(original: Any) -> Any:
@@ -111,14 +109,6 @@ def _asks_remembered(original: Any) -> Any:
     return take_events
 
 
-def _disconnects_for_everybody(original: Any) -> Any:
-    def disconnect(self: Any, effect: fx.Disconnect) -> None:
-        self._held.pop((effect.peer, effect.transport), None)
-        original(self, effect)
-
-    return disconnect
-
-
 def _frames_before_events(original: Any) -> Any:
     def step(self: Any, now: float) -> None:
         for worker, frame in self.control.receive():
@@ -136,32 +126,12 @@ def _partial_blocks_ready(original: Any) -> Any:
     return chunk_end
 
 
-def _backlog_lost(original: Any) -> Any:
-    def cancel(self: Any, rank: int, name: str, job: Any) -> None:
-        backlog = self._backlog.get((rank, name), ())
-        for copy in list(backlog):
-            if copy.job == job:
-                backlog.remove(copy)
-                return
-        self.ranks[rank][name].cancel(job)
-
-    return cancel
-
-
 DOOR_MUTANTS: tuple[Mutant, ...] = (
-    Mutant("expiry_without_epochs", "6, 7", "NIXL: blocks freed at expiry, readers never told",
-           swap(EpochTable, "raise_epoch", _epochs_never_raised)),
-    Mutant("store_exception_keeps_pin", "store", "seed 003: the store threw",
-           swap(Node, "_store", _store_exception_keeps_pin)),
     Mutant("matches_again_after_failure", "17", "vLLM: 12 loads in 12 steps",
            both(swap(doorway.Doorway, "hand_in", _matches_again),
                 swap(doorway.Doorway, "take_events", _asks_remembered))),
     Mutant("ticket_without_content", "2", "a genuine ticket with another prompt",
            swap(sim_request.__dict__, "digest", _same_digest_for_all)),
-    Mutant("signature_ignored", "1", "any text is a ticket",
-           swap(ticket.__dict__, "_verified_body", _signature_ignored)),
-    Mutant("ticket_of_another_spelling", "1", "found here: bits of a ticket's text that no byte comes of",
-           swap(ticket.__dict__, "_verified_body", _another_spelling)),
     Mutant("release_without_watcher", "7", "freed without arming the epoch",
            swap(doorway.Doorway, "_unpinned", _release_without_watcher)),
     Mutant("watcher_per_lease", "7", "one slot per block: the second lease's closure is lost",
@@ -170,10 +140,6 @@ DOOR_MUTANTS: tuple[Mutant, ...] = (
            swap(sim_engine.SimEngine, "_chunk_end", _partial_blocks_ready)),
     Mutant("ready_before_done", "10", "Ready before the device is done",
            swap(doorway.Doorway, "pin", _ready_before_done)),
-    Mutant("cancelled_backlog_lost", "17", "a copy that never started never ends",
-           swap(Node, "_cancel", _backlog_lost)),
-    Mutant("disconnects_for_everybody", "3", "found in review: a re-greeting revokes the secret it has just been given",
-           swap(Node, "_disconnect", _disconnects_for_everybody)),
     Mutant("frames_before_events", "8", "a claim overtakes the lease that it is for",
            swap(Node, "step", _frames_before_events)),
 )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.machines import claims, consumer, consumer_filling, ledger, pairing_target, producer
+from kvbaton.protocol.machines import claims, consumer, consumer_filling, ledger, producer
 from kvbaton.ranks import engine_store, rank_transport
 from kvbaton_proof.sim.mutants.mutation import Mutant, both, swap
 
@@ -44,10 +44,6 @@ def _never_any(what: str) -> Callable[[Any], Any]:
         return end
 
     return make
-
-
-def _no(original: Any) -> Any:
-    return lambda *arguments: False
 
 
 def _refuses_all(original: Any) -> Any:
@@ -98,8 +94,6 @@ SUCCESS_MUTANTS: tuple[Mutant, ...] = (
            swap(engine_store.EngineStore, "_end", _never_any("lookup"))),
     Mutant("nothing_brought_from_a_store", "store", "what was found in the store is computed all the same",
            swap(engine_store.EngineStore, "_end", _never_any("get"))),
-    Mutant("no_fallback", "23", "where the best data plane cannot be opened, handoffs fail",
-           swap(pairing_target.__dict__, "has_fallback", _no)),
     Mutant("drain_refuses_what_was_granted", "9", "a prefiller that drains hands nothing over",
            swap(claims.Claims, "on_claim", _refuses_all)),
     Mutant("drain_gives_leases_up", "9", "a prefiller that drains lets go of what it has granted",

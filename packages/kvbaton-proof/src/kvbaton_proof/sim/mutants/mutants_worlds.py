@@ -1,26 +1,142 @@
-"""Wrong ideas that only harder worlds show: partly stale leases, transports that cannot fence, unreported reuse."""
+"""Wrong ideas that only harder worlds show: partly stale leases, transports that cannot fence, unreported reuse.
+
+And those that show where engines differ in shape, transfers take their time, or a verdict is awaited.
+"""
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 import msgspec
 
-from kvbaton.node import doorway, node
-from kvbaton.node.doorway import Doorway
-from kvbaton.node.epochs import EpochTable
+from kvbaton.node import node
 from kvbaton.protocol.effects import UnpinPut
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.geometry import spans
+from kvbaton.protocol.geometry import plan, spans
 from kvbaton.protocol.geometry.layout import GroupKind
-from kvbaton.protocol.machines import lease, ledger, producer
+from kvbaton.protocol.machines import consumer_filling, lease, producer, push_writer
 from kvbaton.protocol.machines.consumer import Consumer
 from kvbaton.protocol.machines.consumer_filling import Pulls, Pushes
-from kvbaton.protocol.machines.producer import Producer
+from kvbaton.protocol.machines.inbound import IntakeState
+from kvbaton.protocol.machines.lease import LeaseState
 from kvbaton.protocol.machines.puts import Puts
 from kvbaton.protocol.wire.messages import Feature
-from kvbaton_proof.sim.mutants.mutation import Mutant, swap
+from kvbaton.ranks.engine_store import EngineStore
+from kvbaton.ranks.rank_host import RankHost
+from kvbaton.ranks.rank_link import RankLink
+from kvbaton.ranks.rank_messages import Progressed
+from kvbaton_proof.sim.mutants.mutation import Mutant, both, swap
+from kvbaton_proof.sim.world import sim_rank_store
+
+
+def _ends_at_a_missing_group(original: Any) -> Any:
+    def moves(route: Any, cargo: Any, before: Any, after: Any) -> Any:
+        groups = route.plan.target_groups
+        end = groups.index(None) if None in groups else len(groups)
+        return original(route, cargo, before, (*after[:end], *before[end:]))
+
+    return moves
+
+
+def _of_the_first_context_rank(original: Any) -> Any:
+    def holdings(side: str, layout: Any, index: int, effort: Any) -> Any:
+        found, ways = original(side, layout, index, effort)
+        return {(layer, dcp): found[layer, 0] for layer, dcp in found}, ways
+
+    return holdings
+
+
+def _any_context_rank(original: Any) -> Any:
+    def rank_values(layout: Any, rank: int, compat: str) -> Any:
+        alike = tuple(msgspec.structs.replace(each, dcp=0) for each in layout.ranks)
+        return original(msgspec.structs.replace(layout, ranks=alike), rank, compat)
+
+    return rank_values
+
+
+def _pinned_is_proven(original: Any) -> Any:
+    def judge(held: Any, epochs_of: Any) -> Any:
+        proven, good = original(held, epochs_of)
+        return proven or (held.final and held.state is not LeaseState.RELEASED), good
+
+    return judge
+
+
+def _whole_in_target_blocks(original: Any) -> Any:
+    def on_stale(self: Any, link: Any, message: Any, now: float) -> None:
+        fail, size = self._fail, link.plan.target.groups[0].block_tokens
+
+        def rounded(intake: Any, reason: Any, detail: str, now: float, good: int) -> None:
+            fail(intake, reason, detail, now, min(-(-good // size) * size, intake.wanted.tokens))
+
+        self._fail = rounded
+        try:
+            original(self, link, message, now)
+        finally:
+            self._fail = fail
+
+    return on_stale
+
+
+def _judged_goes_on(original: Any) -> Any:
+    def void(self: Any, now: float, granted_only: bool = False) -> None:
+        for intake in list(self.by_handoff.values()):
+            if intake.end is None and intake.state is not IntakeState.JUDGING:
+                self.fail(intake, Reason.ABORTED, "this engine's cache was replaced or is closing", now)
+
+    return void
+
+
+def _first_is_kept(original: Any) -> Any:
+    def progressed(self: Any, lease: Any, progress: Any) -> None:
+        if lease not in self._progress:
+            original(self, lease, progress)
+
+    return progressed
+
+
+def _first_is_taken(original: Any) -> Any:
+    def take_news(self: Any, news: Any) -> None:
+        if not isinstance(news, Progressed) or news.lease not in self._progress:
+            original(self, news)
+
+    return take_news
+
+
+def _one_failure_ends_all(original: Any) -> Any:
+    def rank_ended(self: Any, index: int, end: Any) -> None:
+        opened = self._open.get(end.order)
+        if opened is not None and opened.what == "get" and end.reason is not None:
+            opened.left = {index}
+        if opened is not None:
+            original(self, index, end)
+
+    return rank_ended
+
+
+SHAPE_MUTANTS: tuple[Mutant, ...] = (
+    Mutant("nothing_behind_a_missing_group", "25", "groups behind one that D has not are left uncopied",
+           both(swap(consumer_filling.__dict__, "moves", _ends_at_a_missing_group),
+                swap(push_writer.__dict__, "moves", _ends_at_a_missing_group))),
+    Mutant("tokens_of_one_context_rank", "25", "all ranks of a context group are given the tokens of the first",
+           swap(plan.__dict__, "_holdings", _of_the_first_context_rank)),
+    Mutant("value_of_any_context_rank", "store", "ranks that have other tokens of a block share its values",
+           swap(sim_rank_store.__dict__, "rank_values", _any_context_rank)),
+    Mutant("pinned_is_proven", "6, 7", "what is pinned cannot have changed; a state is written to by its own request",
+           swap(producer.__dict__, "judge", _pinned_is_proven)),
+    Mutant("pinned_is_written", "6, 7", "likewise, of what P writes",
+           swap(push_writer.__dict__, "judge", _pinned_is_proven)),
+    Mutant("half_good_is_good", "6", "of a block of D's the first tokens are good, so it is",
+           swap(consumer_filling.Pulls, "on_stale", _whole_in_target_blocks)),
+    Mutant("judged_push_outlives_the_cache", "3, 35", "a push is delivered to a cache that was replaced meanwhile",
+           swap(Consumer, "void", _judged_goes_on)),
+    Mutant("rank_keeps_first_progress", "30", "a rank says how far it was, not how far it is",
+           swap(RankHost, "progressed", _first_is_kept)),
+    Mutant("rank_progress_taken_once", "30", "of what a rank says the first counts until it is looked at",
+           swap(RankLink, "_take_news", _first_is_taken)),
+    Mutant("get_ends_with_one_rank", "20, 32", "one rank's failure ends a get that others still carry out",
+           swap(EngineStore, "_rank_ended", _one_failure_ends_all)),
+)  # fmt: skip
 
 
 def _first_block_only(original: Any) -> Any:
@@ -47,27 +163,6 @@ def _good_in_own_blocks(original: Any) -> Any:
     return on_stale
 
 
-def _exact_or_not(original: Any) -> Any:
-    return lambda self, held: lease.judge(held, self.desk.epochs_of)
-
-
-def _told_or_not(original: Any) -> Any:
-    return EpochTable.all_of
-
-
-def _tombstones_stay(original: Any) -> Any:
-    def void(self: Any, now: float, leaving: bool = False) -> None:
-        tombstones = self.tombstones
-        original(self, now, leaving)
-        self.tombstones = tombstones
-
-    return void
-
-
-def _fenced_or_not(original: Any) -> Any:
-    return lambda self, link: link.transport.can_write and bool(link.features & Feature.PUSH)
-
-
 def _unpinned_when_given_up(original: Any) -> Any:
     def on_timer(self: Any, put: Any, now: float) -> None:
         original(self, put, now)
@@ -77,38 +172,8 @@ def _unpinned_when_given_up(original: Any) -> Any:
     return on_timer
 
 
-def _busy_with(*names: str) -> Any:
-    return lambda original: property(lambda self: any(getattr(self, name) for name in names))
-
-
-def _parted_once(original: Any) -> Any:
-    def disconnect(self: Any, effect: Any) -> None:
-        again = list(self._again)
-        original(self, effect)
-        self._again = again
-
-    return disconnect
-
-
 def _never_again(original: Any) -> Any:
     return ()
-
-
-def _every_number_is_a_block(original: Any) -> Any:
-    return lambda blocks: tuple(chain.from_iterable(blocks))
-
-
-def _early_blocks_forgotten(original: Any) -> Any:
-    def on_granted(self: Any, link: Any, message: Any, now: float) -> None:
-        intake = self.book.of(link, message.attempt)
-        if intake is None or intake.end is not None:
-            original(self, link, message, now)
-            return
-        target, intake.target = intake.target, None
-        original(self, link, message, now)
-        intake.target = target
-
-    return on_granted
 
 
 def _states_like_tokens(original: Any) -> Any:
@@ -119,46 +184,23 @@ def _states_like_tokens(original: Any) -> Any:
     return windows
 
 
-def _reset_of_any_life(original: Any) -> Any:
-    def on_reset(self: Any, sender: Any, session: int, message: Any, now: float) -> None:
-        link = self.consumer.links.by_worker.get(sender.worker)
-        if link is not None:
-            self.consumer.links.lose(link, Reason.WRONG_INCARNATION, "of any life", now)
-
-    return on_reset
+def _fenced_or_not(original: Any) -> Any:
+    return lambda self, link: link.transport.can_write and bool(link.features & Feature.PUSH)
 
 
 WORLD_MUTANTS: tuple[Mutant, ...] = (
-    Mutant("reset_of_an_earlier_life", "3", "a Reset of an earlier life ends the link with the next one",
-           swap(ledger.Ledger, "_on_reset", _reset_of_any_life)),
+    Mutant("written_without_a_fence", "16", "a writer that cannot be shut out is let in",
+           swap(Pushes, "is_possible", _fenced_or_not)),
     Mutant("first_block_proves_all", "6", "of each group only the first block's epoch is looked at",
            swap(lease.__dict__, "_proven", _first_block_only)),
     Mutant("one_group_proves_all", "6", "one group was not reused, so none was",
            swap(producer.__dict__, "judge", _one_group_is_enough)),
     Mutant("good_prefix_in_own_blocks", "6", "D counts P's good blocks in blocks of its own size",
            swap(Pulls, "on_stale", _good_in_own_blocks)),
-    Mutant("reuse_untold_unminded", "7", "a pool that tells of no reuse is believed after release",
-           swap(Producer, "_judge", _exact_or_not)),
-    Mutant("watcher_taken_unminded", "7", "another watcher took our place, and silence is taken for no reuse",
-           swap(EpochTable, "all_judged", _told_or_not)),
-    Mutant("tombstones_outlive_the_cache", "3", "a commit is judged by epochs of a cache that was replaced",
-           swap(Producer, "void", _tombstones_stay)),
-    Mutant("written_without_a_fence", "16", "a writer that cannot be shut out is let in",
-           swap(Pushes, "is_possible", _fenced_or_not)),
     Mutant("put_unpinned_when_given_up", "store", "unpinned when a put was told to stop, not when it has",
            swap(Puts, "on_timer", _unpinned_when_given_up)),
-    Mutant("sleeps_with_blocks_held", "19", "an engine that only holds blocks for a load says that it is idle",
-           swap(Doorway, "busy", _busy_with("_pins", "_to_engine", "_wants"))),
-    Mutant("sleeps_with_blocks_pinned", "19", "an idle engine never unpins",
-           swap(Doorway, "busy", _busy_with("_holds", "_to_engine", "_wants"))),
-    Mutant("parted_once", "3", "who was let go stays connected because the data plane threw once",
-           swap(node.Node, "_disconnect", _parted_once)),
     Mutant("asked_to_stop_once", "14, 17", "a fence, or a stop, whose call threw is never asked for again",
            swap(node.__dict__, "_AWAITED", _never_again)),
-    Mutant("windows_pinned_whole", "11", "what left a window is pinned by its number, which is none",
-           swap(doorway.__dict__, "_real", _every_number_is_a_block)),
-    Mutant("early_blocks_forgotten", "12", "blocks that were taken before P's answer are not filled by it",
-           swap(Consumer, "on_granted", _early_blocks_forgotten)),
     Mutant("state_left_out_behind_a_hit", "12", "D has the beginning of the prompt, so its old state is left in place",
            swap(spans.__dict__, "_windows", _states_like_tokens)),
 )  # fmt: skip

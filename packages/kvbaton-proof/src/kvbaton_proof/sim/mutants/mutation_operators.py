@@ -1,7 +1,8 @@
 """One-place changes of a function, found in its syntax tree: what a tired hand gets wrong.
 
 A guard is dropped, a condition always or never holds, a comparison is turned or is off by one, a field is forgotten, a
-loop ends after its first pass, a call is left out, a function returns at once. What is only told and decides nothing
+loop ends after its first pass, a call is left out, a bound is not kept, an error is not caught, a function returns at
+once. What is only told and decides nothing
 (logging, counters, marks, the words of an error) is left alone, and so are `assert` and `__init__`, whose mistakes
 every test sees.
 
@@ -184,6 +185,11 @@ class _Collector:
         if isinstance(node.value, ast.Call):
             yield _edit("drop", node, "nothing", slot, ast.Pass())
 
+    def _on_ExceptHandler(self, node: ast.ExceptHandler, slot: Slot) -> Iterator[Edit]:
+        if not isinstance(node.body[-1], ast.Raise):
+            through = ast.ExceptHandler(node.type, node.name, [ast.Raise()])
+            yield _edit("uncaught", node, "raise", slot, through)
+
     def _on_Raise(self, node: ast.Raise, slot: Slot) -> Iterator[Edit]:
         if not (isinstance(slot.parent, ast.If) and len(slot.parent.body) == 1):  # else the guard is dropped
             yield _edit("drop", node, "nothing", slot, ast.Pass())
@@ -250,6 +256,9 @@ class _Collector:
         if isinstance(node.func, ast.Name):
             if node.func.id in _OTHER_CALL:
                 yield _edit("other", node.func, ast.Name(_OTHER_CALL[node.func.id], ast.Load()), Slot(node, "func"))
+            if node.func.id in ("min", "max") and len(node.args) == 2:
+                for value in node.args:
+                    yield _edit("bound", node, value, slot)
             if node.func.id == "range" and node.args:
                 last = len(node.args[:2]) - 1
                 yield from _shifted(node.args[last], Slot(node, "args", last))

@@ -1,0 +1,1 @@
+"""What the embedded engine computes: a small decoder, and the next token."""
