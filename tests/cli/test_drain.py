@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from kvbaton.cli import drain as command
 from kvbaton.cli import main as cli
 from kvbaton.cli import restart as restart_command
-from kvbaton.cli import succession
-from kvbaton.cli.succession import EngineStanding, look_at
+from kvbaton.cli.drain import EngineStanding, look_at
 from kvbaton.control import keyring
 from kvbaton.control.registry import (
     DrainState,
@@ -320,8 +319,8 @@ class Crowd:
         self.answers = answers
         self.now = 0.0
         self.asked: list[tuple[str, float]] = []
-        monkeypatch.setattr(succession.time, "monotonic", lambda: self.now)
-        monkeypatch.setattr(succession.time, "sleep", self.pass_by)
+        monkeypatch.setattr(command.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(command.time, "sleep", self.pass_by)
 
     def pass_by(self, seconds: float) -> None:
         self.now += seconds
@@ -336,7 +335,7 @@ class Crowd:
 def test_the_time_for_a_successor_is_over_when_it_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     names = tuple(f"x{number}" for number in range(100))
     silent = Crowd({"p0": DrainState(P0, "unknown", workers=names)}, monkeypatch)
-    assert succession.await_successor(silent, EngineStanding("p0", {"p0": 5}, "prefill"), 12.0, str) == ""  # type: ignore[arg-type]
+    assert command.await_successor(silent, EngineStanding("p0", {"p0": 5}, "prefill"), 12.0, str) == ""  # type: ignore[arg-type]
     assert silent.now == pytest.approx(12.0) and all(left_s <= 5.0 for _, left_s in silent.asked)
     ranks = Crowd({"p0": DrainState(P0, "unknown", workers=tuple(f"p0.dp{i}" for i in range(100)))}, monkeypatch)
     assert not look_at(ranks, P0, 12.0, str).is_answered  # type: ignore[arg-type]
@@ -346,7 +345,7 @@ def test_the_time_for_a_successor_is_over_when_it_is_over(monkeypatch: pytest.Mo
 def test_who_has_another_role_is_not_asked_again_for_a_successor(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {f"d{number}": DrainState(WorkerId(f"d{number}"), "ready", 7, role="decode") for number in range(9)}
     crowd = Crowd({**said, "p0": DrainState(P0, "unknown", workers=tuple(said))}, monkeypatch)
-    assert succession.await_successor(crowd, EngineStanding("p0", {"p0": 5}, "prefill"), 2.0, str) == ""  # type: ignore[arg-type]
+    assert command.await_successor(crowd, EngineStanding("p0", {"p0": 5}, "prefill"), 2.0, str) == ""  # type: ignore[arg-type]
     asked = [name for name, _ in crowd.asked]
     assert [asked.count(name) for name in said] == [1] * 9 and asked.count("p0") > 2
 
@@ -364,7 +363,7 @@ class Line:
 
 
 def test_progress_is_told_and_silence_of_the_registry_is_not_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "POLL_S", 0.001)
+    monkeypatch.setattr(command, "LOOK_S", 0.001)
     monkeypatch.setattr(command, "NEWS_S", 0.0)
     busy, told = DrainState(P0, "draining", 5, "1 request"), DrainState(P0, "draining", 5)
     line, news = Line(told, busy, None, DrainState(P0, "gone", 5)), list[str]()

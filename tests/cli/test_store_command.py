@@ -19,7 +19,7 @@ from kvbaton.cli import main as cli
 from kvbaton.control import key_room, keyring
 from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics.metric_names import Where
-from kvbaton.protocol.machines.origins import mark_of
+from kvbaton.protocol.machines.context import mark_of
 from kvbaton.ranks.store_address import bytes_of, opener, store_place
 from kvbaton.ranks.store_trust import trust_of
 from kvbaton.store.interface import Backend

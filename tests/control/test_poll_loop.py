@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvbaton.control.poll_loop import PAUSE_S, LoopThread
+from kvbaton.control.sockets import PAUSE_S, LoopThread
 
 from .rig import until
 

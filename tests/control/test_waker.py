@@ -7,7 +7,7 @@ from collections import deque
 
 import pytest
 
-from kvbaton.control.poll_loop import Waker
+from kvbaton.control.sockets import Waker
 
 
 def _readable(waker: Waker, timeout_s: float = 0.0) -> bool:

@@ -29,7 +29,7 @@ from kvbaton.protocol.events import SourceEnded
 from kvbaton.protocol.ids import LeaseId, WorkerId
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire import messages as m
-from kvbaton.protocol.wire.versions import NEWEST
+from kvbaton.protocol.wire.messages import NEWEST
 
 QUICK = Settings(
     transfer_timeout=6.0, defer_timeout=12.0, claim_timeout=4.0, lease_s=3.0, max_hold_s=40.0, revoke_timeout=2.0,

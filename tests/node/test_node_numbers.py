@@ -27,8 +27,8 @@ from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire import codec
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import Envelope, pack_blocks
+from kvbaton.protocol.wire.messages import NEWEST
 from kvbaton.protocol.wire.ticket import Ticket, seal
-from kvbaton.protocol.wire.versions import NEWEST
 from tests.wire_numbers import MAD, Path, numbers_in, put
 
 from .test_node import DIGEST, KEY, TOKENS, FakeControl, Worker

@@ -15,6 +15,7 @@ from kvbaton.processes import child_process
 from kvbaton.processes.child_process import Child, ChildError, Program, end, ready, start
 from kvbaton.processes.operator_control import unless_stopped
 from kvbaton.processes.operator_errors import StoppedError
+from kvbaton_proof.rig.servers import with_news
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
 STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPS}"
@@ -143,5 +144,5 @@ def test_a_long_wait_is_told_of_and_its_error_comes_through() -> None:
         raise ChildError("p0 is gone")
 
     with pytest.raises(ChildError, match="p0 is gone"):
-        asyncio.run(child_process.with_news(failing(), told.append, every_s=0.02))
+        asyncio.run(with_news(failing(), told.append, every_s=0.02))
     assert told == sorted(told) and told[0] > 0

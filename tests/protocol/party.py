@@ -39,9 +39,8 @@ from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.codec import decode, encode
-from kvbaton.protocol.wire.messages import ALL_FEATURES, Joined, Welcome
+from kvbaton.protocol.wire.messages import ALL_FEATURES, SPOKEN, Joined, Versions, Welcome
 from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
-from kvbaton.protocol.wire.versions import SPOKEN, Versions
 from kvbaton.transports.core.loans import WriteRecord
 from kvbaton_proof.sim.world.sim_memory import Shape, page_stamp, same_tokens
 from kvbaton_proof.sim.world.sim_transport import TCP

@@ -14,7 +14,7 @@ from kvbaton.control.keyring import Keyring
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK, StoreEnded
 from kvbaton.protocol.ids import PutId, WorkerId
-from kvbaton.protocol.machines.origins import Origins, mark_of
+from kvbaton.protocol.machines.context import Origins, mark_of
 from kvbaton.ranks.engine_store import EngineStore, EngineStoreSettings, OrderEnded, OrderId, StoreTold
 from kvbaton.ranks.store_trust import RankStoreTrust, bind_store
 from kvbaton.store.value_header import writer_id

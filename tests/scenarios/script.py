@@ -21,7 +21,7 @@ from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.privileges import Role
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire import messages as m
-from kvbaton.protocol.wire.versions import Versions
+from kvbaton.protocol.wire.messages import Versions
 from kvbaton_proof.sim.world.sim_memory import Shape
 from kvbaton_proof.sim.world.sim_transport import KINDS, LENT_TCP, TCP
 

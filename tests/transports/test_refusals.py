@@ -21,9 +21,8 @@ from kvbaton.security.sealing import Encrypt
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.checksum import checksum_transport
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
-from kvbaton.transports.core.refusals import Cause, Refusals, refusals_of
 from kvbaton.transports.core.shared_memory import DeviceMemory, allocate
-from kvbaton.transports.core.transport import Transport
+from kvbaton.transports.core.transport import Cause, Refusals, Transport, refusals_of
 from kvbaton.transports.core.wrapped import DelayedTransport, UnnamedTransport
 from kvbaton.transports.cuda import cuda_listener
 from kvbaton.transports.cuda.cuda_listener import CudaEndpoint

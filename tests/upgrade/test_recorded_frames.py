@@ -20,7 +20,7 @@ from party import Party
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import decode, encode
-from kvbaton.protocol.wire.versions import SPOKEN, Versions
+from kvbaton.protocol.wire.messages import SPOKEN, Versions
 
 FRAMES = Path(__file__).parent / "frames"
 OLD = Versions(1, 1)

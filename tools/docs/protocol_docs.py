@@ -31,7 +31,7 @@ from kvbaton.protocol.machines.push_writer import OUTLET
 from kvbaton.protocol.machines.puts import PUT
 from kvbaton.protocol.table import Table, Verdict
 from kvbaton.protocol.wire import messages as m
-from kvbaton.protocol.wire.versions import SPOKEN
+from kvbaton.protocol.wire.messages import SPOKEN
 from kvbaton_proof.sim.mutants.handwritten import MUTANTS
 from kvbaton_proof.sim.mutants.mutation import Mutant
 

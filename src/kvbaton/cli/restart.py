@@ -12,9 +12,18 @@ import time
 
 import msgspec
 
-from kvbaton.cli.drain import DrainOutcome, add_worker, drain_if_agreed, followed, line_of, told, verdict
+from kvbaton.cli.drain import (
+    DrainOutcome,
+    add_worker,
+    await_successor,
+    drain_if_agreed,
+    followed,
+    line_of,
+    look_at,
+    told,
+    verdict,
+)
 from kvbaton.cli.progress import note
-from kvbaton.cli.succession import await_successor, look_at
 from kvbaton.local_cluster import restart_orders
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.ids import WorkerId

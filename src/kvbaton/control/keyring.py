@@ -45,7 +45,7 @@ from kvbaton.control.key_files import (
 )
 from kvbaton.control.signing import Signer
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.machines.origins import mark_of
+from kvbaton.protocol.machines.context import mark_of
 from kvbaton.protocol.privileges import Act, Role, may, role_by_name
 
 __all__ = [

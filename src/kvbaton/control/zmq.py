@@ -25,12 +25,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import zmq
 
 from kvbaton.control.addressing import ControlError, ControlLimits, check_endpoint
-from kvbaton.control.dialler import Address, Dialler
+from kvbaton.control.dialler import Address, Dialler, Listener, Sent
 from kvbaton.control.joining.certificate import Membership
 from kvbaton.control.keyring import Following, Keyring, is_public_key, with_joined, with_removed
-from kvbaton.control.listener import Listener, Sent
-from kvbaton.control.poll_loop import Waker
-from kvbaton.control.sockets import Heard, SocketPlane
+from kvbaton.control.sockets import Heard, SocketPlane, Waker
 from kvbaton.protocol.ids import WorkerId
 
 log = logging.getLogger(__name__)

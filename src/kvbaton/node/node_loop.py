@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol, TypeVar
 
-from kvbaton.control.poll_loop import LoopThread
+from kvbaton.control.sockets import LoopThread
 from kvbaton.node.node import Node
 from kvbaton.node.ports import ControlPort
 from kvbaton.protocol.events import Event

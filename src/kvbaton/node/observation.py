@@ -18,7 +18,7 @@ from kvbaton.node.node import Node
 from kvbaton.observe.flight.dumps import Dumps, default_directory
 from kvbaton.observe.flight.flight_records import DELIVERED, QUIET, Flight
 from kvbaton.observe.flight.recorder import KEPT_MAX, Recorder
-from kvbaton.observe.metrics import node_metrics as figures
+from kvbaton.observe.metrics import handoff_metrics as figures
 from kvbaton.observe.metrics.handoff_metrics import HandoffMetrics
 from kvbaton.observe.tracing.export import SpanExport
 from kvbaton.protocol.ids import PeerId

@@ -201,20 +201,6 @@ async def ready(
         await asyncio.sleep(look_s)
 
 
-async def with_news(work: Awaitable[Any], tell: Callable[[float], None], every_s: float = NEWS_S) -> None:
-    """Await `work`, which has its own deadline, and now and then `tell` how many seconds it has taken."""
-    loop = asyncio.get_running_loop()
-    begun, working = loop.time(), asyncio.ensure_future(work)
-    try:
-        while not working.done():
-            await asyncio.wait((working,), timeout=every_s)
-            if not working.done():
-                tell(loop.time() - begun)
-        working.result()
-    finally:
-        working.cancel()
-
-
 async def end(children: Sequence[Child], within_s: float = STOP_S) -> None:
     """SIGTERM, wait, then SIGKILL; then the rest of each session. May be called twice."""
     for child in children:

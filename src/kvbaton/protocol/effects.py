@@ -15,8 +15,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.geometry.spans import Area, Weave
 from kvbaton.protocol.ids import HandoffId, Incarnation, JobId, LeaseId, PeerId, PutId, RequestId, WorkerId
-from kvbaton.protocol.wire.messages import Message
-from kvbaton.protocol.wire.versions import NEWEST
+from kvbaton.protocol.wire.messages import NEWEST, Message
 
 
 class Capabilities(msgspec.Struct, frozen=True):

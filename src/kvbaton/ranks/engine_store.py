@@ -29,7 +29,7 @@ import msgspec
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK, Groups, StoreEnded
 from kvbaton.protocol.ids import PutId
-from kvbaton.protocol.machines.origins import ANYBODY, mark_of
+from kvbaton.protocol.machines.context import ANYBODY, mark_of
 from kvbaton.ranks.store_trust import RankStoreTrust
 from kvbaton.store.interface import OrderEnded, OrderId
 from kvbaton.store.value_header import ORIGINS_MAX

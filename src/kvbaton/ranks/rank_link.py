@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from kvbaton.observe.codes.entry import worth_saying
-from kvbaton.observe.metrics.node_metrics import data_refused
+from kvbaton.observe.metrics.handoff_metrics import data_refused
 from kvbaton.protocol.events import LeaseProgressed
 from kvbaton.protocol.ids import LeaseId, PeerId, rank_peer
 from kvbaton.ranks.rank_host import RankHost, host_of
@@ -38,8 +38,7 @@ from kvbaton.ranks.rank_store_link import RemoteRankStore
 from kvbaton.ranks.rank_store_messages import RankStoreNews
 from kvbaton.ranks.rank_stream import Carrier, Clock, Stream
 from kvbaton.ranks.rank_transport import RemoteTransport
-from kvbaton.transports.core.refusals import refusals_of
-from kvbaton.transports.core.transport import Transport
+from kvbaton.transports.core.transport import Transport, refusals_of
 
 log = logging.getLogger(__name__)
 

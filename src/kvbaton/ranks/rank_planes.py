@@ -46,9 +46,16 @@ from kvbaton.ranks.rank_messages import (
     copy_of,
     loan_of,
 )
-from kvbaton.transports.core.refusals import refusals_of
 from kvbaton.transports.core.shared_memory import mapped_bytes_of
-from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, FenceEnded, LendingTransport, Transport
+from kvbaton.transports.core.transport import (
+    Copy,
+    CopyEnded,
+    CopyRested,
+    FenceEnded,
+    LendingTransport,
+    Transport,
+    refusals_of,
+)
 from kvbaton.transports.core.wrapped import UnnamedTransport
 
 log = logging.getLogger(__name__)

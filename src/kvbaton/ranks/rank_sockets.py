@@ -19,8 +19,7 @@ import zmq
 from kvbaton.control.addressing import check_endpoint
 from kvbaton.control.dialler import Dialler
 from kvbaton.control.keyring import Keyring
-from kvbaton.control.poll_loop import LoopThread, Sleeper, Waker
-from kvbaton.control.sockets import Context, Heard, SocketPlane
+from kvbaton.control.sockets import Context, Heard, LoopThread, Sleeper, SocketPlane, Waker
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.ranks.rank_messages import ENGINE, RankInvitation, rank_name
 from kvbaton.ranks.rank_stream import LIMITS, Arrival, Clock

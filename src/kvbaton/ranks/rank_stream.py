@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Protocol
 import msgspec
 
 from kvbaton.control.addressing import ControlLimits
-from kvbaton.control.poll_loop import Sleeper
+from kvbaton.control.sockets import Sleeper
 from kvbaton.ranks.rank_messages import FRAME_BYTES_MAX
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import socket
 import sys
 
 from kvbaton.cli.main import main
-from kvbaton.transports.local import region_client
+from kvbaton.transports.local import region_listener
 from kvbaton.transports.shm import shm_transport
 
 
@@ -33,7 +33,7 @@ def cut_off(how: str) -> None:
     if how == "namespace":
         setattr(shm_transport, "host_identity", _another_namespace)  # noqa: B010 - the name that shm itself has for it
     elif how == "door":
-        region_client.dial = _nobody_there
+        region_listener.dial = _nobody_there
     elif how == "mint":
         setattr(shm_transport.ShmTransport, "endpoint", _no_socket)  # noqa: B010 - a method, replaced in this process only
     else:

@@ -16,7 +16,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from kvbaton.control import keyring
 from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker
 from kvbaton.engines.embedded.worker_options import WorkerOptions
-from kvbaton.observe.metrics import metric_names, node_metrics
+from kvbaton.observe.metrics import handoff_metrics, metric_names
 from kvbaton.observe.metrics.exposition import render
 from kvbaton.observe.metrics.handoff_metrics import OBSERVED, HandoffMetrics
 from kvbaton.observe.metrics.metric_names import BY_NAME, MetricKind, Where
@@ -24,7 +24,7 @@ from kvbaton.observe.metrics.process_metrics import NOT_METRICS, RENAMED, render
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.router.router_stats import RouterStats, count
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.core.refusals import Cause, refusals_of
+from kvbaton.transports.core.transport import Cause, refusals_of
 from kvbaton.transports.tcp.tcp_transport import TcpEndpoint
 
 D = PeerId(WorkerId("d0"), Incarnation(1))
@@ -111,7 +111,7 @@ def test_figures_become_series_with_the_labels_of_the_list() -> None:
 
 def test_the_oldest_lease_ages_and_connections_are_told() -> None:
     control = Counter({"connections": 5, "admitted": 3, "refused": 1, "frames_in": 9})
-    assert node_metrics.connections(control) == {
+    assert handoff_metrics.connections(control) == {
         "connections_total": 5, "connections_admitted_total": 3, "connections_refused_total": 1
     }  # fmt: skip
 
@@ -131,7 +131,7 @@ def test_all_that_the_router_counts_is_shown() -> None:
     stats.waits.leg("failed", "prefill", "p0")
     stats.waits.leg("asked", "decode", "d.1:2")  # an odd name, not one of ours
     stats.elsewhere = lambda: {
-        **node_metrics.connections({"connections": 2}), "worker_requests": {"prefill:p0:waiting": 61},
+        **handoff_metrics.connections({"connections": 2}), "worker_requests": {"prefill:p0:waiting": 61},
     }  # fmt: skip
     numbers = {**stats.as_numbers(), **stats.elsewhere(), "workers": {"prefill:serving": 1}, "pairs": {"pull": 0},
                "worker_tokens": {"prefill:p0": 512}, "breakers_opened_total": 0, "draining": True}  # fmt: skip

@@ -15,7 +15,7 @@ import pytest
 from kvbaton.observe.flight.flight_records import DELIVERED, QUIET
 from kvbaton.observe.metrics.metric_names import BY_NAME, METRICS
 from kvbaton.protocol.errors import Reason
-from kvbaton.transports.core.refusals import Cause
+from kvbaton.transports.core.transport import Cause
 from tests.observe.prometheus.server import CONFIG, ROOT, RULES, alerts, promtool
 
 AT = "20m"

@@ -10,8 +10,7 @@ from kvbaton.protocol.geometry.spans import Move
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.protocol.machines.context import Identity, LedgerContext, Parts
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.wire.messages import ALL_FEATURES
-from kvbaton.protocol.wire.versions import version_bit
+from kvbaton.protocol.wire.messages import ALL_FEATURES, version_bit
 from kvbaton_proof.sim.world.sim_memory import Shape
 from kvbaton_proof.sim.world.sim_transport import SHM, TCP
 

@@ -21,7 +21,7 @@ from kvbaton.protocol.machines import ledger as ledger_module
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import encode
-from kvbaton.protocol.wire.versions import Versions
+from kvbaton.protocol.wire.messages import Versions
 
 
 def greeting(

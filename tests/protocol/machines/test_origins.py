@@ -9,7 +9,7 @@ from party import Load, Party
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.machines.origins import ANYBODY, MARK_BYTES, Origins, mark_of, marked
+from kvbaton.protocol.machines.context import ANYBODY, MARK_BYTES, Origins, mark_of, marked
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.messages import ORIGINS_MAX
 

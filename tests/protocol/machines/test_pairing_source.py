@@ -10,7 +10,7 @@ from kvbaton.protocol.effects import Connect, Disconnect
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Departed
 from kvbaton.protocol.ids import Incarnation, WorkerId
-from kvbaton.protocol.machines.pairing_source import Sessions
+from kvbaton.protocol.machines.pairing_state import Sessions
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import Commit, Goodbye, Hello, HelloRefused, Joined, Linked, Reset, Welcome
 from kvbaton_proof.sim.world.sim_memory import Shape

@@ -25,7 +25,7 @@ from kvbaton.protocol.wire.codec import (
     unfolded,
     unpack_blocks,
 )
-from kvbaton.protocol.wire.versions import NEWEST, Versions
+from kvbaton.protocol.wire.messages import NEWEST, Versions
 from kvbaton_proof.sim.world.sim_memory import Shape
 
 ME = PeerId(WorkerId("d"), Incarnation(7))

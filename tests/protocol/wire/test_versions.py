@@ -13,7 +13,7 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import HandoffId, ReservationId
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import Abandon1, from_v1, in_v1
-from kvbaton.protocol.wire.versions import NUMBER_MAX, SPOKEN, Versions, named, settle, version_bit, versions_in
+from kvbaton.protocol.wire.messages import NUMBER_MAX, SPOKEN, Versions, named, settle, version_bit, versions_in
 
 V1, V12, V2, V23, V3 = Versions(1, 1), Versions(1, 2), Versions(2, 2), Versions(2, 3), Versions(3, 3)
 

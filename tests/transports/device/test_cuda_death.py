@@ -18,9 +18,8 @@ from kvbaton.testing import Case, Log, Pair
 from kvbaton.testing.transport_case import READ, SMALL_BYTES, copy, fill
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.loans import lend_everything
-from kvbaton.transports.core.refusals import Cause
 from kvbaton.transports.core.shared_memory import DeviceMemory
-from kvbaton.transports.core.transport import Copy, CopyEnded
+from kvbaton.transports.core.transport import Cause, Copy, CopyEnded
 from kvbaton.transports.cuda import cuda_client, cuda_listener, cuda_table
 from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton.transports.cuda.cuda_listener import EXPORTED, Allocation, CudaPlace, Exported, Shared

@@ -16,9 +16,16 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.loans import lend_everything
-from kvbaton.transports.core.refusals import refusals_of
 from kvbaton.transports.core.shared_memory import DeviceMemory
-from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction, FenceEnded, TransportEvent
+from kvbaton.transports.core.transport import (
+    Copy,
+    CopyEnded,
+    CopyRested,
+    Direction,
+    FenceEnded,
+    TransportEvent,
+    refusals_of,
+)
 from kvbaton.transports.local.region_listener import LENGTH
 from kvbaton.transports.net import connection_handshake
 from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, FrameKind, FrameStatus, parse

@@ -37,8 +37,7 @@ from kvbaton.control.plain.announcements import (
     decode,
     payload_of,
 )
-from kvbaton.control.poll_loop import LoopThread, Waker
-from kvbaton.control.sockets import Context, Socket
+from kvbaton.control.sockets import Context, LoopThread, Socket, Waker
 from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.ids import Incarnation
 

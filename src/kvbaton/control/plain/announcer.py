@@ -23,8 +23,7 @@ import msgspec
 import zmq
 
 from kvbaton.control.addressing import ControlError, check_authority, check_endpoint, is_ipv6
-from kvbaton.control.poll_loop import LoopThread, Waker
-from kvbaton.control.sockets import Context, Socket
+from kvbaton.control.sockets import Context, LoopThread, Socket, Waker
 
 log = logging.getLogger(__name__)
 

@@ -17,13 +17,13 @@ import msgspec
 
 from kvbaton.control.addressing import ControlError, ControlLimits, RegistryPlace, check_endpoint
 from kvbaton.control.keyring import Keyring
-from kvbaton.control.poll_loop import LoopThread
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.member import Member, MemberState
 from kvbaton.control.registry.registry_line import RegistryLine
 from kvbaton.control.registry.registry_roster import RegistrySettings
 from kvbaton.control.registry.registry_union import RegistryView
 from kvbaton.control.registry.statements import OwnStatements, must_obey
+from kvbaton.control.sockets import LoopThread
 from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.ids import WorkerId
 

@@ -19,7 +19,6 @@ import msgspec
 
 from kvbaton.control.addressing import ControlError, ControlLimits, RegistryPlace
 from kvbaton.control.keyring import Keyring
-from kvbaton.control.poll_loop import LoopThread
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.allowed_networks import Networks
 from kvbaton.control.registry.registry_line import RegistryLine
@@ -28,6 +27,7 @@ from kvbaton.control.registry.registry_union import News, RegistryUnion, Registr
 from kvbaton.control.registry.registry_watchers import OnReport
 from kvbaton.control.registry.statement_reader import StatementReader
 from kvbaton.control.registry.statements import RESIGN_S
+from kvbaton.control.sockets import LoopThread
 from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.privileges import Act, may

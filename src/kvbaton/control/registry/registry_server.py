@@ -25,12 +25,12 @@ from kvbaton.control.addressing import ControlLimits
 from kvbaton.control.joining.admission import Admission
 from kvbaton.control.joining.join_messages import ClusterCard
 from kvbaton.control.keyring import Keyring
-from kvbaton.control.poll_loop import LoopThread
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.allowed_networks import Networks
 from kvbaton.control.registry.registry_roster import RegistryRoster, RegistrySettings, Standing
 from kvbaton.control.registry.registry_watchers import OnReport, Reports, RosterWatchers
 from kvbaton.control.registry.statements import is_ordered, may_serve, registered
+from kvbaton.control.sockets import LoopThread
 from kvbaton.control.zmq import LOOPBACK, ZmqControl
 from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId

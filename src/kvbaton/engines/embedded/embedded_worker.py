@@ -59,7 +59,7 @@ from kvbaton.node.cluster_node import (
     new_life,
 )
 from kvbaton.node.pin_budget import Fullness, budget_of
-from kvbaton.observe.metrics import node_metrics as node_figures
+from kvbaton.observe.metrics import handoff_metrics as node_figures
 from kvbaton.protocol.events import DrainStarted
 from kvbaton.protocol.ids import PeerId, RequestId, rank_peer
 from kvbaton.protocol.settings import Settings

@@ -27,8 +27,8 @@ from kvbaton.engines.vllm.metrics_outbox import Tray
 from kvbaton.engines.vllm.request_states import RequestStates
 from kvbaton.node.prompt_account import PromptAccount
 from kvbaton.observe.flight.flight_records import DELIVERED
+from kvbaton.observe.metrics import handoff_metrics as node_figures
 from kvbaton.observe.metrics import metric_names
-from kvbaton.observe.metrics import node_metrics as node_figures
 from kvbaton.observe.metrics.metric_names import BY_NAME, Metric, MetricKind, Where
 
 if TYPE_CHECKING:

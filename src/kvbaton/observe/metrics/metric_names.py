@@ -13,7 +13,7 @@ from kvbaton.observe.metrics.metric_types import OF_PROCESSES, Label, Metric, Me
 from kvbaton.protocol.errors import Reason
 from kvbaton.transports.builtin_entries import DISTRIBUTIONS, PLANES
 from kvbaton.transports.catalogue_entry import SUMS
-from kvbaton.transports.core.refusals import Cause
+from kvbaton.transports.core.transport import Cause
 
 __all__ = [
     "ALONE_TOKENS", "BY_NAME", "CACHE_RESETS", "CACHE_RESET_BLOCKS", "FULL", "METRICS", "PIN_MAX", "PIN_REFUSED",

@@ -31,9 +31,8 @@ import kvbaton
 from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics import metric_types as names
 from kvbaton.observe.metrics.exposition import Family, Labels, Value, family, render
-from kvbaton.observe.metrics.handoff_metrics import HandoffMetrics
+from kvbaton.observe.metrics.handoff_metrics import HandoffMetrics, connections
 from kvbaton.observe.metrics.metric_names import BY_NAME, Metric, Where
-from kvbaton.observe.metrics.node_metrics import connections
 
 _STARTED = time.time()
 _FILES = "/proc/self/fd"

@@ -17,7 +17,7 @@ from kvbaton.protocol.geometry.progress import Progress, complete, nothing, slow
 from kvbaton.protocol.ids import HandoffId, LeaseId, Reader, WorkerId
 from kvbaton.protocol.machines.context import EpochsOf, Parts
 from kvbaton.protocol.table import Table, pairs
-from kvbaton.protocol.wire.versions import NEWEST
+from kvbaton.protocol.wire.messages import NEWEST
 
 
 class LeaseState(enum.Enum):

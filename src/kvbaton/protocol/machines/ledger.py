@@ -17,8 +17,7 @@ from kvbaton.protocol.machines.consumer import Consumer
 from kvbaton.protocol.machines.context import EpochsOf, Identity, LedgerContext
 from kvbaton.protocol.machines.inbound import Intake
 from kvbaton.protocol.machines.lease import Lease
-from kvbaton.protocol.machines.pairing_source import Sessions
-from kvbaton.protocol.machines.pairing_state import Link
+from kvbaton.protocol.machines.pairing_state import Link, Sessions
 from kvbaton.protocol.machines.producer import Producer
 from kvbaton.protocol.machines.push_writer import Outlet
 from kvbaton.protocol.machines.puts import Puts

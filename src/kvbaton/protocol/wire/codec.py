@@ -8,7 +8,7 @@ enough cards of that peer, spends only a few microseconds.
 Version 1 of the protocol is here too, where it differs: the shapes on the wire, and conversion in both directions.
 
 Law: a message sent in version 1 has, byte for byte, the shape that version-1 nodes use; theirs are read as they meant
-them. To be deleted when `versions.OLDEST` is 2.
+them. To be deleted when `messages.OLDEST` is 2.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from kvbaton.protocol.ids import HandoffId, Incarnation, PeerId, WorkerId, is_wo
 from kvbaton.protocol.numbers import ID, Number, Version
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.messages import (
+    NEWEST,
+    SPOKEN,
     Card,
     Counts,
     Endpoints,
@@ -34,9 +36,9 @@ from kvbaton.protocol.wire.messages import (
     Message,
     Name,
     ReservationId,
+    Versions,
     Welcome,
 )
-from kvbaton.protocol.wire.versions import NEWEST, SPOKEN, Versions
 
 
 class Stale1(msgspec.Struct, frozen=True, array_like=True, tag=19):

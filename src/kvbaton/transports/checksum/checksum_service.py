@@ -17,13 +17,12 @@ from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.checksum.checksum_memory import Sums
 from kvbaton.transports.core.loans import BytesUnderWay, Loans
 from kvbaton.transports.core.mover import Mover, from_wire
-from kvbaton.transports.core.refusals import Refusals, cause_of
-from kvbaton.transports.core.transport import Direction, Spans
-from kvbaton.transports.net.connection_handshake import BACKLOG, Admitted, Reception, SecretRing
+from kvbaton.transports.core.transport import Direction, Spans, cause_of
+from kvbaton.transports.net.connection_handshake import Admitted, Reception
 from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.stream_socket import Bytes, Script, Wire, take
 from kvbaton.transports.net.transfer_frames import FRAME_BYTES, WINDOW_MAX, Frame, FrameKind, FrameStatus, parse
-from kvbaton.transports.tcp.tcp_server import REFUSED_AS, family_of, prepare
+from kvbaton.transports.tcp.tcp_server import REFUSED_AS, TcpListener, prepare
 
 WRITTEN_BYTES_MIN = 16
 """Of a span that a writer asks about. With less a digest could be guessed: a byte has 256 of them."""
@@ -39,7 +38,7 @@ class ChecksumGuest:
     halt: bytearray = field(default_factory=lambda: bytearray(1))  # set when the answers are no longer wanted
 
 
-class SumService:
+class SumService(TcpListener):
     """Listens, authenticates and answers on one loop; one connection per peer, the newest."""
 
     def __init__(
@@ -59,19 +58,6 @@ class SumService:
         self._loans = loans
         self._reception = Reception(me, loop, prepare, self._adopt, strangers_max, handshake_s, encrypt)
         self._guests: dict[PeerId, ChecksumGuest] = {}  # touched by the loop only
-
-    @property
-    def keyring(self) -> SecretRing:
-        return self._reception.keyring
-
-    @property
-    def refusals(self) -> Refusals:
-        return self._reception.refusals
-
-    def listen(self, host: str, port: int) -> int:
-        """Accept from now on; the port."""
-        create = partial(socket.create_server, (host, port), family=family_of(host), backlog=BACKLOG)
-        return int(self._reception.listen(create).getsockname()[1])
 
     def shut_out(self, peer: PeerId) -> None:
         """Stop answering `peer`. From any thread."""

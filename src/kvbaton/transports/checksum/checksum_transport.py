@@ -39,7 +39,6 @@ from kvbaton.transports.checksum.checksum_portions import Checksum, described, d
 from kvbaton.transports.checksum.checksum_service import SumService
 from kvbaton.transports.core.jobs import CopyJob
 from kvbaton.transports.core.loans import GRACE_S, Loans
-from kvbaton.transports.core.refusals import refusals_of
 from kvbaton.transports.core.shared_memory import mapped_bytes_of
 from kvbaton.transports.core.shell import CLOSED, NEW_ENDPOINT, PlaneShell
 from kvbaton.transports.core.transport import (
@@ -51,6 +50,7 @@ from kvbaton.transports.core.transport import (
     Loan,
     PageTable,
     Spans,
+    refusals_of,
 )
 from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.tcp.tcp_client import TcpRoute

@@ -28,7 +28,6 @@ from kvbaton.protocol.effects import Capabilities
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.protocol.ids import JobId, PeerId
-from kvbaton.transports.core.refusals import refusals_of
 from kvbaton.transports.core.shared_memory import mapped_bytes_of
 from kvbaton.transports.core.transport import (
     Copy,
@@ -38,6 +37,7 @@ from kvbaton.transports.core.transport import (
     PageTable,
     Transport,
     TransportEvent,
+    refusals_of,
 )
 
 

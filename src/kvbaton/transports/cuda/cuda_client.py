@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -22,10 +21,9 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.cuda.cuda_driver import HANDLE_BYTES, CudaError, Gpu
 from kvbaton.transports.cuda.cuda_listener import EXPORTED, TABLE_BYTES_MAX, Allocation, CudaEndpoint, Shared
-from kvbaton.transports.local.region_client import dial
-from kvbaton.transports.local.region_listener import LENGTH
+from kvbaton.transports.local.region_listener import LENGTH, LocalLink, is_empty
 from kvbaton.transports.net.connection_handshake import greet
-from kvbaton.transports.net.socket_loop import SocketLoop, Timer
+from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.stream_socket import Script, Wire, take
 
 INVALID_VALUE = 1
@@ -168,8 +166,8 @@ class Owner(Protocol):
         """`remote` is no longer used: close it when no copy reads from it."""
 
 
-class CudaAttachment:
-    """The link to one peer, and the copies that wait for its handles. Connected at once, and again when needed."""
+class CudaAttachment(LocalLink[CudaRemote]):
+    """One peer's memory, by its handles; the line stays, to detect its end."""
 
     def __init__(
         self,
@@ -181,39 +179,24 @@ class CudaAttachment:
         mapped: Mapped,
         limits: CudaLimits,
     ) -> None:
+        super().__init__(there, loop, jobs, limits.dial_deadline_s)
         self.there = there
         self.problem = ""  # why nothing can be read there
         self.remote: CudaRemote | None = None
         self._me = me
-        self._loop = loop
-        self._jobs = jobs
         self._owner = owner
         self._mapped = mapped
         self._limits = limits
-        self._dialling = False
-        self._waiting: deque[tuple[CopyJob, Callable[[CudaRemote], None]]] = deque()
         self._used_at = 0.0
-        self._line: Wire | None = None  # touched on the loop only, as is the timer
-        self._timer: Timer | None = None
 
     def use(self, job: CopyJob, then: Callable[[CudaRemote], None]) -> None:
         """Call `then` with the peer's memory, now or on the loop; or fail the job. The caller holds the lock."""
         self._used_at = time.monotonic()
-        if self.remote is not None and (not self.remote.is_sample or _is_empty(job)):
+        if self.remote is not None and (not self.remote.is_sample or is_empty(job)):
             self._give(self.remote, job, then)
         else:
             self._waiting.append((job, then))
             self.dial()
-
-    def dial(self) -> None:
-        """The caller holds the lock."""
-        if not self._dialling:
-            self._dialling = True
-            self._loop.call(self._open)
-
-    def remove(self, job: CopyJob) -> None:
-        """Forget a job that has failed while it waited. The caller holds the lock."""
-        self._waiting = deque(item for item in self._waiting if item[0] is not job)
 
     def close(self) -> None:
         """The peer was forgotten. The caller holds the lock."""
@@ -222,23 +205,11 @@ class CudaAttachment:
             self._owner.retire(remote)
         self._loop.call(self._hang_up)
 
-    def _open(self) -> None:
-        try:
-            sock = dial(self.there.name)
-        except (OSError, ProtocolError) as error:
-            self._done(None, str(error))
-            return
-        deadline_s = self._limits.dial_deadline_s
-        self._timer = self._loop.later(deadline_s, lambda: wire.close(f"no answer within {deadline_s} s"))
-
-        def closed(detail: str, _by_peer: bool) -> None:
-            self._cancel_timer()
-            self._line = None
-            self._done(None, detail)
-            self._lost(detail)
-
-        wire = self._line = Wire(self._loop, sock, closed)
-        wire.open(self._talk(wire))
+    def _closed(self, detail: str, by_peer: bool) -> None:
+        super()._closed(detail, by_peer)
+        with self._jobs:
+            if self.remote is not None:
+                self._owner.on_lost(self.there.owner, self, detail)
 
     def _talk(self, wire: Wire) -> Script:
         """Prove ourselves, receive the handles, perhaps of a sample first; then the line only serves to detect the
@@ -266,9 +237,7 @@ class CudaAttachment:
         """Copies of nothing find out whether it can be opened; where there is none, the first copy of bytes does."""
         with self._jobs:
             self.remote = sample
-            empty = [item for item in self._waiting if _is_empty(item[0])]
-            self._waiting = deque(item for item in self._waiting if not _is_empty(item[0]))
-            for job, then in empty:
+            for job, then in self._take_empty():
                 self._give(sample, job, then)
 
     def _give(self, remote: CudaRemote, job: CopyJob, then: Callable[[CudaRemote], None]) -> None:
@@ -277,28 +246,11 @@ class CudaAttachment:
         else:
             then(remote)
 
-    def _done(self, remote: CudaRemote | None, detail: str) -> None:
-        """The first result of a dial counts."""
-        with self._jobs:
-            if not self._dialling:
-                return
-            self._dialling = False
-            if remote is not None:
-                sample, self.remote = self.remote, remote
-                if sample is not None:
-                    self._owner.retire(sample)
-            waiting, self._waiting = self._waiting, deque()
-            problem = f"cannot reach the memory of {self.there.owner}: {detail}"
-            for job, then in waiting:
-                if remote is None:
-                    self._jobs.fail(job, Reason.UNREACHABLE, problem)
-                else:
-                    then(remote)
-
-    def _lost(self, detail: str) -> None:
-        with self._jobs:
-            if self.remote is not None:
-                self._owner.on_lost(self.there.owner, self, detail)
+    def _keep(self, memory: CudaRemote | None) -> None:
+        if memory is not None:
+            sample, self.remote = self.remote, memory
+            if sample is not None:
+                self._owner.retire(sample)
 
     def _look(self) -> None:
         """Close what has not been read from for a while, and check again later."""
@@ -314,12 +266,3 @@ class CudaAttachment:
     def _hang_up(self) -> None:
         if self._line is not None:
             self._line.close("forgotten")
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-
-def _is_empty(job: CopyJob) -> bool:
-    return not job.copy.spans and job.copy.weave is None

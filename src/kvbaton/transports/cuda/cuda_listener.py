@@ -28,11 +28,11 @@ from kvbaton.protocol.numbers import Bytes, Number
 from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.loans import engine_of
-from kvbaton.transports.core.refusals import Cause, Refusals, cause_of
 from kvbaton.transports.core.shared_memory import REGIONS_MAX, DeviceMemory
+from kvbaton.transports.core.transport import Cause, cause_of
 from kvbaton.transports.cuda.cuda_driver import HANDLE_BYTES, CudaError, Gpu
-from kvbaton.transports.local.region_listener import LENGTH, NAME_PREFIX, STRANGERS_MAX, same_user, silence
-from kvbaton.transports.net.connection_handshake import BACKLOG, Admitted, Reception, SecretRing
+from kvbaton.transports.local.region_listener import LENGTH, LocalListener, silence
+from kvbaton.transports.net.connection_handshake import Admitted
 from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.stream_socket import Bytes as Message
 from kvbaton.transports.net.stream_socket import Wire
@@ -152,28 +152,17 @@ class CudaSample:
         return [made]
 
 
-class CudaDoor:
-    """One listening socket, and the handles that it sends."""
+class CudaDoor(LocalListener):
+    """Sends handles. Who it hangs up on is to close what it has opened."""
 
     def __init__(self, me: PeerId, gpu: Gpu, loop: SocketLoop, handshake_s: float) -> None:
-        self._name = NAME_PREFIX + secrets.token_hex(16)
+        super().__init__(me, loop, handshake_s)
         self._gpu = gpu
-        self._loop = loop
-        self._lines: dict[PeerId, Wire] = {}  # touched on the loop only, as are the next three
+        self._lines: dict[PeerId, Wire] = {}  # touched on the loop only, as are the next two
         self._waiting: dict[PeerId, Admitted] = {}  # who of them has a sample only
-        self._admitted: set[PeerId] = set()  # engines
         self._sample = CudaSample(gpu)
         self._allocations: list[Allocation] = []
         self._places: list[CudaPlace] = []
-        self._reception = Reception(me, loop, same_user, self._welcome, STRANGERS_MAX, handshake_s)
-
-    @property
-    def keyring(self) -> SecretRing:
-        return self._reception.keyring
-
-    @property
-    def refusals(self) -> Refusals:
-        return self._reception.refusals
 
     def add(self, region: int, memory: DeviceMemory) -> None:
         """Offer `region` from now on. ValueError for memory that has no handle."""
@@ -191,31 +180,12 @@ class CudaDoor:
             ) from None
         self._places.append(CudaPlace(region, index, offset, memory.nbytes))
 
-    def listen(self) -> str:
-        """Accept from now on; the name to dial."""
-        self._reception.listen(self._create)
-        return self._name[1:]
-
     def close(self) -> None:
         """The memory may be freed from now on."""
         for allocation in self._allocations:
             EXPORTED.remove(allocation.handle)
         self._allocations = []
         self._sample.close()
-
-    def admit(self, engine: PeerId) -> None:
-        """Something was lent to it: its ranks get the handles, those that wait for them at once. From any thread."""
-        self._loop.call(lambda: self._admit(engine))
-
-    def dismiss(self, engine: PeerId) -> None:
-        """Nothing is lent to it any more: who comes now waits. From any thread."""
-        self._loop.call(lambda: self._admitted.discard(engine))
-
-    def revoke(self, peer: PeerId) -> None:
-        """Send `peer` nothing new, nor its engine before it is admitted again, and end its line: it is to close what it
-        has opened. From any thread."""
-        self.keyring.revoke(peer)
-        self._loop.call(lambda: self._forget(peer))
 
     def _allocation(self, base: int, size: int) -> int:
         for index, known in enumerate(self._allocations):
@@ -225,12 +195,6 @@ class CudaDoor:
         EXPORTED.add(handle, base, size)
         self._allocations.append(Allocation(handle, base, size))
         return len(self._allocations) - 1
-
-    def _create(self) -> socket.socket:
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(self._name)
-        listener.listen(BACKLOG)
-        return listener
 
     def _welcome(self, admitted: Admitted, sock: socket.socket) -> None:
         peer = admitted.peer
@@ -270,10 +234,6 @@ class CudaDoor:
                 del self._waiting[peer]
                 self._lines[peer].out.append(_message(self._shared))
                 self._lines[peer].flush()
-
-    def _forget(self, peer: PeerId) -> None:
-        self._admitted.discard(engine_of(peer))
-        self._hang_up(peer)
 
     def _hang_up(self, peer: PeerId) -> None:
         line = self._lines.get(peer)

@@ -40,7 +40,7 @@ from kvbaton.security.handshake import (
 )
 from kvbaton.security.records import Seals
 from kvbaton.security.sealing import Encrypt, is_required_on
-from kvbaton.transports.core.refusals import Cause, Refusals, Refused, cause_of
+from kvbaton.transports.core.transport import Cause, Refusals, Refused, cause_of
 from kvbaton.transports.net.socket_loop import IN, SocketLoop
 from kvbaton.transports.net.stream_socket import Bytes, Script, Sink, Wire, take
 
@@ -236,3 +236,17 @@ class Reception:
         admitted = yield from admit(wire, self.keyring, self._me, must_seal)
         sock = wire.detach()
         self._welcome(admitted, sock)
+
+
+class PeerListener:
+    """What listens for peers: whose proofs it accepts, and whom it has refused."""
+
+    _reception: Reception
+
+    @property
+    def keyring(self) -> SecretRing:
+        return self._reception.keyring
+
+    @property
+    def refusals(self) -> Refusals:
+        return self._reception.refusals

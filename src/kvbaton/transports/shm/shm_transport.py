@@ -27,8 +27,7 @@ from kvbaton.transports.core.mover import Mover, cut
 from kvbaton.transports.core.shared_memory import RegisteredMemory, region_of
 from kvbaton.transports.core.shell import AdmittingShell
 from kvbaton.transports.core.transport import Capabilities
-from kvbaton.transports.local.region_client import Attachment, Mapped
-from kvbaton.transports.local.region_listener import RegionListener, ShmEndpoint
+from kvbaton.transports.local.region_listener import Attachment, Mapped, RegionListener, ShmEndpoint
 from kvbaton.transports.net.socket_loop import SocketLoop
 
 CLOSE_S = 2.0

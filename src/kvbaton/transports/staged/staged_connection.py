@@ -24,8 +24,7 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.core.mover import Mover, size_of, to_wire
 from kvbaton.transports.core.transport import Direction, Spans
-from kvbaton.transports.local.region_client import TakeDescriptors
-from kvbaton.transports.local.region_listener import LENGTH
+from kvbaton.transports.local.region_listener import LENGTH, TakeDescriptors
 from kvbaton.transports.net.connection_handshake import greet
 from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.stream_socket import Bytes, ByteSource, ByteStrip, Script, Take, Wire, take

@@ -26,11 +26,10 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.core.loans import Loans
 from kvbaton.transports.core.mover import Mover, from_wire
-from kvbaton.transports.core.refusals import Cause, Refusals, cause_of
 from kvbaton.transports.core.shared_memory import DeviceMemory, Region, RegisteredDevice
-from kvbaton.transports.core.transport import Direction, Spans
+from kvbaton.transports.core.transport import Cause, Direction, Spans, cause_of
 from kvbaton.transports.local.region_listener import LENGTH, STRANGERS_MAX, same_user
-from kvbaton.transports.net.connection_handshake import Admitted, Reception, SecretRing
+from kvbaton.transports.net.connection_handshake import Admitted, PeerListener, Reception
 from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.stream_socket import Bytes, ByteStrip, Script, Skip, Wire, take
 from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, FrameKind, FrameStatus, parse
@@ -64,7 +63,7 @@ class StagedSession:
     busy: set[int] = field(default_factory=set)
 
 
-class StagedServer:
+class StagedServer(PeerListener):
     """Authenticates on the first loop, serves connection n of a peer on loop n; gathers on the runner's threads."""
 
     def __init__(
@@ -93,14 +92,6 @@ class StagedServer:
         self._lock = threading.Lock()
         ready = same_user if carrier == "shm" else prepare
         self._reception = Reception(me, loops[0], ready, self._welcome, STRANGERS_MAX, handshake_s, encrypt)
-
-    @property
-    def keyring(self) -> SecretRing:
-        return self._reception.keyring
-
-    @property
-    def refusals(self) -> Refusals:
-        return self._reception.refusals
 
     def listen(self, address: tuple[str, int]) -> tuple[str, int]:
         return listen(self._reception, self._carrier, address)

@@ -16,10 +16,9 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.core.loans import BytesUnderWay, Loans
 from kvbaton.transports.core.mover import Mover, Wait, from_wire
-from kvbaton.transports.core.refusals import Cause, Refusals, cause_of
 from kvbaton.transports.core.shared_memory import RegisteredMemory
-from kvbaton.transports.core.transport import Direction, Spans
-from kvbaton.transports.net.connection_handshake import BACKLOG, Admitted, Reception, SecretRing
+from kvbaton.transports.core.transport import Cause, Direction, Spans, cause_of
+from kvbaton.transports.net.connection_handshake import BACKLOG, Admitted, PeerListener, Reception
 from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.stream_socket import Bytes, ByteStrip, Script, Sink, Skip, Wire, take
 from kvbaton.transports.net.transfer_frames import FRAME_BYTES, WINDOW_MAX, Frame, FrameKind, FrameStatus, parse
@@ -29,7 +28,16 @@ TOO_SLOW = "the loan was revoked, and the request did not end in time"
 REFUSED_AS = {FrameStatus.BAD_SPAN: Cause.BAD_SPAN, FrameStatus.NOT_LENT: Cause.NOT_LENT}
 
 
-class TcpServer:
+class TcpListener(PeerListener):
+    """Listens on an address of this host."""
+
+    def listen(self, host: str, port: int) -> int:
+        """Accept from now on; the port."""
+        create = partial(socket.create_server, (host, port), family=family_of(host), backlog=BACKLOG)
+        return int(self._reception.listen(create).getsockname()[1])
+
+
+class TcpServer(TcpListener):
     """Authenticates on the first loop, serves stream n of a peer on loop n modulo the number of loops."""
 
     def __init__(
@@ -49,19 +57,6 @@ class TcpServer:
         self._loans = loans
         self._reception = Reception(me, loops[0], prepare, self._welcome, strangers_max, handshake_s, encrypt)
         self._served: list[dict[tuple[PeerId, int], Wire]] = [{} for _ in loops]  # each touched by its loop only
-
-    @property
-    def keyring(self) -> SecretRing:
-        return self._reception.keyring
-
-    @property
-    def refusals(self) -> Refusals:
-        return self._reception.refusals
-
-    def listen(self, host: str, port: int) -> int:
-        """Accept from now on; the port."""
-        create = partial(socket.create_server, (host, port), family=family_of(host), backlog=BACKLOG)
-        return int(self._reception.listen(create).getsockname()[1])
 
     def shut_out(self, peer: PeerId, index: int) -> None:
         """On loop `index`: close what is served there to `peer`."""

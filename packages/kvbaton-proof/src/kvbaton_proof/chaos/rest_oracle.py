@@ -18,9 +18,9 @@ import msgspec
 
 import kvbaton
 import kvbaton_proof
-from kvbaton.processes.proc_stat import stat
 from kvbaton_proof.chaos.fleet import Fleet
 from kvbaton_proof.chaos.members import ROUTER
+from kvbaton_proof.rig.proc_stat import stat
 
 REST_S = 40.0
 """More than any lease, time-out or deadline of these members together."""

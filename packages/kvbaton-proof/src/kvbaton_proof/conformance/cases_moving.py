@@ -7,7 +7,7 @@ tokens, and one that has seen a token too many or too few, or is another rank's,
 from __future__ import annotations
 
 from kvbaton.protocol.machines.ledger import Ledger
-from kvbaton.protocol.wire.versions import Versions
+from kvbaton.protocol.wire.messages import Versions
 from kvbaton_proof.conformance.case_registry import MODES, case
 from kvbaton_proof.conformance.configs import REFERENCE, STATE, EngineShape
 from kvbaton_proof.conformance.conformance_engine import LabEngine

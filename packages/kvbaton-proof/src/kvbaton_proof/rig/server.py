@@ -21,7 +21,7 @@ import aiohttp
 from kvbaton.engines.vllm.launch.launching import HOST
 from kvbaton.observe.metrics.scraping import figures
 from kvbaton.processes.child_process import GUARD
-from kvbaton.processes.proc_stat import all_stats
+from kvbaton_proof.rig.proc_stat import all_stats
 
 READY_S = 420.0
 END_S = 15.0

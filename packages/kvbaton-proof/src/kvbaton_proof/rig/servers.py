@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -21,7 +21,7 @@ import msgspec
 
 from kvbaton.control import keyring
 from kvbaton.engines.vllm.launch import launching
-from kvbaton.processes.child_process import KVBATON_ARGV, free_ports, with_news
+from kvbaton.processes.child_process import KVBATON_ARGV, NEWS_S, free_ports
 from kvbaton_proof.rig.connectors import CONNECTORS, D, Device, P, Seat
 from kvbaton_proof.rig.server import Engine, EngineError, end
 
@@ -315,6 +315,20 @@ async def _all_up(groups: Mapping[str, Group], session: aiohttp.ClientSession, s
 
     waiting = asyncio.gather(*map(up, groups.values()))
     await with_news(waiting, lambda seconds: say(f"{seconds:.0f} s: servers are starting"))
+
+
+async def with_news(work: Awaitable[Any], tell: Callable[[float], None], every_s: float = NEWS_S) -> None:
+    """Await `work`, which has its own deadline, and now and then `tell` how many seconds it has taken."""
+    loop = asyncio.get_running_loop()
+    begun, working = loop.time(), asyncio.ensure_future(work)
+    try:
+        while not working.done():
+            await asyncio.wait((working,), timeout=every_s)
+            if not working.done():
+                tell(loop.time() - begun)
+        working.result()
+    finally:
+        working.cancel()
 
 
 def last_words(log: Path) -> str:

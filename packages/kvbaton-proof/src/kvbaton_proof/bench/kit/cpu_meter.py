@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from kvbaton.processes.proc_stat import all_stats, foreign_cpu_s, stat
+from kvbaton_proof.rig.proc_stat import all_stats, foreign_cpu_s, stat
 
 Watched = Mapping[str, tuple[int, ...]]
 """Whose CPU time is told apart: processes, by the name of their group."""

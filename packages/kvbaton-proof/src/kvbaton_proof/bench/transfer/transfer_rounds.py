@@ -19,13 +19,13 @@ from typing import Protocol
 
 import msgspec
 
-from kvbaton.processes.proc_stat import cpu_s, foreign_cpu_s
 from kvbaton.transports.core.mover import choose_mover
 from kvbaton_proof.bench.kit.lab_pages import Check, Findings, Relation, Table, check, line_plot
 from kvbaton_proof.bench.kit.run_facts import QUIET_CORES, RunFacts, named
 from kvbaton_proof.bench.transfer import ways_own, whole_handoff
 from kvbaton_proof.bench.transfer.peers import IDLE, Peer, Took
 from kvbaton_proof.bench.transfer.whole_handoff import HandoffResult
+from kvbaton_proof.rig.proc_stat import cpu_s, foreign_cpu_s
 
 SEGMENT_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10)
 PEER_SEGMENT_BYTES = SEGMENT_BYTES[1:]

@@ -28,8 +28,7 @@ from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, rank_peer
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import Envelope, decode
-from kvbaton.protocol.wire.messages import ALL_FEATURES, Card
-from kvbaton.protocol.wire.versions import NEWEST, SPOKEN
+from kvbaton.protocol.wire.messages import ALL_FEATURES, NEWEST, SPOKEN, Card
 from kvbaton.store import store_client
 from kvbaton_proof.chaos.liars.liar_reach import ANSWER_S, BUFFER_BYTES, Reach
 from kvbaton_proof.chaos.liars.lies import Count, Guise

@@ -20,7 +20,6 @@ import aiohttp
 import msgspec
 
 from kvbaton.engines.vllm.launch import launching
-from kvbaton.processes.child_process import with_news
 from kvbaton_proof.chaos.chaos_plan import Step
 from kvbaton_proof.chaos.fault_catalogue import KNOWN
 from kvbaton_proof.chaos.outcome import Row
@@ -29,7 +28,7 @@ from kvbaton_proof.rig.client import Answer, Prompt, Tally, both_legs, prompt_of
 from kvbaton_proof.rig.connectors import D, P
 from kvbaton_proof.rig.oracle import Right
 from kvbaton_proof.rig.server import READY_S, Engine, EngineError
-from kvbaton_proof.rig.servers import ALONE, Site, Spec
+from kvbaton_proof.rig.servers import ALONE, Site, Spec, with_news
 
 BLOCKS = 128
 """KV blocks of P and of D, of 128 tokens: so few that what is let go is soon computed over."""

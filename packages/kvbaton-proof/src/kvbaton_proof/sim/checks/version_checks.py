@@ -13,7 +13,7 @@ import msgspec
 
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.wire import messages as m
-from kvbaton.protocol.wire.versions import Versions
+from kvbaton.protocol.wire.messages import Versions
 from kvbaton_proof.sim.checks.dialogue import Dialogues
 from kvbaton_proof.sim.checks.fences import Fences
 from kvbaton_proof.sim.checks.ledger_consistency import LedgerConsistency

@@ -9,8 +9,7 @@ import msgspec
 
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.wire.messages import ALL_FEATURES, Feature
-from kvbaton.protocol.wire.versions import SPOKEN, Versions
+from kvbaton.protocol.wire.messages import ALL_FEATURES, SPOKEN, Feature, Versions
 from kvbaton_proof.sim.hardship import engine_shapes, hardships
 from kvbaton_proof.sim.hardship.engine_shapes import Variety
 from kvbaton_proof.sim.hardship.hardships import Hardships, beside

@@ -14,7 +14,7 @@ import msgspec
 
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.wire.versions import SPOKEN
+from kvbaton.protocol.wire.messages import SPOKEN
 from kvbaton_proof.sim.hardship.hardships import Hardships
 from kvbaton_proof.sim.hardship.rank_faults import RankFaults
 from kvbaton_proof.sim.hardship.world_plan import Plan, draw_honest

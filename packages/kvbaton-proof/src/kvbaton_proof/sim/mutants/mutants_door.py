@@ -13,8 +13,8 @@ from kvbaton.node.node import Node
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.geometry.progress import whole
-from kvbaton.protocol.machines import pairing_source
-from kvbaton.protocol.wire.versions import SPOKEN
+from kvbaton.protocol.machines import pairing_state
+from kvbaton.protocol.wire.messages import SPOKEN
 from kvbaton_proof.sim.mutants.mutation import Mutant, both, swap
 from kvbaton_proof.sim.world import sim_request
 
@@ -41,7 +41,7 @@ def _newest_once_linked(original: Any) -> Any:
 
 VERSION_MUTANTS: tuple[Mutant, ...] = (
     Mutant("source_settles_alone", "24", "P answers in its own newest version, whatever D speaks",
-           swap(pairing_source.__dict__, "settle", _own_newest)),
+           swap(pairing_state.__dict__, "settle", _own_newest)),
     Mutant("hello_in_the_newest", "24", "an upgraded node says everything in its newest version",
            swap(node.__dict__, "encode", _always_newest)),
     Mutant("session_forgets_its_version", "24", "what is said in a session is not in the version that was settled",

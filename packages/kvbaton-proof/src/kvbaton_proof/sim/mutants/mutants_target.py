@@ -13,9 +13,8 @@ from kvbaton.protocol.geometry.progress import nothing
 from kvbaton.protocol.ids import LeaseId
 from kvbaton.protocol.machines import consumer, consumer_filling, inbound, producer
 from kvbaton.protocol.machines import inbound as intake
-from kvbaton.protocol.machines.context import Parts
+from kvbaton.protocol.machines.context import Origins, Parts
 from kvbaton.protocol.machines.inbound import IntakeEvent, IntakeState
-from kvbaton.protocol.machines.origins import Origins
 from kvbaton_proof.sim.mutants.mutation import Mutant, swap
 
 

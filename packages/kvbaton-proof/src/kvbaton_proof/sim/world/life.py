@@ -31,8 +31,7 @@ from kvbaton.protocol.ids import (
 from kvbaton.protocol.machines.context import Identity, TimerKey, Timers
 from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
-from kvbaton.protocol.wire.messages import ALL_FEATURES
-from kvbaton.protocol.wire.versions import SPOKEN, Versions
+from kvbaton.protocol.wire.messages import ALL_FEATURES, SPOKEN, Versions
 from kvbaton_proof.sim.promises import DEATH, HANG, LEAK, Broken
 from kvbaton_proof.sim.world.rank_links import EXCUSED, LinkedRanks, RankTraits
 from kvbaton_proof.sim.world.sim_doorway import WatchedDoorway

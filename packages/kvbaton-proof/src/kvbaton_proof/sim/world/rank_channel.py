@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import msgspec
 
-from kvbaton.control.poll_loop import Sleeper
+from kvbaton.control.sockets import Sleeper
 from kvbaton.ranks.rank_messages import RankInvitation
 from kvbaton.ranks.rank_stream import Clock, StreamEnvelope
 from kvbaton_proof.sim.promises import DEATH, Broken
