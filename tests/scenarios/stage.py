@@ -63,13 +63,11 @@ class Stage:
     def do_prefill(self, words: list[str], options: dict[str, str]) -> None:
         """`prefill p 1 tokens=4 [stream]`: a prompt for P's engine."""
         tokens, mode = int(options.get("tokens", 4)), "stream" if "stream" in words else "pull"
-        handoff = ""
+        ticket = ""
         if mode == "stream":
-            handoff = str(handoff_id(TransferId(f"{int(words[1]):032x}")))
-            self.tickets[words[1]] = seal(
-                Ticket(handoff_id(TransferId(f"{int(words[1]):032x}")), WorkerId("p"), 60.0), TICKET_KEY
-            )
-        self._request(words, tokens, "prefill", mode=mode, handoff=handoff)
+            handoff = handoff_id(TransferId(f"{int(words[1]):032x}"))
+            ticket = self.tickets[words[1]] = seal(Ticket(handoff, WorkerId("p"), 60.0), TICKET_KEY)
+        self._request(words, tokens, "prefill", mode=mode, ticket=ticket)
 
     def do_decode(self, words: list[str], options: dict[str, str]) -> None:
         """`decode d 1 tokens=4`: the same prompt for D's engine, with the ticket."""
