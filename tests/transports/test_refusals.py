@@ -24,7 +24,6 @@ from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTran
 from kvbaton.transports.core.shared_memory import DeviceMemory, allocate
 from kvbaton.transports.core.transport import Cause, Refusals, Transport, refusals_of
 from kvbaton.transports.core.wrapped import DelayedTransport, UnnamedTransport
-from kvbaton.transports.cuda import cuda_listener
 from kvbaton.transports.cuda.cuda_listener import CudaEndpoint
 from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport
 from kvbaton.transports.local import region_listener
@@ -88,7 +87,7 @@ Make = Callable[..., Door]
 
 @pytest.fixture(name="make")
 def make_doors(monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    for module in (region_listener, cuda_listener, staged_server):
+    for module in (region_listener, staged_server):
         monkeypatch.setattr(module, "STRANGERS_MAX", CROWD)
     with contextlib.ExitStack() as stack:
 
