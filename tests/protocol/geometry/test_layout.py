@@ -182,6 +182,8 @@ GOOD = engine(group(), group("sliding", kind=GroupKind.SLIDING, window=5), tp=2,
         ("ranks.0.shares.0.places.0.region", 1, "ranks[0].shares[0].places"),
         ("ranks.0.shares.0.places.1.region", 2, "ranks[0].shares[0].places.region"),
         ("ranks.0.shares.0.places.0.offset", -1, "ranks[0].shares[0].planes and places"),
+        ("ranks.0.shares.0.places.1.offset", 1 << 57, "ranks[0].shares[0].planes and places"),
+        ("ranks.0.shares.0.places.1.block_stride", 1 << 57, "ranks[0].shares[0].planes and places"),
     ],
 )
 def test_a_broken_bound_is_refused_by_field(path: str, value: object, field: str) -> None:

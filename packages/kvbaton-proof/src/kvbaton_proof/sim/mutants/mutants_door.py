@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvbaton.engines.side import decode, prefill
 from kvbaton.engines.side.grouping import Grouping
 from kvbaton.node import doorway, node
 from kvbaton.node.epochs import EpochTable
@@ -16,7 +17,6 @@ from kvbaton.protocol.geometry.progress import whole
 from kvbaton.protocol.machines import pairing_state
 from kvbaton.protocol.wire.messages import SPOKEN
 from kvbaton_proof.sim.mutants.mutation import Mutant, both, swap
-from kvbaton_proof.sim.world import sim_request
 
 
 def _own_newest(original: Any) -> Any:
@@ -133,7 +133,7 @@ DOOR_MUTANTS: tuple[Mutant, ...] = (
            both(swap(doorway.Doorway, "hand_in", _matches_again),
                 swap(doorway.Doorway, "take_events", _asks_remembered))),
     Mutant("ticket_without_content", "2", "a genuine ticket with another prompt",
-           swap(sim_request.__dict__, "digest", _same_digest_for_all)),
+           both(*(swap(side.__dict__, "digest", _same_digest_for_all) for side in (prefill, decode)))),
     Mutant("release_without_watcher", "7", "freed without arming the epoch",
            swap(doorway.Doorway, "_unpinned", _release_without_watcher)),
     Mutant("watcher_per_lease", "7", "one slot per block: the second lease's closure is lost",

@@ -266,7 +266,7 @@ class Life:
         if not self.alive or self.paused in _STOPS_ENGINE:
             return
         self._engine_due = False
-        before = self.engine.pool.total
+        before = self.engine.pool.total, len(self.engine.requests)
         try:
             self.engine.step()
         except Exception:  # noqa: BLE001 - whatever it is, it would have been the end of an engine
@@ -276,7 +276,8 @@ class Life:
         self.asleep = not self.engine.busy
         if self.doorway.pinned_blocks and self.asleep:
             raise Broken(LEAK, f"{self.character.name}: holds blocks for others, and says that it need not be stepped")
-        if before != self.engine.pool.total or self.engine.has_next:
+        after = self.engine.pool.total, len(self.engine.requests)  # what came and went in one step made room too
+        if before != after or self.engine.has_next:
             self.wake_engine()
 
     def _check_punctual(self) -> None:
