@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 from collections import Counter
+from collections.abc import Iterator
 
 import msgspec
 
@@ -10,7 +13,6 @@ from kvbaton_proof.sim.cluster import Cluster
 from kvbaton_proof.sim.course import run_course
 from kvbaton_proof.sim.liars.liar_plan import draw
 from kvbaton_proof.sim.promises import Broken
-from kvbaton_proof.sim.quiet import quietly
 from kvbaton_proof.sim.side_worlds import side_world
 from kvbaton_proof.sim.turn_worlds import turn_world
 from kvbaton_proof.sim.world.world import World
@@ -32,6 +34,18 @@ class Result(msgspec.Struct):
     faults: dict[str, int] = {}
     ends: dict[str, int] = {}
     story: list[str] = []
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Keeps what production code tells operators out of a simulation, which breaks things on purpose."""
+    logger = logging.getLogger("kvbaton")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 @quietly()

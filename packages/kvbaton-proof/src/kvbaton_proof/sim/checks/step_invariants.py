@@ -6,9 +6,10 @@ that is being judged. What a bound refuses is judged by a sum of our own, taken 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvbaton.node.pin_budget import WAITING_MAX
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CacheReplaced, Discarded, DrainStarted, PutWanted, Wanted
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PutId, Reader
@@ -16,9 +17,8 @@ from kvbaton.protocol.machines.consumer import Consumer
 from kvbaton.protocol.machines.lease import Lease, LeaseState, ReaderState
 from kvbaton.protocol.machines.producer import Producer
 from kvbaton.protocol.machines.puts import PutState
+from kvbaton.protocol.marks import Mark, Side, Step
 from kvbaton.protocol.wire.messages import Abandon, Offer
-from kvbaton_proof.sim.checks.handoff_record import Record
-from kvbaton_proof.sim.checks.pin_checks import check_pins
 from kvbaton_proof.sim.checks.rank_checks import check_gone, check_step
 from kvbaton_proof.sim.promises import HANG, LEAK, NEEDLESS, RULE, WRONG, Broken
 from kvbaton_proof.sim.world.life import Life
@@ -29,6 +29,51 @@ TURN_S_MAX = 4.0
 """As long as any D of these worlds keeps a turn."""
 LATE_S = 0.1
 """A loop may be this busy when something is due."""
+
+
+_MORE_THAN_ONCE = {Step.CLAIMED, Step.PARKED, Step.SEATED, Step.WRITTEN, Step.COMMITTED, Step.STALE, Step.LEFT}
+_OF_READERS = {Step.OFFERED, *_MORE_THAN_ONCE}
+
+Take = Callable[[Sequence[Mark], Sequence[tuple[Any, float]], float, float, Any], None]
+
+
+class Record:
+    """Of one life."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.open: dict[tuple[Side, int], dict[Step, float]] = {}
+
+    def watching(self, take: Take) -> Take:
+        """The recorder's own, and this."""
+
+        def watched(
+            marks: Sequence[Mark], taken: Sequence[tuple[Any, float]], now: float, wall_offset_s: float, before: Any
+        ) -> None:
+            for mark in marks:
+                self._note(mark)
+            take(marks, taken, now, wall_offset_s, before)
+
+        return watched
+
+    def check_at_rest(self) -> None:
+        if self.open:
+            raise Broken(HANG, f"{self.name}: on record, and never at rest: {list(self.open)[:3]}")
+
+    def _note(self, mark: Mark) -> None:
+        key = (mark.side, mark.key)
+        steps = self.open.get(key)
+        if steps is None:
+            if mark.step not in (Step.ASKED, Step.BEGUN):
+                raise Broken(RULE, f"{self.name}: {mark.step.value} is said of {key}, which has not begun, or is over")
+            steps = self.open[key] = {}
+        if mark.step in steps and mark.step not in (_OF_READERS if mark.side is Side.PREFILL else _MORE_THAN_ONCE):
+            raise Broken(RULE, f"{self.name}: {mark.step.value} is said twice of {key}")
+        steps[mark.step] = mark.at
+        if mark.step is Step.RESTED:
+            if Step.ENDED not in steps and Step.CLOSED not in steps:
+                raise Broken(RULE, f"{self.name}: {key} rests before it has ended")
+            del self.open[key]
 
 
 class StepInvariants:
@@ -338,3 +383,36 @@ def restless(producer: Producer) -> int:
     moving = {outlet.lease for outlet in outlets if outlet.parts.moving or outlet.parts.restless}
     over = (lease for lease in producer.leases.values() if lease.state is LeaseState.CLOSING and lease.id in moving)
     return sum(len(ids) for lease in over for ids in lease.blocks)
+
+
+OVERDUE_S = 5.0
+"""An engine may be stopped, or busy, for so long."""
+
+
+def check_pins(life: Life) -> None:
+    """Blocks that leases pin are never more than the limit, but for one lease that has it to itself; the budget counts
+    what the door holds; nobody waits for room past its deadline."""
+    name, doorway = life.character.name, life.doorway
+    leases = [
+        blocks
+        for key, blocks in doorway._pins.items()
+        if blocks and not isinstance(key, tuple) and key not in doorway._turns
+    ]
+    pinned = len(set().union(*leases))
+    if pinned > life.pins_max and len(leases) > 1:
+        raise Broken(LEAK, f"{name}: {len(leases)} leases pin {pinned} blocks, at most {life.pins_max}")
+    budget = doorway.budget
+    if budget.pinned_blocks != pinned:
+        raise Broken(LEAK, f"{name}: leases pin {pinned} blocks, and {budget.pinned_blocks} are counted")
+    if len(budget._waiting) > WAITING_MAX:
+        raise Broken(LEAK, f"{name}: {len(budget._waiting)} wait for room to pin, at most {WAITING_MAX}")
+    overdue = [request for request, (_, until) in budget._waiting.items() if life.world.now > until + OVERDUE_S]
+    if overdue and not (life.engine.replacing or life.engine.device.stopped):
+        raise Broken(HANG, f"{name}: {overdue[:3]} wait for room to pin past their deadline")
+    known = life.engine.requests
+    left = [each for each in (*budget._promised, *budget._waiting, *budget._refused) if each not in known]
+    if left:
+        raise Broken(LEAK, f"{name}: room to pin is kept for requests that are over: {left[:3]}")
+    over = [lease for lease in budget._of if lease not in doorway._pins]
+    if over:
+        raise Broken(LEAK, f"{name}: room to pin is remembered of leases that are over: {over[:3]}")

@@ -243,10 +243,7 @@ class SimEngine:
             return answer
         if self.early and self.doorway.waits(request.id) and not self.world.chance(self.early):
             return NOT_YET
-        answer = self.decode.match(request, local)
-        if answer == NOT_YET and not self.doorway.waits(request.id):
-            self.world.touch("no_room", *request.handoffs)  # granted, and other loads have the cache
-        return answer
+        return self.sides.matched(request, self.decode.match(request, local))
 
     def _found_here(self, request: SimRequest) -> int:
         """Tokens that are in the prefix cache; of a D's prompt as if they were, all where a handoff is needless."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvbaton.engines.side.decode import DecodeSide
 from kvbaton.engines.side.grouping import Grouping, Tables, real
-from kvbaton.engines.side.instructions import Leaving, LoadVerdict
+from kvbaton.engines.side.instructions import NOT_YET, Answer, Leaving, LoadVerdict
 from kvbaton.engines.side.load_admission import LoadAdmission
 from kvbaton.engines.side.pin_admission import PinAdmission
 from kvbaton.engines.side.prefill import PrefillSide
@@ -140,6 +140,12 @@ class Sides:
         room = LoadAdmission(self.grouping, self.landing, max(CHUNKS)) if recomputes else None
         alone = self.grouping.count == 1 and not self.grouping.stateful
         return DecodeSide(self.doorway, self.landing, self.grouping, SimRequests(), recomputes, alone, room)
+
+    def matched(self, request: SimRequest, answer: Answer) -> Answer:
+        """A load that was granted and may not begin waits for room: other loads have the cache."""
+        if answer == NOT_YET and not self.doorway.waits(request.id):
+            self.world.touch("no_room", *request.handoffs)
+        return answer
 
     def tables(self, request: SimRequest) -> Tables:
         """Its blocks as the sides read them."""
