@@ -103,16 +103,9 @@ def test_a_capability_that_never_happens_is_an_alarm(name):
 
 
 @pytest.mark.usefixtures("worlds_alone")
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("protocol.machines.ledger:Ledger._on_reset:operand:2", "failed for no cause"),
-        ("protocol.machines.push_writer:Writer._forget_if_over:drop:3", "Writer.sessions holds"),
-    ],
-)
-def test_what_outlives_its_life_or_its_session_is_seen(name, words):
-    catch = hunt(name, 60)
-    assert catch.caught and words in catch.what
+def test_what_outlives_its_session_is_seen():
+    catch = hunt("protocol.machines.push_writer:Writer._forget_if_over:drop:3", 60)
+    assert catch.caught and "Writer.sessions holds" in catch.what
 
 
 def test_a_table_that_holds_what_is_over_is_a_leak(cluster):
