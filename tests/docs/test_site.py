@@ -114,13 +114,13 @@ def test_in_a_browser_code_stays_in_its_column_and_a_copied_command_has_no_promp
         page.set_default_timeout(PAGE_MS)
         for width in (1280, 390):
             page.set_viewport_size({"width": width, "height": 800})
-            for name in ("vllm-one-host", "settings", "how-it-works", "bench"):
+            for name in ("vllm-guide", "settings", "how-it-works", "bench"):
                 page.goto(f"{origin}/{name}.html", wait_until="domcontentloaded")
                 assert page.evaluate(WIDER) == [], f"{name} at {width}"
         page.evaluate("document.querySelector('link[href*=extra]').disabled = true")
         assert page.evaluate(WIDER) != [], "without our style sheet the last page would be noticed"
         page.set_viewport_size({"width": 1280, "height": 800})
-        page.goto(f"{origin}/vllm-one-host.html", wait_until="domcontentloaded")
+        page.goto(f"{origin}/vllm-guide.html", wait_until="domcontentloaded")
         (engine, *_) = [each for each in commands_of("", ONE_HOST.read_text()) if "kv_producer" in each.text]
         page.locator(".highlight:has-text('kv_producer') button").first.click()
         page.wait_for_function("async () => (await navigator.clipboard.readText()).length > 0")
