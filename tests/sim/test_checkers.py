@@ -19,7 +19,7 @@ SEEN = {
     "protocol.machines.pairing_target:Links.on_welcome:forget:3": (NEEDLESS, "failed for no cause"),
     "drain_refuses_what_was_granted": (NEEDLESS, "drains, and refuses a claim"),
     "drain_gives_leases_up": (NEEDLESS, "drains, and gives up lease"),
-    "short_first_term": (NEEDLESS, "lease_expired"),
+    "short_first_term": (NEEDLESS, "expired"),
     "first_rank_reads_alone": (NEEDLESS, "failed for no cause"),
 }
 SLOW = {"every_other_grant_fails", "every_fifth_claim_is_busy", "first_rank_reads_alone"}

@@ -62,16 +62,17 @@ def test_a_reader_is_held_to_the_terms_of_a_lease(make_pair: Make) -> None:
 def test_draining_lets_all_turns_go_and_keeps_no_more(pair: Pair) -> None:
     pair.p.grant(1, keep_s=KEEP_S)
     promised = pair.p.grant(2)
+    pair.p.grant(4, keep_s=KEEP_S)
     pair.p.tell(ev.DrainStarted())
     pair.settle()
-    assert pair.done(Unpin) == [Unpin(LeaseId(1))] and pair.p.counts["turns.discarded"] == 1
+    assert pair.done(Unpin) == [Unpin(LeaseId(1)), Unpin(LeaseId(3))] and pair.p.counts["turns.discarded"] == 2
     load = pair.d.want("r", promised, 2)
     pair.settle()
     assert load.end is not None and load.end.delivered, "what was promised is handed over"
     pair.p.grant(3, keep_s=KEEP_S)
     pair.settle()
-    assert pair.done(Unpin)[-1] == Unpin(LeaseId(3)) and pair.p.counts["lease_refused.draining"] == 1
-    assert pair.p.counts["turns.kept"] == 1
+    assert pair.done(Unpin)[-1] == Unpin(LeaseId(4)) and pair.p.counts["lease_refused.draining"] == 1
+    assert pair.p.counts["turns.kept"] == 2
 
 
 def test_a_replaced_cache_takes_all_turns_along(pair: Pair) -> None:
