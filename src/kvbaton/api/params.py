@@ -17,6 +17,8 @@ from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX
 
 FIELD = "kv_transfer_params"
 SHOWN_CHARS = 200
+HISTORY_TOKENS_MAX = 1 << 20
+"""Of one answer that is continued."""
 
 
 class Mode(enum.StrEnum):
@@ -34,6 +36,31 @@ class TurnOffer(msgspec.Struct, frozen=True):
     tokens: int  # of that turn's prompt and answer; the last of them has no KV there
 
 
+class HistoryWay(enum.StrEnum):
+    """How a worker can be given the beginning of an answer that another engine generated."""
+
+    NONE = ""  # not at all: it is not asked
+    OUTPUT = "output"  # as output: penalties, limits, grammars and seeded sampling go on as if it were its own
+    PROMPT = "prompt"  # as more of the prompt: right for greedy sampling without penalties, and for nothing else
+
+
+class History(msgspec.Struct, frozen=True):
+    """What other engines generated of this answer so far, as the router saw it.
+
+    To P: they belong to the prompt that is to be computed, all but the last, whose KV nobody has yet. To D: the answer
+    begins with them. D tells it from its first token, as if all of them had just been generated here; the router leaves
+    out what the client has.
+    """
+
+    tokens: tuple[int, ...]
+    proof: str  # the router's word for them, for the worker that is asked; `ticket.seal_history`
+
+    @property
+    def kv_tokens(self) -> int:
+        """How many of them have their KV at P."""
+        return len(self.tokens) - 1
+
+
 class TransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a worker is to do with the KV of one prompt. Fields of other systems pass unread."""
 
@@ -45,6 +72,7 @@ class TransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
     empty: bool = False  # P had nothing to hand over: D computes the prompt
     turn: TurnOffer | None = None  # to P: what it need not compute
     keep: str | None = None  # to D: the ticket under which it may keep prompt and answer for the next turn
+    history: History | None = None  # to both: what was generated of the answer before this request
 
     @classmethod
     def parse(cls, value: Any) -> TransferParams | None:
@@ -58,8 +86,10 @@ class TransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
         if params.do_remote_decode and params.do_remote_prefill:
             raise bad_field(FIELD, "do_remote_decode and do_remote_prefill exclude each other")
         params._check_turn()
+        params._check_history()
         if params.empty or not (params.do_remote_decode or params.do_remote_prefill):
-            return None if params.keep is None else cls(keep=params.keep)
+            is_about_answer = params.keep is not None or params.history is not None
+            return cls(keep=params.keep, history=params.history) if is_about_answer else None
         params._check_ticket()
         return params
 
@@ -71,7 +101,7 @@ class TransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def hands_over(self) -> bool:
-        """Whether a prompt's KV goes from P to D; else it is only about turns."""
+        """Whether a prompt's KV goes from P to D; else it is only about the answer."""
         return self.do_remote_decode or self.do_remote_prefill
 
     def _check_turn(self) -> None:
@@ -79,6 +109,17 @@ class TransferParams(msgspec.Struct, frozen=True, omit_defaults=True):
         for name, ticket in told.items():
             if ticket is not None and len(ticket) > TICKET_CHARS_MAX:
                 raise bad_field(f"{FIELD}.{name}", f"{len(ticket)} characters, at most {TICKET_CHARS_MAX}")
+
+    def _check_history(self) -> None:
+        if self.history is None:
+            return
+        tokens = self.history.tokens
+        if not 0 < len(tokens) <= HISTORY_TOKENS_MAX or not 0 <= min(tokens) <= max(tokens) < 1 << 31:
+            said = f"{len(tokens)} tokens, expected 1 to {HISTORY_TOKENS_MAX}, each 0 or more"
+            raise bad_field(f"{FIELD}.history.tokens", said)
+        if len(self.history.proof) > TICKET_CHARS_MAX:
+            count = len(self.history.proof)
+            raise bad_field(f"{FIELD}.history.proof", f"{count} characters, at most {TICKET_CHARS_MAX}")
 
     def _check_ticket(self) -> None:
         needs_ticket = self.do_remote_prefill or self.mode is not Mode.PULL

@@ -77,6 +77,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     dp_rank: int = 0  # which of the engines behind its HTTP address it is
     dp_size: int = 1  # how many those are
+    continues: str = ""  # how it goes on with an answer that another began; "": it cannot
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -284,6 +285,7 @@ class ClusterNode:
             dp_rank=facts.dp_rank,
             dp_size=facts.dp_size,
             born=self._born,
+            continues=facts.continues,
         )
 
     def know(

@@ -75,6 +75,7 @@ class Registration(msgspec.Struct, frozen=True):
     dp_rank: Annotated[int, Meta(ge=0, lt=DP_SIZE_MAX)] = 0  # which of the ranks behind its HTTP address it is
     dp_size: Annotated[int, Meta(ge=1, le=DP_SIZE_MAX)] = 1  # how many those are; above 1 a request must name the rank
     born: UnixSeconds = 0.0  # Unix time of the start of this life, by its own clock; 0: not told
+    continues: Name = ""  # how it goes on with an answer that another began (`params.HistoryWay`); "": it cannot
 
     @property
     def peer(self) -> PeerId:

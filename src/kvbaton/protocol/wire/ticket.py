@@ -6,8 +6,10 @@ on wall clocks, so it only ever *refuses* (liveness); nothing is trusted because
 
 from __future__ import annotations
 
+import array
 import base64
 import binascii
+import hashlib
 import hmac
 from collections.abc import Sequence
 from typing import Annotated
@@ -23,6 +25,8 @@ TICKET_LIFE_S_MAX = 3600.0
 """A ticket that claims to be good for longer is refused by P, however it is signed."""
 _MAC_BYTES = 16
 _VERSION = 1
+_TICKET, _HISTORY = b"kvbaton-ticket\0", b"kvbaton-history\0"
+"""What a signature is of: no text of one kind can be shown as one of the other."""
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
@@ -38,8 +42,17 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     max_readers: Readers = 1
 
 
+class HistoryProof(msgspec.Struct, frozen=True, array_like=True):
+    """What is signed of tokens that were generated elsewhere."""
+
+    target: WorkerId
+    expires_unix_s: UnixSeconds
+    digest: bytes
+
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(tuple[Version, Ticket]).decode
+_decode_proof = msgspec.msgpack.Decoder(tuple[Version, HistoryProof]).decode
 
 
 def seal(ticket: Ticket, key: bytes) -> str:
@@ -63,7 +76,33 @@ def unseal(text: str, keys: Sequence[bytes], wall_now_s: float) -> Ticket:
     return ticket
 
 
-def _verified_body(text: str, keys: Sequence[bytes]) -> bytes:
+def seal_history(tokens: Sequence[int], target: WorkerId, expires_unix_s: float, key: bytes) -> str:
+    """The router's word that an answer of `target`'s begins with these tokens."""
+    body = _encode((_VERSION, HistoryProof(target, expires_unix_s, _tokens_digest(tokens))))
+    return _text(_mac(body, key, _HISTORY) + body)
+
+
+def check_history(text: str, tokens: Sequence[int], me: WorkerId, keys: Sequence[bytes], wall_now_s: float) -> None:
+    """`ProtocolError` unless one of `keys` signed, for this worker and in time, that these are the tokens."""
+    body = _verified_body(text, keys, _HISTORY)
+    try:
+        _, proof = _decode_proof(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(Reason.TICKET_FORGED, f"history: signed but unreadable ({error})") from None
+    if proof.expires_unix_s < wall_now_s:
+        late_s = wall_now_s - proof.expires_unix_s
+        raise ProtocolError(
+            Reason.TICKET_EXPIRED, f"history: its proof expired {late_s:.1f} s ago; ask the router again"
+        )
+    if proof.target != me or not hmac.compare_digest(proof.digest, _tokens_digest(tokens)):
+        raise ProtocolError(Reason.TICKET_FORGED, "history: signed for another worker, or for other tokens")
+
+
+def _tokens_digest(tokens: Sequence[int]) -> bytes:
+    return hashlib.blake2b(array.array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+def _verified_body(text: str, keys: Sequence[bytes], kind: bytes = _TICKET) -> bytes:
     if len(text) > TICKET_CHARS_MAX:
         raise ProtocolError(Reason.TICKET_FORGED, f"ticket: {len(text)} characters, at most {TICKET_CHARS_MAX}")
     try:
@@ -73,7 +112,7 @@ def _verified_body(text: str, keys: Sequence[bytes]) -> bytes:
     if _text(raw) != text:  # the last character has bits that no byte comes of
         raise ProtocolError(Reason.TICKET_FORGED, "ticket: not as it was written; pass it on unchanged")
     mac, body = raw[:_MAC_BYTES], raw[_MAC_BYTES:]
-    if not any(hmac.compare_digest(mac, _mac(body, key)) for key in keys):
+    if not any(hmac.compare_digest(mac, _mac(body, key, kind)) for key in keys):
         raise ProtocolError(Reason.TICKET_FORGED, "ticket: the signature does not verify with this cluster's keys")
     return body
 
@@ -82,5 +121,5 @@ def _text(raw: bytes) -> str:
     return base64.urlsafe_b64encode(raw).decode().rstrip("=")
 
 
-def _mac(body: bytes, key: bytes) -> bytes:
-    return hmac.digest(key, b"kvbaton-ticket\0" + body, "sha256")[:_MAC_BYTES]
+def _mac(body: bytes, key: bytes, kind: bytes = _TICKET) -> bytes:
+    return hmac.digest(key, kind + body, "sha256")[:_MAC_BYTES]

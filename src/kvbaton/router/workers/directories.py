@@ -26,7 +26,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from kvbaton.api.params import Mode
+from kvbaton.api.params import HistoryWay, Mode
 from kvbaton.api.request_ids import parse_address
 from kvbaton.control.addressing import data_parallel_name
 from kvbaton.control.plain import AnnouncedWorker, Announcement
@@ -177,7 +177,13 @@ def _registered(entry: RosterEntry) -> ListedEngine:
         tp_size=told.tp_size,
         dp_rank=told.dp_rank,
         dp_size=told.dp_size,
+        continues=_continues(told.continues),
     )
+
+
+def _continues(told: str) -> HistoryWay:
+    """A way that a later release may have, and this router does not know, is none."""
+    return HistoryWay(told) if told in list(HistoryWay) else HistoryWay.NONE
 
 
 def _state(entry: RosterEntry) -> WorkerListState:

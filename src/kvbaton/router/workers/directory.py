@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from kvbaton.api.params import Mode
+from kvbaton.api.params import HistoryWay, Mode
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 
 OWN = "kvbaton"
@@ -49,6 +49,7 @@ class ListedEngine(msgspec.Struct, frozen=True, dict=True):
     dp_size: int = 1  # how many those are, at least: with several a request names the one that it is for
     full: bool = False  # it says that it has no room: asked after those that have
     computes_alone: bool = True  # a prompt that comes without a handoff; else what it answers to one is wrong
+    continues: HistoryWay = HistoryWay.NONE  # how it goes on with an answer that another began
 
     @functools.cached_property
     def peer(self) -> PeerId:
