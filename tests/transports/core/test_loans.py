@@ -127,6 +127,21 @@ def test_a_loan_ends_when_the_last_that_was_under_way_by_it_has(book: Book) -> N
     assert [end.job for end in book.ends] == [1]
 
 
+def test_a_loan_does_not_wait_for_what_is_under_way_in_other_blocks(book: Book) -> None:
+    """A handoff that was given up may have a write that is stuck: the next ones of the same pair are not held up."""
+    lend(book, 1, 1, 2, way=WRITE)
+    stuck = book.begin(D0, PAGE, 2 * PAGE, way=WRITE)
+    book.loans.take_back(JobId(1))
+    lend(book, 2, 2, 3, way=WRITE)  # one block of them again
+    lend(book, 3, 5, way=WRITE)
+    book.loans.take_back(JobId(3))
+    assert [end.job for end in book.ends] == [3]
+    book.loans.take_back(JobId(2))
+    assert [end.job for end in book.ends] == [3]
+    book.loans.end(stuck)
+    assert sorted(end.job for end in book.ends) == [1, 2, 3]
+
+
 def test_who_takes_too_long_is_cut_off(book: Book) -> None:
     lend(book, 1, 2)
     slow = book.begin(D0, 2 * PAGE, 1)

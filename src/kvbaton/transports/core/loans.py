@@ -276,7 +276,9 @@ class Loans:
             # shared by two handoffs), so only blocks that no other loan covers have to be waited for.
             self._count(key, loan, -1)
             self._written.take_back(loan)
-            waits_for = {each for each in self._flights if each.key == key and not self._covers(each)}
+            # Nor what is under way in other blocks: it may be of a handoff that was given up, whose write is stuck.
+            open_ones = (each for each in self._flights if each.key == key and not self._covers(each))
+            waits_for = {each for each in open_ones if self._touches(each, loan)}
             for flight in waits_for:
                 flight.awaited.append(job)
             if waits_for:
@@ -367,6 +369,17 @@ class Loans:
         held = self._counts.get(flight.key, {})
         tables = [(bands, held[group]) for group, bands in self._tables.get(flight.region, ()) if group in held]
         return self._mover.check_pages(flight.pairs, 2, tables)
+
+    def _touches(self, flight: BytesUnderWay, loan: Loan) -> bool:
+        """Whether any byte of it is in a block of this loan."""
+        others = []
+        for group, bands in self._tables.get(flight.region, ()):
+            outside = array("i", [1]) * self._blocks[group]
+            for block in loan.blocks[group] if group < len(loan.blocks) else ():
+                if 0 <= block < len(outside):
+                    outside[block] = 0
+            others.append((bands, outside))
+        return not self._mover.check_pages(flight.pairs, 2, others)
 
     def _cut(self, job: JobId) -> None:
         # A slow peer must not withhold blocks from their owner forever. Its connection is closed, which brings the

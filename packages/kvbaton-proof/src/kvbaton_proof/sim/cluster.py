@@ -109,6 +109,7 @@ class Cluster:
         backoff_checks.watch(life, self.lives, self.liars.names)
         if self.healed:
             life.engine.preempt = life.engine.skips = life.engine.overwrites = 0.0
+            life.lift_pins()
             if life.ranks is not None:
                 life.ranks.heal()
         else:

@@ -35,6 +35,8 @@ from kvbaton_proof.sim.world.world import World
 
 LIE, OTHER_NEEDS, FULL, BOUNDED = "lie", "other_needs", "full", "rank_bounded"
 FENCED, WRITE_STUCK, RANK_SLOW = "fenced", "write_stuck", "rank_slow"
+SLOW_TO_STOP = "slow_to_stop"
+"""A copy that is honest, and too long for whoever is told to stop in the midst of it to say so in time."""
 NO_TURN = float("inf")
 UNPAIRED, SHORT_LEASE, NO_LEASE = "unpaired", "short_lease", "no_lease"
 
@@ -162,14 +164,13 @@ class Causes:
         if life.character.name in self._liars:
             return
         desk, begun = life.node.ledger.desk, dict[int, tuple[Begun, float]]()
-        leased, asked = dict[int, tuple[Begun, float]](), list[Begun]()
+        leased = dict[int, tuple[Begun, float]]()
 
         def on_mark(mark: Mark) -> None:
             if isinstance(mark.what, Begun):
                 self._born.setdefault(mark.what.handoff, self._world.now)
                 if mark.side is Side.DECODE:
                     begun[mark.key] = mark.what, mark.at
-                    asked.append(mark.what)
                     self._note_unpaired(life, mark.what)
                 else:
                     leased[mark.key] = mark.what, mark.at if mark.detail else NO_TURN
@@ -188,12 +189,13 @@ class Causes:
         self._note_stuck(life)
         watch(life)
         desk.marks = HeardMarks(on_mark)
-        life.after_node.append(partial(self._after_step, life, asked))
+        life.after_node.append(partial(self._after_step, life, begun))
 
-    def _after_step(self, life: Life, asked: list[Begun]) -> None:
-        for each in asked:  # a pair that had to take a worse plane has given up its link for this handoff (rule 23)
+    def _after_step(self, life: Life, begun: Mapping[int, tuple[Begun, float]]) -> None:
+        # A pair that had to take a worse plane has given up its link for a handoff (rule 23), and a source that is full
+        # may have forgotten the session in which one asks.
+        for each, _ in begun.values():
             self._note_unpaired(life, each)
-        asked.clear()
         check_streamed(life)
         if not self._liars and is_full(life):  # a table that is full refuses the next one; a liar has its share
             self._world.touch(FULL, life.character.name)
@@ -285,7 +287,7 @@ class Causes:
         consumer, now = life.node.ledger.consumer, self._world.now
         ended = (each for each in consumer.by_handoff.values() if each.state is IntakeState.REVOKING)
         stopped = (each.wanted.handoff for each in ended if each.wanted.source == source)
-        return any(self._world.touches.between(each, 0.0, now) & set(_STUCK) for each in stopped)
+        return any(self._world.touches.between(each, 0.0, now) & {*_STUCK, SLOW_TO_STOP} for each in stopped)
 
     # --- fates of frames and copies
 
@@ -317,7 +319,9 @@ class Causes:
     def copy_fate(self, owner: Life, copy: Copy, what: str, lasts_s: float) -> None:
         owners = owner.node.ledger.desk.owners
         if what == "slow_copy" and lasts_s < SLOW * self._soonest_of_copy_s(owner, copy):
-            return  # renewals keep the lease meanwhile
+            if lasts_s < _EARLY * min(each.revoke_timeout for each in self._both(owner, copy)):
+                return  # renewals keep the lease meanwhile
+            what = SLOW_TO_STOP
         if what == "queued_copy":  # and all behind it
             for parts in {id(each): each for each in owners.values()}.values():
                 self._touch_owner(owner, copy, parts, what, lasts_s)
@@ -326,9 +330,11 @@ class Causes:
 
     def _soonest_of_copy_s(self, owner: Life, copy: Copy) -> float:
         """The shortest time that either side gives a transfer."""
+        return min(min(each.transfer_timeout, each.max_hold_s) for each in self._both(owner, copy))
+
+    def _both(self, owner: Life, copy: Copy) -> list[Settings]:
         other = self._lives.get(worker_of(copy.peer))
-        both = [each.character.settings for each in (owner, other) if each is not None]
-        return min(min(each.transfer_timeout, each.max_hold_s) for each in both)
+        return [each.character.settings for each in (owner, other) if each is not None]
 
     def _touch_owner(self, owner: Life, copy: Copy, parts: Parts, what: str, lasts_s: float) -> None:
         by = parts.owner
