@@ -50,6 +50,6 @@ def test_what_cannot_be_is_said(what: str) -> None:
 
 @pytest.mark.usefixtures("worlds_alone")
 def test_a_world_sees_that_it_is_believed() -> None:
-    with find("protocol.geometry.layout:validate_groups:drop:2").switch():
-        result = run_seed(41)
+    with find("protocol.geometry.layout:_validate_rank:early:1").switch():
+        result = run_seed(23)
     assert not result.holds and "believes" in result.what
