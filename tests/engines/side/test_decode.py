@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvbaton.engines.side.decode import DecodeSide
-from kvbaton.engines.side.grouping import Grouping
+from kvbaton.engines.side.protocols import Grouping
 from kvbaton.engines.vllm.content.request_content import VllmRequests
 from kvbaton.node.doorway import Match, MatchState
 from kvbaton.protocol.effects import End

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.engines.side.grouping import Grouping, real
+from kvbaton.engines.side.protocols import Grouping, real
 from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind
 
 

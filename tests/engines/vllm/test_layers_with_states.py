@@ -10,10 +10,9 @@ import pytest
 
 from kvbaton.api.params import Mode, TransferParams
 from kvbaton.engines.side.asks import Target
-from kvbaton.engines.side.decode import DecodeSide
-from kvbaton.engines.side.grouping import Grouping
-from kvbaton.engines.side.load_admission import LoadAdmission
+from kvbaton.engines.side.decode import DecodeSide, LoadAdmission
 from kvbaton.engines.side.prefill import PrefillSide
+from kvbaton.engines.side.protocols import Grouping
 from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.engines.vllm.config import vllm_versions
 from kvbaton.engines.vllm.content.request_content import VllmRequests, content_of, handed_position, shorten

@@ -34,10 +34,8 @@ from kvbaton.engines.embedded.memory.kv_layout import engine_layout
 from kvbaton.engines.embedded.memory.kv_memory import KvGeometry
 from kvbaton.engines.side.asks import ParamsSource, Target
 from kvbaton.engines.side.decode import DecodeSide, FailedLoads
-from kvbaton.engines.side.grouping import Grouping
-from kvbaton.engines.side.instructions import NOTHING, Answer, Leaving, LoadVerdict
-from kvbaton.engines.side.pin_admission import PinAdmission
-from kvbaton.engines.side.prefill import PrefillSide
+from kvbaton.engines.side.prefill import PinAdmission, PrefillSide
+from kvbaton.engines.side.protocols import NOTHING, Answer, Grouping, Leaving, LoadVerdict
 from kvbaton.engines.side.store import NoStore, StoreSide
 from kvbaton.engines.side.turns import TurnSide
 from kvbaton.node.doorway import Doorway, DropBlocks, ForgetCached, UnpinBlocks

@@ -5,6 +5,15 @@ failure is a livelock). Every load that got blocks is reported exactly once, als
 fails. Destination blocks are held by a `touch` of our own until nothing can land in them (rule 18). Blocks are taken
 before P has answered only for a prompt that P has computed, whose answer is one message away, and for a bounded share
 of the cache (decision 0002).
+
+Room for second thoughts: a load that fails must find blocks to be computed with, or it bars every load behind it.
+vLLM keeps a failed load at the head of its queue and looks no further while blocks for it are missing. Behind a sliding
+window, and where layers keep states, computing a prompt takes more blocks at a time than its loaded end does; if loads
+that have arrived hold those blocks, none of them is ever looked at, and the engine stands still. So a load begins only
+if there is room for it and for all that the loads before it could come to need (`LoadAdmission`).
+
+Law: with no load under way one is always admitted (vLLM's own admission has the last word); running requests end and
+give their blocks back, so what is not admitted now is admitted later, or its claim runs out.
 """
 
 from __future__ import annotations
@@ -18,11 +27,19 @@ from typing import Any
 from kvbaton.api.foreign import tickets_in
 from kvbaton.api.params import Mode
 from kvbaton.engines.side.asks import Target
-from kvbaton.engines.side.grouping import Grouping, Tables, real
 from kvbaton.engines.side.guard import note
-from kvbaton.engines.side.instructions import NOT_YET, NOTHING, Answer, LoadVerdict
-from kvbaton.engines.side.load_admission import LoadAdmission
-from kvbaton.engines.side.protocols import PinPool, SideRequests
+from kvbaton.engines.side.protocols import (
+    NOT_YET,
+    NOTHING,
+    NULL_BLOCK_ID,
+    Answer,
+    Grouping,
+    LoadVerdict,
+    PinPool,
+    SideRequests,
+    Tables,
+    real,
+)
 from kvbaton.node.doorway import Doorway, LoadReport, MatchState
 from kvbaton.node.prompt_account import PromptAccount
 from kvbaton.observe.codes.entry import worth_saying
@@ -30,7 +47,48 @@ from kvbaton.protocol.content import digest
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import Groups
+from kvbaton.protocol.geometry.layout import Group, GroupKind, needed_blocks
 from kvbaton.protocol.ids import RequestId
+
+
+class LoadAdmission:
+    """What loads under way could come to need beyond what they hold. KV without a window needs nothing more."""
+
+    def __init__(self, grouping: Grouping, pool: PinPool, tokens_per_step: int) -> None:
+        self._grouping = grouping
+        self._pool = pool
+        self._tokens_per_step = tokens_per_step
+        self._varies = grouping.slides or grouping.stateful
+        self._extra: dict[str, int] = {}
+
+    def admits(self, request: Any) -> bool:
+        """Whether one more load may begin now."""
+        if not self._varies or not self._extra:
+            return True
+        return self._pool.free_blocks >= self._need(request.num_tokens) + sum(self._extra.values())
+
+    def allocated(self, request: Any, tables: Tables, *, loads: bool) -> None:
+        """A request got blocks: to be loaded, or, after that, to run."""
+        if not loads or not self._varies:
+            self._extra.pop(request.request_id, None)
+            return
+        held = sum(1 for number in set(self._grouping.vllm_groups) for each in tables[number] if each != NULL_BLOCK_ID)
+        self._extra[request.request_id] = max(0, self._need(request.num_tokens) - held)
+
+    def left(self, request_id: str) -> None:
+        self._extra.pop(request_id, None)
+
+    def _need(self, tokens: int) -> int:
+        """Blocks that computing so many tokens takes at most at one time."""
+        lists = dict(zip(self._grouping.vllm_groups, self._grouping.layout.groups, strict=True))
+        return sum(self._need_of(group, tokens) for group in lists.values())
+
+    def _need_of(self, group: Group, tokens: int) -> int:
+        if group.kind is GroupKind.STATE:
+            return self._grouping.state_blocks
+        computed = min(tokens, group.window + self._tokens_per_step) if group.window else tokens
+        return needed_blocks(computed, group.block_tokens) + 1
+
 
 log = logging.getLogger(__name__)
 

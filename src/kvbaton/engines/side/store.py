@@ -18,10 +18,8 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.engines.side.grouping import Grouping, Tables
 from kvbaton.engines.side.guard import guarded, makes, note, returns
-from kvbaton.engines.side.instructions import NOT_YET, NOTHING, LoadVerdict
-from kvbaton.engines.side.protocols import PinPool, SideRequests
+from kvbaton.engines.side.protocols import NOT_YET, NOTHING, Grouping, LoadVerdict, PinPool, SideRequests, Tables
 from kvbaton.engines.side.stored_loads import GRACE_S, StoredLoads
 from kvbaton.engines.side.stored_puts import Phase, StoredPrompt, StoredPuts
 from kvbaton.node.doorway import Doorway

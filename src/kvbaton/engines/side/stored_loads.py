@@ -12,8 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvbaton.engines.side.instructions import LoadVerdict
-from kvbaton.engines.side.protocols import PinPool
+from kvbaton.engines.side.protocols import LoadVerdict, PinPool
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import Reason
 from kvbaton.ranks.engine_store import AskId, EngineStore, StoreTold

@@ -13,8 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbaton.engines.side.grouping import Grouping, Tables
-from kvbaton.engines.side.protocols import PinPool
+from kvbaton.engines.side.protocols import Grouping, PinPool, Tables
 from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.events import NO_BLOCK
 

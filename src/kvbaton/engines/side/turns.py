@@ -12,10 +12,8 @@ from typing import Any
 
 from kvbaton.api.params import TurnOffer
 from kvbaton.engines.side.decode import DecodeSide
-from kvbaton.engines.side.grouping import Grouping, Tables, real
 from kvbaton.engines.side.guard import guarded, returns
-from kvbaton.engines.side.instructions import NOT_YET, NOTHING
-from kvbaton.engines.side.protocols import PinPool, SideRequests
+from kvbaton.engines.side.protocols import NOT_YET, NOTHING, Grouping, PinPool, SideRequests, Tables, real
 from kvbaton.node.doorway import Doorway, LoadReport
 from kvbaton.node.turn_keeping import TurnKeeper, TurnSettings, TurnTaker
 from kvbaton.protocol.content import digest

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvbaton.engines.side.grouping import NULL_BLOCK_ID
+from kvbaton.engines.side.protocols import NULL_BLOCK_ID
 from kvbaton.node.epochs import EpochTable
 from kvbaton.observe.codes.entry import worth_saying
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any
 
-from kvbaton.engines.side.grouping import NULL_BLOCK_ID
+from kvbaton.engines.side.protocols import NULL_BLOCK_ID
 from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.engines.vllm.pacing import NAP_S
 

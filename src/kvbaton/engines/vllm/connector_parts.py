@@ -14,9 +14,8 @@ from typing import Any
 from kvbaton.engines.side.asks import Ask
 from kvbaton.engines.side.decode import DecodeSide
 from kvbaton.engines.side.guard import note
-from kvbaton.engines.side.instructions import NOTHING, LoadVerdict
-from kvbaton.engines.side.pin_admission import PinAdmission
-from kvbaton.engines.side.prefill import PrefillSide
+from kvbaton.engines.side.prefill import PinAdmission, PrefillSide
+from kvbaton.engines.side.protocols import NOTHING, LoadVerdict
 from kvbaton.engines.side.store import NoStore
 from kvbaton.engines.side.turns import TurnSide
 from kvbaton.engines.vllm.block_pool import PinnedPool

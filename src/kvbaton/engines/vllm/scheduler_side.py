@@ -23,12 +23,10 @@ import msgspec
 from kvbaton.control.joining.key_source import Enrolment
 from kvbaton.control.registry.registry_messages import Role
 from kvbaton.engines.side.asks import Ask, ForeignLookup, ParamsSource, Target, ask_of, wants_kv
-from kvbaton.engines.side.decode import DecodeSide, FailedLoads
-from kvbaton.engines.side.grouping import Grouping, Tables
+from kvbaton.engines.side.decode import DecodeSide, FailedLoads, LoadAdmission
 from kvbaton.engines.side.guard import guarded, makes, note, returns
-from kvbaton.engines.side.instructions import NOT_YET, NOTHING, Leaving, LoadVerdict
-from kvbaton.engines.side.load_admission import LoadAdmission
 from kvbaton.engines.side.prefill import PrefillSide
+from kvbaton.engines.side.protocols import NOT_YET, NOTHING, Grouping, Leaving, LoadVerdict, Tables
 from kvbaton.engines.side.store import NoStore, StoreSide
 from kvbaton.engines.side.turns import TurnSide
 from kvbaton.engines.vllm import interpreter, prompt_counting

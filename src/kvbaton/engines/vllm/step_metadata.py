@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from kvbaton.engines.side.instructions import Leaving, LoadVerdict
+from kvbaton.engines.side.protocols import Leaving, LoadVerdict
 
 
 @dataclass(slots=True)

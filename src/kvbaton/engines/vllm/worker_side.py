@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.engines.side.guard import guarded, makes, returns
-from kvbaton.engines.side.instructions import Leaving
+from kvbaton.engines.side.protocols import Leaving
 from kvbaton.engines.vllm import interpreter
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.config.store_setup import rank_shelf

@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.engines.side.grouping import Grouping
-from kvbaton.engines.side.protocols import EndedTurn
+from kvbaton.engines.side.protocols import EndedTurn, Grouping
 from kvbaton.engines.vllm.content import drafting
 from kvbaton.engines.vllm.content.adapters import ONLY_HERE, adapter_text
 from kvbaton.engines.vllm.content.background_lookup import Looker

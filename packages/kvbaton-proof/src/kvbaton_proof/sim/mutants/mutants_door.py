@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvbaton.engines.side import decode, prefill
-from kvbaton.engines.side.grouping import Grouping
+from kvbaton.engines.side.protocols import Grouping
 from kvbaton.node import doorway, node
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import Node

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvbaton.engines.side.instructions import Leaving
+from kvbaton.engines.side.protocols import Leaving
 from kvbaton_proof.sim.promises import WRONG, Broken
 from kvbaton_proof.sim.world.sim_memory import Shape, page_stamp, same_tokens, state_stamp
 from kvbaton_proof.sim.world.sim_request import SimRequest

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from kvbaton.api.params import Mode
 from kvbaton.engines.side import guard
 from kvbaton.engines.side.asks import ParamsSource, Target
-from kvbaton.engines.side.instructions import NOT_YET, NOTHING, Answer, LoadVerdict
+from kvbaton.engines.side.protocols import NOT_YET, NOTHING, Answer, LoadVerdict
 from kvbaton.node.doorway import DropBlocks, ForgetCached, LoadReport, MatchState, UnpinBlocks
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import Reason

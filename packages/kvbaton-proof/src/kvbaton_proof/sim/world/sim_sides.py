@@ -10,13 +10,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 
-from kvbaton.engines.side.decode import DecodeSide
-from kvbaton.engines.side.grouping import Grouping, Tables, real
-from kvbaton.engines.side.instructions import NOT_YET, Answer, Leaving, LoadVerdict
-from kvbaton.engines.side.load_admission import LoadAdmission
-from kvbaton.engines.side.pin_admission import PinAdmission
-from kvbaton.engines.side.prefill import PrefillSide
-from kvbaton.engines.side.protocols import EndedTurn
+from kvbaton.engines.side.decode import DecodeSide, LoadAdmission
+from kvbaton.engines.side.prefill import PinAdmission, PrefillSide
+from kvbaton.engines.side.protocols import NOT_YET, Answer, EndedTurn, Grouping, Leaving, LoadVerdict, Tables, real
 from kvbaton.node.doorway import LoadReport
 from kvbaton.protocol.content import Content
 from kvbaton.protocol.geometry.progress import GroupProgress, Progress

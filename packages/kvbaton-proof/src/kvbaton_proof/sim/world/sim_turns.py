@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvbaton.api.params import TurnOffer
-from kvbaton.engines.side.instructions import Answer
+from kvbaton.engines.side.protocols import Answer
 from kvbaton.engines.side.turns import TurnSide
 from kvbaton.node.turn_keeping import TurnSettings
 from kvbaton.protocol.ids import HandoffId, RequestId, TransferId, handoff_id
