@@ -77,6 +77,17 @@ def test_chunks_get_their_index_and_one_head_and_usage_waits_for_the_end() -> No
 # --- what workers answered
 
 
+def test_a_chats_prompt_ids_are_told_with_the_first_chunk_of_each_choice_and_with_no_other() -> None:
+    one, other = split(body(BodyKind.CHAT, messages=[{"role": "user", "content": "hi"}], n=2))
+    joiner = Joiner()
+    first = {"id": "a", "prompt_token_ids": [7], "choices": [{"index": 0, "delta": {}}]}
+    later = {"id": "a", "choices": [{"index": 0, "delta": {}, "token_ids": [8]}]}
+    told = [joiner.chunk(part, chunk) for part, chunk in ((one, first), (one, later), (other, first), (other, later))]
+    assert [(each or {}).get("prompt_token_ids") for each in told] == [[7], None, [7], None]
+    whole = {"prompt_token_ids": [7], "choices": [{"index": 0, "token_ids": [8]}]}
+    assert join((one, other), [whole, whole])["prompt_token_ids"] == [7]
+
+
 def test_what_is_joined_is_read_and_the_rest_passes_as_it_came() -> None:
     parts = split(body(prompt="a", n=2))
     odd = (

@@ -18,10 +18,14 @@ _DECIMALS = 4  # 0.0001 is the smallest that Python writes without an exponent
 
 
 class Token(msgspec.Struct, frozen=True):
-    """One token of an answer; `logprobs` holds the chosen token first, then the likeliest."""
+    """One token of an answer; `logprobs` holds the chosen token first, then the likeliest.
+
+    Several at once (`ids`) where an answer begins with what another engine generated, and no log probabilities are due.
+    """
 
     text: str
     logprobs: tuple[tuple[int, float], ...] = ()
+    ids: tuple[int, ...] = ()
 
 
 class AnswerShape:
@@ -36,31 +40,40 @@ class AnswerShape:
         created_unix_s: int,
         token_text: Callable[[int], str],
         top: int | None = None,
+        prompt_ids: Sequence[int] | None = None,
     ) -> None:
+        """`prompt_ids`: where token ids are wanted, those of the prompt."""
         self._kind = kind
         prefix = "cmpl" if kind is BodyKind.COMPLETION else "chatcmpl"
         self._head = {"id": f"{prefix}-{request_id}", "created": created_unix_s, "model": model}
         self._token_text = token_text
         self._top = top  # None: no log probabilities are wanted
+        self._prompt_ids = prompt_ids
+        self._is_begun = False
         self._offset = 0
 
     def opening(self) -> dict[str, Any] | None:
         """The chunk that comes before any token, where the format has one."""
         if self._kind is BodyKind.COMPLETION:
             return None
-        return self._chunk({"delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+        opening = self._chunk({"delta": {"role": "assistant", "content": ""}, "finish_reason": None})
+        return opening if self._prompt_ids is None else {**opening, "prompt_token_ids": list(self._prompt_ids)}
 
     def token(self, spoken: Token) -> dict[str, Any]:
         logprobs = self._logprobs([spoken])
         if self._kind is BodyKind.COMPLETION:
-            return self._chunk({"text": spoken.text, "logprobs": logprobs, "finish_reason": None})
-        return self._chunk({"delta": {"content": spoken.text}, "logprobs": logprobs, "finish_reason": None})
+            choice: dict[str, Any] = {"text": spoken.text, "logprobs": logprobs, "finish_reason": None}
+        else:
+            choice = {"delta": {"content": spoken.text}, "logprobs": logprobs, "finish_reason": None}
+        return self._chunk({**choice, **self._ids(spoken.ids)})
 
     def ending(self, text: str, reason: str) -> dict[str, Any]:
         """The last chunk: text held back until now, and why it ends."""
         if self._kind is BodyKind.COMPLETION:
-            return self._chunk({"text": text, "logprobs": None, "finish_reason": reason})
-        return self._chunk({"delta": {"content": text} if text else {}, "logprobs": None, "finish_reason": reason})
+            choice: dict[str, Any] = {"text": text, "logprobs": None, "finish_reason": reason}
+        else:
+            choice = {"delta": {"content": text} if text else {}, "logprobs": None, "finish_reason": reason}
+        return self._chunk({**choice, **self._ids(())})
 
     def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
         return {**self._chunk({}), "choices": [], "usage": usage}
@@ -73,7 +86,21 @@ class AnswerShape:
         else:
             choice["message"] = {"role": "assistant", "content": text}
             kind = "chat.completion"
-        return {**self._head, "object": kind, "choices": [choice], "usage": usage}
+        choice |= self._ids([one for each in tokens for one in each.ids])
+        answer = {**self._head, "object": kind, "choices": [choice], "usage": usage}
+        if self._kind is BodyKind.CHAT and self._prompt_ids is not None:
+            answer["prompt_token_ids"] = list(self._prompt_ids)
+        return answer
+
+    def _ids(self, ids: Sequence[int]) -> dict[str, Any]:
+        """As vLLM tells them: of a completion the prompt's in its first choice, of a chat beside the choices."""
+        if self._prompt_ids is None:
+            return {}
+        told: dict[str, Any] = {"token_ids": list(ids)}
+        if self._kind is BodyKind.COMPLETION and not self._is_begun:
+            told["prompt_token_ids"] = list(self._prompt_ids)
+        self._is_begun = True
+        return told
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         kind = "text_completion" if self._kind is BodyKind.COMPLETION else "chat.completion.chunk"

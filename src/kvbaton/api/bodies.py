@@ -108,6 +108,7 @@ _COMMON: Mapping[str, _Check] = {
 }
 _TEXT_OR_CHAT: Mapping[str, _Check] = {
     "max_tokens": (_whole(1), "a whole number of at least 1"),
+    "return_token_ids": (_of(bool), "true or false"),
     "n": (_whole(1, CHOICES_MAX), f"a whole number from 1 to {CHOICES_MAX}"),
 }
 _CHECKS: Mapping[BodyKind, Mapping[str, _Check]] = {

@@ -29,6 +29,7 @@ class AnswerPart(msgspec.Struct, frozen=True):
 
 
 _NONE = msgspec.Raw(b"null")
+_PROMPT_IDS = "prompt_token_ids"  # of a chat, beside the choices: in the first chunk of each, and in no other
 
 
 class _Answer(msgspec.Struct):
@@ -105,7 +106,11 @@ def join(parts: Sequence[AnswerPart], answers: Sequence[dict[str, Any]]) -> dict
         return answers[0]
     joiner = Joiner()
     choices = [choice for part, answer in zip(parts, answers, strict=True) for choice in joiner.take(part, answer)]
-    return {**joiner.head, "choices": choices, "usage": joiner.usage}
+    return {**joiner.head, **_prompt_ids(answers[0]), "choices": choices, "usage": joiner.usage}
+
+
+def _prompt_ids(told: Mapping[str, Any]) -> dict[str, Any]:
+    return {_PROMPT_IDS: told[_PROMPT_IDS]} if _PROMPT_IDS in told else {}
 
 
 class Joiner:
@@ -121,7 +126,7 @@ class Joiner:
             self.head = {
                 name: value
                 for name, value in answer.items()
-                if name not in ("choices", "usage", "kv_transfer_params", "error")
+                if name not in ("choices", "usage", "kv_transfer_params", "error", _PROMPT_IDS)
             }
         if isinstance(answer.get("usage"), dict):
             self._usages[part.index] = (part, answer["usage"])
@@ -130,7 +135,7 @@ class Joiner:
     def chunk(self, part: AnswerPart, chunk: Mapping[str, Any]) -> dict[str, Any] | None:
         """A stream's chunk as the client shall see it; None where it held only usage, which comes once, at the end."""
         choices = self.take(part, chunk)
-        return {**self.head, "choices": choices} if choices else None
+        return {**self.head, **_prompt_ids(chunk), "choices": choices} if choices else None
 
     def usage_chunk(self) -> dict[str, Any]:
         return {**self.head, "choices": [], "usage": self.usage}

@@ -212,7 +212,7 @@ async def test_a_handoff_is_parsed_at_the_door_and_its_params_come_back() -> Non
         ({"kv_transfer_params": "odd"}, "kv_transfer_params"),
         ({"kv_transfer_params": {"do_remote_prefill": True}}, "kv_transfer_params.ticket"),
         ({"kv_transfer_params": {"do_remote_prefill": True, "ticket": "t"}, "n": 2}, "kv_transfer_params"),
-        ({"kv_transfer_params": {"do_remote_decode": True}, "stream": True}, "stream"),
+        ({"kv_transfer_params": {"do_remote_decode": True}, "stream": True}, "max_tokens"),
         ({"prompt": "x" * 64}, "prompt"),
         ({"prompt": "x", "max_tokens": 63}, "prompt"),
         ({"prompt": [5, 264]}, "prompt"),

@@ -17,6 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.embedded_engine import Engine
 from kvbaton.engines.embedded.engine_request import (
     EngineRequest,
@@ -34,6 +35,7 @@ from kvbaton.observe.metrics.exposition import Family
 from kvbaton.observe.metrics.handoff_metrics import Histograms
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import RequestId
+from kvbaton.protocol.wire.ticket import check_history
 
 log = logging.getLogger(__name__)
 
@@ -251,6 +253,14 @@ class EngineBackend:
         if not self._thread.running:
             raise RefusedError("stopping", "this worker is stopping")
         self._check_ticket(request)
+        self._check_history(request)
+        is_source = request.handoff is not None and request.handoff.do_remote_decode
+        begun = () if is_source else _begun(request)
+        if begun and (reason := _over(request)) is not None:
+            for token in begun:
+                yield token
+            yield Finished(reason)
+            return
         asked = _engine_request(request, None if self._doorway is None else self._doorway.config.wall())
         queue = self._thread.add(asked)
         try:
@@ -258,8 +268,12 @@ class EngineBackend:
                 outcome = await queue.get()
                 if isinstance(outcome, RefusedError):
                     raise outcome
+                if outcome.token is not None:
+                    for token in begun:  # with the first news, so that a refusal comes before any text
+                        yield token
+                    begun = ()
                 if outcome.token is not None and outcome.text:
-                    yield Token(outcome.text, outcome.logprobs)
+                    yield Token(outcome.text, outcome.logprobs, (outcome.token,))
                 if outcome.status is not None:
                     yield _finished(outcome)
                     return
@@ -279,6 +293,34 @@ class EngineBackend:
             if error.reason is not Reason.TICKET_EXPIRED:
                 raise RefusedError("handoff", str(error), str(error.reason), "kv_transfer_params.ticket") from None
 
+    def _check_history(self, request: GenerateRequest) -> None:
+        """Only a router says how an answer begins: what a client says of it is refused."""
+        told = None if request.handoff is None else request.handoff.history
+        if told is None:
+            return
+        if self._doorway is None:
+            raise RefusedError("handoff", "this worker supports no handoffs", str(Reason.NO_TRANSPORT))
+        config = self._doorway.config
+        try:
+            check_history(told.proof, told.tokens, config.me.worker, config.ticket_keys, config.wall())
+        except ProtocolError as error:
+            raise RefusedError("handoff", str(error), str(error.reason), "kv_transfer_params.history") from None
+
+
+def _begun(request: GenerateRequest) -> list[Token]:
+    """The answer's beginning, told anew; of log probabilities the place alone, for the router has what was told."""
+    told = [token for token in request.history if token != tokenizer.EOS]
+    if request.logprobs is None:
+        return [Token(tokenizer.decode(told), ids=tuple(told))] if told else []
+    return [Token(tokenizer.decode([token]), ((token, 0.0),), (token,)) for token in told]
+
+
+def _over(request: GenerateRequest) -> Literal["stop", "length"] | None:
+    """How an answer has ended of which all is in its history."""
+    if request.history[-1] == tokenizer.EOS:
+        return "stop"
+    return "length" if len(request.history) >= request.max_tokens else None
+
 
 def _engine_request(request: GenerateRequest, arrived_at: float | None) -> EngineRequest:
     sampling = Sampling(
@@ -290,7 +332,10 @@ def _engine_request(request: GenerateRequest, arrived_at: float | None) -> Engin
         logprobs=request.logprobs,
     )
     name, handoff = RequestId(request.request_id), request.handoff
-    return EngineRequest(name, request.prompt, sampling, request.cache_salt, handoff, request.said, arrived_at)
+    prompt, history = request.prompt, request.history
+    if handoff is not None and handoff.do_remote_decode:
+        prompt, history = (*prompt, *history[:-1]), ()  # it is all prompt here, but what nobody has the KV of
+    return EngineRequest(name, prompt, sampling, request.cache_salt, handoff, request.said, arrived_at, history)
 
 
 def _finished(output: Output) -> Finished:

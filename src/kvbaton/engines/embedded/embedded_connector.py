@@ -122,7 +122,7 @@ class EmbeddedConnector(Connector):
         asked = self._asked[request.request_id] = AskedRequest(request)
         params = asked.params
         if self._decodes:
-            self.prompts.came(request.request_id, len(request.prompt), _word(request))
+            self.prompts.came(request.request_id, request.given_tokens, _word(request))
         if params is not None and params.do_remote_decode:
             self.sides.prefill.accepted(asked, ParamsSource(params.mode, params.ticket, params.trace, params.turn))
             self.sides.turns.asked(asked, params.turn)
@@ -297,6 +297,6 @@ def _client_id(request_id: str) -> str:
 
 
 def _word(request: EngineRequest) -> str:
-    if not isinstance(request.handoff, TransferParams):
+    if not isinstance(request.handoff, TransferParams) or not request.handoff.hands_over:
         return request.said
     return PREFILL if request.handoff.do_remote_decode else HANDOFF

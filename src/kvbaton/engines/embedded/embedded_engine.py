@@ -121,7 +121,7 @@ class Engine:
         sequence, in_prefill = work.sequence, work.sequence.in_prefill
         self.scheduler.advance(sequence, work.tokens)
         if in_prefill:
-            computed = min(sequence.computed, len(sequence.request.prompt))
+            computed = min(sequence.computed, sequence.request.given_tokens)
             self.connector.chunk_done(sequence.request, sequence.blocks, computed)
 
     def _sample(self, sequence: Sequence, logits: Floats) -> Output:
@@ -129,7 +129,8 @@ class Engine:
         choice = choose(logits, sampling, len(sequence.tokens), sequence.answer_tokens)
         sequence.tokens.append(choice.token)
         text = tokenizer.decode([choice.token])
-        told = Output(sequence.request_id, choice.token, text, choice.logprobs, cached_tokens=sequence.cached_tokens)
+        cached = min(sequence.cached_tokens, len(sequence.request.prompt))
+        told = Output(sequence.request_id, choice.token, text, choice.logprobs, cached_tokens=cached)
         if choice.token == tokenizer.EOS:
             status = RequestStatus.STOPPED
         elif sequence.answer_tokens >= sampling.max_tokens:
@@ -151,5 +152,5 @@ def _completes(work: StepWork) -> bool:
 
 def _chunk(work: StepWork) -> Chunk:
     sequence = work.sequence
-    end = min(sequence.computed + work.tokens, len(sequence.request.prompt))
+    end = min(sequence.computed + work.tokens, sequence.request.given_tokens)
     return Chunk(sequence.request, sequence.blocks, sequence.computed, end)

@@ -23,14 +23,14 @@ class AskedRequest:
     """A request that has not ended."""
 
     request: EngineRequest
-    tokens: Sequence[int] = field(init=False)  # of the prompt, and of the answer once that is told
+    tokens: Sequence[int] = field(init=False)  # prompt and history, and the whole answer once that is told
     num_computed_tokens: int = 0
     known_tokens: int = 0  # that need not be computed
     era: int | None = None  # of the pool, when it got its first block
     takes_turn: bool = False
 
     def __post_init__(self) -> None:
-        self.tokens = self.request.prompt
+        self.tokens = (*self.request.prompt, *self.request.history)
 
     @property
     def request_id(self) -> RequestId:
@@ -38,7 +38,8 @@ class AskedRequest:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt)
+        """With the history: all that is known before a token is sampled here."""
+        return self.request.given_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -54,10 +55,11 @@ class EmbeddedRequests:
     """Implements `SideRequests`."""
 
     def handed_tokens(self, asked: AskedRequest) -> int:
-        return asked.num_prompt_tokens
+        """Of a history's last token nobody has the KV: it was sampled, and never computed."""
+        return asked.num_prompt_tokens - (1 if asked.request.history else 0)
 
     def content(self, asked: AskedRequest, position: int) -> Content:
-        return content_of(asked.request, position)
+        return content_of(asked.request, position, asked.tokens)
 
     def ended_turn(self, asked: AskedRequest) -> EndedTurn | None:
         """Of what clients were told, all but the last token: they are not told of the end's own token."""

@@ -21,7 +21,7 @@ import kvbaton
 from kvbaton.api.foreign import ForeignLookup
 from kvbaton.api.http.http_server import serving
 from kvbaton.api.http.server_loop import run
-from kvbaton.api.params import Mode
+from kvbaton.api.params import HistoryWay, Mode
 from kvbaton.api.tokens import guard
 from kvbaton.control.address_book import moriio_address, p2p_nccl_address
 from kvbaton.control.joining.join_client import JoinedMember
@@ -110,6 +110,7 @@ class EmbeddedWorker:
             compat=compat_key(config.model, kvbaton.__version__),
             tp_size=options.tp,
             model=MODEL_NAME,
+            continues=str(HistoryWay.OUTPUT),
         )
         doorway = make_doorway(facts, keyring)
         views = [region.view for region in self.regions]

@@ -73,6 +73,12 @@ class EngineRequest(msgspec.Struct, frozen=True):
     handoff: object = None  # the connector's; the engine never looks at it
     said: str = UNASKED  # why nothing is handed over, as the router said it; for the connector too
     arrived_at: float | None = None  # on the wall's clock, where that was before the engine knew of it; likewise
+    history: tuple[int, ...] = ()  # the answer's first tokens, generated elsewhere: output like those that follow
+
+    @property
+    def given_tokens(self) -> int:
+        """Prompt and history: what there is before the first token is sampled here."""
+        return len(self.prompt) + len(self.history)
 
 
 class Output(msgspec.Struct, frozen=True):
@@ -116,7 +122,7 @@ class Sequence:
 
     @property
     def in_prefill(self) -> bool:
-        return self.computed < len(self.request.prompt)
+        return self.computed < self.request.given_tokens
 
     @property
     def answer_tokens(self) -> int:

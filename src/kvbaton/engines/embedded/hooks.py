@@ -61,7 +61,7 @@ class LoadOutcome(msgspec.Struct, frozen=True):
 
 
 class Chunk(msgspec.Struct, frozen=True):
-    """Prompt tokens `start` to `end` of a request, computed in this step."""
+    """Given tokens (prompt and history) `start` to `end` of a request, computed in this step."""
 
     request: EngineRequest
     blocks: BlockIds

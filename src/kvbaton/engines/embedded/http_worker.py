@@ -276,7 +276,7 @@ class _Server:
             async for number, chunk in chunks:
                 merged = joiner.chunk(jobs[number].part, chunk)
                 if merged is not None:
-                    yield sse.event(merged)
+                    yield sse.event({**merged, FIELD: chunk[FIELD]} if FIELD in chunk else merged)
         if body.include_usage:
             yield sse.event(joiner.usage_chunk())
         yield sse.DONE
@@ -292,11 +292,12 @@ class _Server:
                     yield opening
                     opening = None
                 if isinstance(item, Token):
-                    count += 1
+                    count += _count(item)
                     yield shape.token(item)
                 else:
                     rest, finished = item
-                    yield shape.ending(rest, finished.reason)
+                    params = finished.kv_transfer_params
+                    yield shape.ending(rest, finished.reason) | ({} if params is None else {FIELD: dict(params)})
                     yield shape.usage_chunk(_usage(job, count, finished))
 
     async def _typed_events(self, job: PlannedJob, shape: EventShape) -> AsyncGenerator[bytes, None]:
@@ -305,7 +306,7 @@ class _Server:
         async with contextlib.aclosing(self._told(job)) as told:
             async for item in told:
                 if isinstance(item, Token):
-                    count += 1
+                    count += _count(item)
                     events += shape.token(item)
                 else:
                     rest, finished = item
@@ -324,9 +325,9 @@ class _Server:
                 else:
                     rest, finished = item
         text = "".join(token.text for token in tokens) + rest
-        answer = job.shape.whole(tokens, text, finished.reason, _usage(job, len(tokens), finished))
+        answer = job.shape.whole(tokens, text, finished.reason, _usage(job, sum(map(_count, tokens)), finished))
         if finished.kv_transfer_params is not None:
-            answer["kv_transfer_params"] = dict(finished.kv_transfer_params)
+            answer[FIELD] = dict(finished.kv_transfer_params)
         return answer
 
     async def _told(self, job: PlannedJob) -> AsyncGenerator[Token | tuple[str, Finished], None]:
@@ -339,7 +340,7 @@ class _Server:
                         yield stops.rest(), event
                         return
                     text, met = stops.feed(event.text)
-                    yield Token(text, event.logprobs)
+                    yield Token(text, event.logprobs, event.ids)
                     if met:
                         if isinstance(job.shape, MessageShape):
                             job.shape.met = stops.met
@@ -363,6 +364,10 @@ def _api_error(error: RefusedError) -> ApiError:
     if error.kind == "handoff" and error.code in _CALLERS_FAULT:
         status = 400
     return ApiError(status, str(error), type=kind, code=error.code, param=error.param, retry_after_s=retry_after_s)
+
+
+def _count(token: Token) -> int:
+    return len(token.ids) or 1
 
 
 def _usage(job: PlannedJob, count: int, finished: Finished) -> dict[str, Any]:

@@ -64,7 +64,8 @@ class Scheduler:
         """Accept a request, or raise `RejectedError`."""
         self._check(request)
         chain = HashChain(self.cache.block_tokens, request.cache_salt)
-        sequence = Sequence(request, list(request.prompt), chain, [[] for _ in self.cache.groups])
+        given = [*request.prompt, *request.history]
+        sequence = Sequence(request, given, chain, [[] for _ in self.cache.groups])
         self.sequences[request.request_id] = sequence
         self.waiting.append(sequence)
         self.connector.on_new_request(request)
@@ -138,8 +139,11 @@ class Scheduler:
             raise RejectedError(f"request id {request.request_id} is in use; choose another")
         if not request.prompt or request.sampling.max_tokens < 1:
             raise RejectedError("a request needs at least one prompt token and max_tokens of at least 1")
-        if not 0 <= min(request.prompt) <= max(request.prompt) < tokenizer.VOCAB:
-            raise RejectedError(f"prompt tokens must be within 0 and {tokenizer.VOCAB - 1}")
+        for name, given in (("prompt", request.prompt), ("history", request.history)):
+            if given and not 0 <= min(given) <= max(given) < tokenizer.VOCAB:
+                raise RejectedError(f"{name} tokens must be within 0 and {tokenizer.VOCAB - 1}")
+        if len(request.history) >= request.sampling.max_tokens:
+            raise RejectedError(f"a history of {len(request.history)} tokens leaves none of max_tokens to generate")
         if tokens > context:
             raise RejectedError(f"prompt and max_tokens are {tokens} tokens, the context is {context}")
         if self.cache.blocks_for(tokens) > capacity:

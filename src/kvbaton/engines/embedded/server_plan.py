@@ -74,6 +74,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     handoff: TransferParams | None = None
     said: str = UNASKED  # why nothing is handed over
 
+    @property
+    def history(self) -> tuple[int, ...]:
+        """What other engines generated of the answer before."""
+        told = None if self.handoff is None else self.handoff.history
+        return () if told is None else told.tokens
+
 
 class PlannedJob(msgspec.Struct, frozen=True):
     """One request to the backend and the form of its answer."""
@@ -101,8 +107,9 @@ def plan(body: Body, name: str, cards: Sequence[ModelCard], lookup: ForeignLooku
         if value is not None and value not in neutral and not (field == "best_of" and value == body.n):
             raise bad_field(field, "the embedded engine does not support this; remove the field")
     handoffs = handoffs_of(body, name, lookup)
-    if handoffs[0] is not None and handoffs[0].do_remote_decode and body.stream:
-        raise bad_field("stream", "a prompt computed for another worker is not streamed; remove it")
+    is_typed = body.kind in (BodyKind.RESPONSES, BodyKind.MESSAGES)  # whose events have no place for a ticket
+    if handoffs[0] is not None and handoffs[0].do_remote_decode and body.stream and is_typed:
+        raise bad_field("stream", "a prompt computed for another worker is not streamed here; remove it")
     created_unix_s = int(time.time())
     jobs = []
     for part, handoff in zip(split(body), handoffs, strict=True):
@@ -113,6 +120,8 @@ def plan(body: Body, name: str, cards: Sequence[ModelCard], lookup: ForeignLooku
         if is_source and request.max_tokens > 1:
             limit = _LIMIT_FIELD.get(body.kind, "max_tokens")
             raise bad_field(limit, "a prompt computed for another worker is computed for one token; give 1")
+        if not is_source and len(request.history) > request.max_tokens:
+            raise bad_field(f"{FIELD}.history.tokens", f"{len(request.history)} tokens, the answer ends before")
         jobs.append(PlannedJob(part, request, shape, () if is_source else _stops(part.fields, body.kind)))
     return jobs
 
@@ -132,7 +141,7 @@ def handoffs_of(body: Body, name: str, lookup: ForeignLookup | None) -> list[Tra
     if asked and lookup is not None and asked[0].mode not in lookup.modes:
         raise bad_field(f"{FIELD}.mode", f"this worker does not serve {asked[0].mode}; see its --modes")
     tickets = [each.ticket for each in asked if each.ticket is not None]
-    if len(set(tickets)) < len(tickets):
+    if len(set(tickets)) < len(tickets) or (len(found) > 1 and any(each.history is not None for each in asked)):
         raise bad_field(FIELD, "a handoff has one prompt and one choice; send them one by one")
     return found
 
@@ -152,8 +161,9 @@ def _shape(
         return MessageShape(model=model, request_id=name, prompt_tokens=len(request.prompt))
     if body.kind is not BodyKind.RESPONSES:
         return AnswerShape(
-            body.kind, model=model, request_id=name, created_unix_s=created_unix_s, token_text=token_text, top=top
-        )
+            body.kind, model=model, request_id=name, created_unix_s=created_unix_s, token_text=token_text, top=top,
+            prompt_ids=request.prompt if body.fields.get("return_token_ids") else None,
+        )  # fmt: skip
     asked = Asked.of(body.fields)
     return ResponseShape(
         model=model, request_id=name, created_unix_s=created_unix_s, asked=asked, token_text=token_text, top=top
