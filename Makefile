@@ -266,9 +266,9 @@ vllm: $(VLLM_VENV)/.ready ## install vLLM for CPUs beside this project
 	@echo "Ready.      $(VLLM_BIN)/kvbaton up --engine vllm         two vLLM engines that hand KV over, on this machine"
 
 # The connector held to vLLM's own scheduler: named cases and random interleavings. Every combination of a case's
-# arguments: without --pairwise, or `make vllm-full`.
+# arguments: without --spread, as in `make vllm-full`.
 conformance: $(VENV)/.dev $(VLLM_VENV)/.ready ## the connector held to vLLM's scheduler
-	$(BIN)/kvbaton conformance vllm --pairwise
+	$(BIN)/kvbaton conformance vllm --spread
 
 # One P and one D on real vLLM, every answer compared with one engine's: behind our router, and behind vllm-router.
 vllm-test: $(VLLM_VENV)/.planes $(ROUTER_VENV)/.ready ## real vLLM engines: answers, planes, store, routers
@@ -282,6 +282,7 @@ vllm-full: $(VLLM_VENV)/.nixl $(VLLM_VENV)/.planes ## real vLLM engines: shapes,
 		tests/vllm/pairs/test_data_parallel_shapes.py tests/vllm/pairs/test_routers.py tests/vllm/pairs/test_pages.py tests/vllm/installed/test_cache_specs.py \
 		tests/vllm/pairs/test_features.py tests/vllm/installed/test_weights.py tests/vllm/installed/test_upstream_tests.py tests/vllm/installed/test_before_ranks.py \
 		tests/vllm/pairs/test_guards.py
+	$(BIN)/kvbaton conformance vllm
 
 # vLLM's own tests of connectors, as they are and with ours in place of the ones that they name. Its package brings no
 # tests: VLLM_SOURCE is a checkout of its repository, which is only read (docs/lab/2026-11-18-upstream-tests.md).

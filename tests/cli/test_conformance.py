@@ -17,7 +17,14 @@ import pytest
 from kvbaton.cli import main as cli
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.cli import conformance
-from kvbaton_proof.conformance.case_registry import STALL_S, TRIES, CaseVerdict, StallMeter, unstalled
+from kvbaton_proof.conformance.case_registry import (
+    STALL_S,
+    TRIES,
+    CaseVerdict,
+    StallMeter,
+    each_value,
+    unstalled,
+)
 from kvbaton_proof.conformance.conformance_run import VERDICT, Collector, ConformanceReport
 
 
@@ -78,7 +85,7 @@ def test_inside_it_looks_no_further(monkeypatch: pytest.MonkeyPatch, gone: list[
     args = cli.build_parser("conformance", conformance).parse_args(["conformance", "vllm", "--seeds", "3..4"])
     assert conformance.run(args) == 1
     assert asked == [
-        {"cases": None, "seeds": range(3, 5), "as_json": False, "listed": False, "processes": 3, "pairwise": False}
+        {"cases": None, "seeds": range(3, 5), "as_json": False, "listed": False, "processes": 3, "spread": False}
     ]
     assert gone == []
 
@@ -99,6 +106,15 @@ def test_nonsense_is_one_line_and_status_2(words: list[str], capsys: pytest.Capt
         cli.main(["conformance", *words])
     assert stopped.value.code == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_each_value_of_each_argument_is_met_and_other_names_bring_other_pairs_together() -> None:
+    choices = (False, True), ("pull", "stream", "push"), ("one group", "two groups")
+    each = {name: each_value(name, *choices) for name in ("a", "b", "c", "d", "e", "f")}
+    for met in each.values():
+        assert len(met) == 3
+        assert tuple(map(set, zip(*met, strict=True))) == tuple(map(set, choices))
+    assert len({(mode, shape) for met in each.values() for _, mode, shape in met}) == 6
 
 
 def test_what_came_of_cases_and_seeds_is_added_up_and_a_failure_says_how_it_is_replayed() -> None:

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--case", metavar="NAME", help="only this case, or all whose names contain this text")
     what.add_argument("--list", action="store_true", help="list the cases and run nothing")
     parser.add_argument(
-        "--pairwise", action="store_true", help="each case with every pair of its arguments, not every combination"
+        "--spread", action="store_true", help="each case with every value of its arguments, not every combination"
     )
     parser.add_argument("--vllm-python", metavar="PATH", help="Python interpreter with vLLM (default: searched for)")
     parser.add_argument("--processes", type=whole(1, 64), default=PROCESSES, metavar="N", help="processes at a time")
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             as_json=args.json,
             listed=args.list,
             processes=args.processes,
-            pairwise=args.pairwise,
+            spread=args.spread,
             tell=tell,
             printing=progress.aside,
         )
@@ -66,7 +66,7 @@ def words_of(args: argparse.Namespace) -> list[str]:
         words += ["--case", args.case]
     if args.processes != PROCESSES:
         words += ["--processes", str(args.processes)]
-    return words + ["--pairwise"] * args.pairwise + ["--list"] * args.list + ["--json"] * args.json
+    return words + ["--spread"] * args.spread + ["--list"] * args.list + ["--json"] * args.json
 
 
 def _go_on_in(python: str, words: list[str]) -> None:

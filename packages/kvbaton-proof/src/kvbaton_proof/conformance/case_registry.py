@@ -14,6 +14,7 @@ import itertools
 import threading
 import time
 import traceback
+import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -90,36 +91,29 @@ def case(
     return note
 
 
-def all_cases(*, pairwise: bool = False) -> list[Case]:
-    """Every case with every combination of its arguments, or with every pair of them; in the order of the files."""
+def all_cases(*, spread: bool = False) -> list[Case]:
+    """Every case with every combination of its arguments, or with every value of them; in the order of the files."""
     for module in CASE_MODULES:  # they register themselves
         importlib.import_module(f"kvbaton_proof.conformance.{module}")
 
     return [
         Case(_name(function, chosen, overlaps), function, chosen, settles, overlaps)
         for function, variants, settles, overlapped in _CASES
-        for overlaps, *values in (pairs if pairwise else itertools.product)(overlapped, *variants.values())
+        for choices in [(overlapped, *variants.values())]
+        for overlaps, *values in (each_value(function.__name__, *choices) if spread else itertools.product(*choices))
         for chosen in [dict(zip(variants, values, strict=True))]
     ]
 
 
-def pairs(*choices: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """As few combinations as it finds in which every two values of two arguments meet; in the product's order.
+def each_value(name: str, *choices: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """As few combinations as hold every value of every argument, other ones for each name.
 
-    What fails for a combination of three and for no pair is rare, and `kvbaton conformance vllm` still runs them all.
+    So of two arguments that many cases have, every two values meet in some case, and none costs every case a run.
     """
-    combinations = list(itertools.product(*map(range, map(len, choices))))
-    meetings = [set(itertools.combinations(enumerate(each), 2)) for each in combinations]
-    if len(choices) < 3:
-        return list(itertools.product(*choices))
-    chosen: set[int] = set()
-    unmet = set().union(*meetings)
-    while unmet:
-        best = max(range(len(combinations)), key=lambda at: len(meetings[at] & unmet))
-        chosen.add(best)
-        unmet -= meetings[best]
+    shifts = [zlib.crc32(f"{name} {at}".encode()) for at in range(len(choices))]
     return [
-        tuple(values[at] for values, at in zip(choices, combinations[each], strict=True)) for each in sorted(chosen)
+        tuple(values[(at + shift) % len(values)] for values, shift in zip(choices, shifts, strict=True))
+        for at in range(max(map(len, choices)))
     ]
 
 

@@ -69,7 +69,7 @@ def main(
     as_json: bool,
     listed: bool = False,
     processes: int = 1,
-    pairwise: bool = False,
+    spread: bool = False,
     tell: Callable[[str], None] = lambda _: None,
     printing: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> int:
@@ -81,7 +81,7 @@ def main(
         raise CommandError(f"the suite runs by pytest, which this Python lacks: {sys.executable} -m pip install pytest")
     configs.prepare()
     configs.hush()
-    known = all_cases(pairwise=pairwise)
+    known = all_cases(spread=spread)
     chosen = _chosen(known, cases) if cases is not None else known if seeds is None else []
     if listed or (cases is not None and not chosen):
         if not listed:
@@ -93,7 +93,7 @@ def main(
         return 0
     wanted = seeds if seeds is not None else range(0) if cases is not None else SEEDS
     words = ["--conformance-case", cases] if cases is not None else []
-    words += ["--conformance-pairwise"] * pairwise + ["--conformance-seeds", f"{wanted.start}..{wanted.stop}"]
+    words += ["--conformance-spread"] * spread + ["--conformance-seeds", f"{wanted.start}..{wanted.stop}"]
     tests = ["test_case"] * bool(chosen) + ["test_seed"] * bool(wanted)
     count, begun = len(chosen) + len(wanted), time.monotonic()
     collector = Collector(ConformanceReport(vllm=vllm_versions.vllm_version()), count, tell)
@@ -165,7 +165,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     option(
         "--conformance-seeds", metavar="A..B", default="0..0", help="interleavings of these seeds, the last excluded"
     )
-    option("--conformance-pairwise", action="store_true", help="every pair of arguments, not every combination")
+    option("--conformance-spread", action="store_true", help="every value of arguments, not every combination")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -178,7 +178,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def wanted_cases(config: pytest.Config) -> list[Case]:
-    known = all_cases(pairwise=config.getoption("conformance_pairwise"))
+    known = all_cases(spread=config.getoption("conformance_spread"))
     name = config.getoption("conformance_case")
     return known if name is None else _chosen(known, name)
 
