@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -48,27 +46,6 @@ def test_a_named_test_exists_and_is_not_skipped(name: str) -> None:
     found = functions(ROOT / path)
     assert test in found, f"{path} has no {test}"
     assert not [each for each in found[test] if "skip" in each or "xfail" in each]
-
-
-@pytest.mark.timeout(330)
-def test_what_is_named_is_collected() -> None:
-    """By pytest itself, but for what needs vLLM, which has an environment of its own."""
-    here = [name for name in NAMED if not name.startswith("tests/vllm/")]
-    words = [
-        "-m",
-        "pytest",
-        "--collect-only",
-        "-o",
-        "addopts=-q --strict-markers",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        *here,
-    ]
-    ended = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
-    assert all(name in ended.stdout for name in here)
 
 
 def test_every_class_has_a_test_and_every_advisory_a_class() -> None:

@@ -44,7 +44,6 @@ LENGTHS = (
 )  # fmt: skip
 TOKENS = 12
 VOCABULARY = range(10, 500)
-RETRIES_OFF = {"prefill_retries": 0, "decode_retries": 0}
 
 Prompt = list[int]
 

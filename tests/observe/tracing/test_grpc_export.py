@@ -15,7 +15,7 @@ from tests.observe.tracing.collector import wait_until
 from tests.observe.tracing.flights import router
 
 grpc = pytest.importorskip("grpc", reason="spans over gRPC: pip install 'kvbaton[otel-grpc]'")
-exporting = pytest.importorskip(
+pytest.importorskip(
     "opentelemetry.exporter.otlp.proto.grpc.trace_exporter",
     reason="spans over gRPC: pip install 'kvbaton[otel-grpc]'",
 )

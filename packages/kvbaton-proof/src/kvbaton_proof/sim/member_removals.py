@@ -68,10 +68,6 @@ class Members:
             for _ in range(count):
                 self.world.after(self._rng.uniform(2.0, FAULTY_S * 0.8), act)
 
-    @property
-    def none_was_removed(self) -> bool:
-        return not self._removed
-
     def next_of(self, names: list[WorkerId], source: WorkerId) -> WorkerId:
         """They hand on in a ring, so that each takes from one alone; with a store, the first takes from that alone."""
         after = names.index(source) + 1

@@ -25,7 +25,6 @@ from kvbaton_proof.sim.world.life import Life
 _S = IntakeState
 _ASKS = (_S.CLAIMING, _S.GRANTED, _S.COPYING, _S.OFFERED, _S.COMMITTING)
 """In which D has something to say again."""
-_BEFORE_BLOCKS = (_S.GREETING, _S.CLAIMING, _S.GRANTED)
 Key = tuple[str, Any]
 EVERY = 2
 """Steps: what is wrong on the books stays wrong, and to look costs as much as a step."""
