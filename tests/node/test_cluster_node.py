@@ -15,7 +15,7 @@ from kvbaton.control.address_book import split_endpoint
 from kvbaton.control.keyring import Keyring
 from kvbaton.node.cluster_node import ClusterNode, EngineFacts, make_doorway, new_life
 from kvbaton.node.node import Rank
-from kvbaton.protocol.compat import digest as compat_digest
+from kvbaton.protocol.content import compat_digest
 from kvbaton.protocol.events import Event
 from kvbaton.protocol.ids import WorkerId
 from tests.node.test_node_loop import BLOCKS, TOKENS, InstantStore, InstantTransport, layout, until

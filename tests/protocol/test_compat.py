@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.protocol.compat import difference, digest, validate_key
+from kvbaton.protocol.content import compat_digest, difference, validate_key
 from kvbaton.protocol.errors import ProtocolError, Reason
 
 OURS = {"model": "llama-8b", "weights": "ab12", "dtype": "bfloat16", "info.version": "1.0"}
@@ -24,7 +24,7 @@ def test_the_first_differing_field_is_named_with_both_values() -> None:
 def test_versions_may_differ() -> None:
     theirs = {**OURS, "info.version": "2.0", "info.host": "b"}
     assert difference(OURS, theirs) is None
-    assert digest(OURS) == digest(theirs)
+    assert compat_digest(OURS) == compat_digest(theirs)
 
 
 @pytest.mark.parametrize(
@@ -42,12 +42,12 @@ def test_a_field_that_only_one_side_states_is_a_difference(
 
 
 def test_the_digest_is_short_stable_and_blind_to_order() -> None:
-    assert digest(OURS) == digest(dict(reversed(OURS.items())))
-    assert digest({"model": "m", "dtype": "bfloat16"}) == "e514864abfd8ed5d7f96bdfe59254cf6"
+    assert compat_digest(OURS) == compat_digest(dict(reversed(OURS.items())))
+    assert compat_digest({"model": "m", "dtype": "bfloat16"}) == "e514864abfd8ed5d7f96bdfe59254cf6"
 
 
 def test_field_boundaries_are_part_of_the_digest() -> None:
-    assert digest({"a": "bc"}) != digest({"ab": "c"})
+    assert compat_digest({"a": "bc"}) != compat_digest({"ab": "c"})
 
 
 keys = st.dictionaries(st.sampled_from(["a", "b", "c", "info.x"]), st.sampled_from(["", "1", "2"]))
@@ -58,7 +58,7 @@ keys = st.dictionaries(st.sampled_from(["a", "b", "c", "info.x"]), st.sampled_fr
 def test_no_difference_means_equal_digests_and_the_other_way_round(
     ours: dict[str, str], theirs: dict[str, str]
 ) -> None:
-    assert (difference(ours, theirs) is None) == (digest(ours) == digest(theirs))
+    assert (difference(ours, theirs) is None) == (compat_digest(ours) == compat_digest(theirs))
     assert (difference(ours, theirs) is None) == (difference(theirs, ours) is None)
 
 

@@ -149,7 +149,7 @@ def test_timers_that_never_end_at_one_time_are_a_hang() -> None:
 QUICK = (
     "a_time_handled_twice",
     "protocol.machines.ledger:Ledger.on_frame:never:1",
-    "protocol.machines.quotas:Buckets.take:early:1",
+    "protocol.bounded:Buckets.take:early:1",
     "protocol.machines.ledger:Ledger.on_frame:guard:1",
     "transports.core.loans:Loans._covers:early:1",
 )

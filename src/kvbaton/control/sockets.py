@@ -41,8 +41,8 @@ from zmq.utils import z85
 from kvbaton.control.addressing import ControlLimits
 from kvbaton.control.keyring import Keyring
 from kvbaton.observe.codes.entry import worth_saying
+from kvbaton.protocol.bounded import Buckets
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.machines.quotas import Buckets
 
 
 class Waker:

@@ -1,6 +1,6 @@
 """A prefill and a decode configuration, checked offline: can they find each other, connect, and agree on the KV?
 
-Law: it compares what the engines compare (`protocol.compat`, `protocol.geometry`, the transports' names); what cannot
+Law: it compares what the engines compare (`protocol.content`, `protocol.geometry`, the transports' names); what cannot
 be known from here, such as weights on another host, is left to them.
 """
 
@@ -18,7 +18,7 @@ from kvbaton.doctor.config_checks import ConfiguredEngine
 from kvbaton.doctor.finding import Finding, finding
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.content.vllm_compat import config_digest, weights_digest
-from kvbaton.protocol.compat import difference
+from kvbaton.protocol.content import difference
 from kvbaton.security.sealing import is_loopback
 from kvbaton.transports import catalogue
 

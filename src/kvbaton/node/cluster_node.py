@@ -48,7 +48,7 @@ from kvbaton.node.node_loop import NodeLoop
 from kvbaton.node.observation import More, NodeObservation
 from kvbaton.node.ports import StorePort
 from kvbaton.observe.tracing.export import of_worker
-from kvbaton.protocol.compat import digest as compat_digest
+from kvbaton.protocol.content import compat_digest
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.events import Departed, Discarded, Event, LineRefused, MembersGone
 from kvbaton.protocol.geometry.layout import EngineLayout

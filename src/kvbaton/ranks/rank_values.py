@@ -59,7 +59,7 @@ class RankValues(msgspec.Struct, frozen=True):
 
 
 def rank_values(layout: EngineLayout, rank: int, compat: str) -> RankValues:
-    """Of one rank of a layout that `validate` has passed. `compat`: `protocol.compat.digest` of the engine's key."""
+    """Of one rank of a layout that `validate` has passed. `compat`: the digest of the engine's key."""
     group = _storable(layout)
     share = layout.ranks[rank].shares[0]
     if not share.places:

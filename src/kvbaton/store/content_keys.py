@@ -31,7 +31,7 @@ _PERSON = b"kvbaton-store-1"
 class Space(msgspec.Struct, frozen=True, kw_only=True):
     """The values of one part of the KV, of all engines for which they are interchangeable, byte by byte."""
 
-    compat: str  # protocol.compat.digest of the engines' compatibility key
+    compat: str  # protocol.content.compat_digest of the engines' compatibility key
     block_tokens: int
     value_bytes: int
     ranks: int = 1
@@ -80,7 +80,7 @@ def is_key(text: str) -> bool:
 
 def _check(space: Space) -> None:
     if _COMPAT.fullmatch(space.compat) is None:
-        raise ValueError(f"compat: {space.compat[:40]!r}; give protocol.compat.digest of the compatibility key")
+        raise ValueError(f"compat: {space.compat[:40]!r}; give protocol.content.compat_digest of the compatibility key")
     for field, value, low, high in (
         ("block_tokens", space.block_tokens, 1, 1 << 20),
         ("value_bytes", space.value_bytes, 1, VALUE_BYTES_MAX),

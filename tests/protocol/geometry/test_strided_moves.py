@@ -12,8 +12,7 @@ from kvbaton.protocol.geometry.plan import plan
 from kvbaton.protocol.geometry.progress import Rect, nothing, whole
 from kvbaton.protocol.geometry.spans import BlockLists, Move, SpanSide, Weave, segments
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.protocol.machines.context import Identity, LedgerContext, Parts
-from kvbaton.protocol.machines.movement import Cargo, Route, moves
+from kvbaton.protocol.machines.context import Cargo, Identity, LedgerContext, Parts, Route, moves
 from kvbaton.protocol.settings import Settings
 
 BLOCKS, PAGE, LAYERS, TOKENS = 8, 64, 3, 4

@@ -11,9 +11,8 @@ from kvbaton.protocol.geometry.plan import Plan, plan
 from kvbaton.protocol.geometry.progress import GroupProgress, nothing, whole
 from kvbaton.protocol.geometry.spans import SpanSide
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.protocol.machines import movement
-from kvbaton.protocol.machines.context import Identity, LedgerContext, Parts
-from kvbaton.protocol.machines.movement import Cargo, Route, moves, start
+from kvbaton.protocol.machines import context as movement
+from kvbaton.protocol.machines.context import Cargo, Identity, LedgerContext, Parts, Route, moves, start
 from kvbaton.protocol.settings import Settings
 from kvbaton_proof.sim.world.sim_memory import Shape
 from kvbaton_proof.sim.world.sim_transport import TCP

@@ -17,8 +17,8 @@ from kvbaton.control import keyring
 from kvbaton.control.addressing import ControlLimits
 from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker, reference_answers
 from kvbaton.engines.embedded.worker_options import WorkerOptions
+from kvbaton.protocol.bounded import Buckets
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.machines.quotas import Buckets
 from tests.control.rig import Post, cluster, exchange, posted, until
 from tests.e2e.cluster import some_prompts
 from tests.e2e.pair import Pair

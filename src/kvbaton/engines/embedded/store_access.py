@@ -16,7 +16,7 @@ from kvbaton.engines.embedded.embedded_connector import EmbeddedConnector
 from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.node.cluster_node import EngineFacts
 from kvbaton.node.doorway import Doorway
-from kvbaton.protocol.compat import digest as compat_digest
+from kvbaton.protocol.content import compat_digest
 from kvbaton.ranks.engine_store import EngineStore, EngineStoreSettings
 from kvbaton.ranks.rank_store import LocalRankStore
 from kvbaton.ranks.rank_values import NotStorable, rank_values

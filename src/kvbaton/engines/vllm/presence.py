@@ -39,7 +39,7 @@ from kvbaton.node.cluster_node import ClusterNode, ClusterSettings, EngineFacts,
 from kvbaton.node.observation import dump_on_signal
 from kvbaton.node.pin_budget import Fullness
 from kvbaton.node.prompt_account import PromptAccount
-from kvbaton.protocol.compat import digest as compat_digest
+from kvbaton.protocol.content import compat_digest
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.ranks.engine_store import EngineStore
 from kvbaton.ranks.rank_link import RankLinks

@@ -21,8 +21,8 @@ from kvbaton.protocol.geometry.layout import GroupKind
 from kvbaton.protocol.geometry.progress import covers, nothing
 from kvbaton.protocol.geometry.spans import SpanSide
 from kvbaton.protocol.ids import ReservationId
+from kvbaton.protocol.machines.context import Cargo, Route, due, moves, start
 from kvbaton.protocol.machines.inbound import ConsumerBook, Fail, Intake, IntakeEvent, IntakeState, Source
-from kvbaton.protocol.machines.movement import Cargo, Route, due, moves, start
 from kvbaton.protocol.machines.pairing_state import Link, LinkState
 from kvbaton.protocol.marks import Step
 from kvbaton.protocol.numbers import DURATION_S_MIN

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvbaton.protocol import events as ev
+from kvbaton.protocol.bounded import Buckets
 from kvbaton.protocol.effects import Effect, ForgetCache
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
@@ -21,7 +22,6 @@ from kvbaton.protocol.machines.pairing_state import Link, Sessions
 from kvbaton.protocol.machines.producer import Producer
 from kvbaton.protocol.machines.push_writer import Outlet
 from kvbaton.protocol.machines.puts import Puts
-from kvbaton.protocol.machines.quotas import Buckets
 from kvbaton.protocol.marks import Mark
 from kvbaton.protocol.privileges import may_say
 from kvbaton.protocol.settings import Settings

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from kvbaton.protocol.bounded import Remembered
-from kvbaton.protocol.compat import difference, validate_key
+from kvbaton.protocol.content import difference, validate_key
 from kvbaton.protocol.effects import Capabilities, Connect, Disconnect, Holder, Invitation, Send
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry.layout import EngineLayout, validate_groups, validate_ranks

@@ -6,7 +6,7 @@ refuses everything else. A discarded handoff is never leased; one that is being 
 
 from __future__ import annotations
 
-from kvbaton.protocol.bounded import Remembered
+from kvbaton.protocol.bounded import Held, PerPeer, Remembered
 from kvbaton.protocol.effects import Direction, End, Unpin
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import (
@@ -36,7 +36,6 @@ from kvbaton.protocol.machines.lease import (
 )
 from kvbaton.protocol.machines.pairing_state import Session
 from kvbaton.protocol.machines.push_writer import Writer
-from kvbaton.protocol.machines.quotas import Held, PerPeer
 from kvbaton.protocol.marks import Begun, Ended, Step
 from kvbaton.protocol.marks import Side as Seen
 from kvbaton.protocol.numbers import TERM_S_MIN

@@ -22,9 +22,8 @@ from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.geometry.progress import Progress, nothing
 from kvbaton.protocol.geometry.spans import SpanSide
 from kvbaton.protocol.ids import LeaseId, Reader, ReservationId
-from kvbaton.protocol.machines.context import LedgerContext, Parts
+from kvbaton.protocol.machines.context import Cargo, LedgerContext, Parts, Route, moves, start
 from kvbaton.protocol.machines.lease import Lease, LeaseState, ReaderEvent, ReaderState, judge
-from kvbaton.protocol.machines.movement import Cargo, Route, moves, start
 from kvbaton.protocol.machines.pairing_state import Session
 from kvbaton.protocol.marks import Side as Seen
 from kvbaton.protocol.marks import Step

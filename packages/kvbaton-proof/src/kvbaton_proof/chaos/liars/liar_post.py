@@ -23,7 +23,7 @@ from kvbaton.control.zmq import ZmqControl
 from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
 from kvbaton.engines.embedded.memory.kv_layout import compat_key, engine_layout
 from kvbaton.engines.embedded.memory.kv_memory import KvGeometry
-from kvbaton.protocol.compat import digest as compat_digest
+from kvbaton.protocol.content import compat_digest
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, rank_peer
 from kvbaton.protocol.wire import messages as m

@@ -16,8 +16,8 @@ from kvbaton.protocol.events import Discarded
 from kvbaton.protocol.geometry.progress import nothing
 from kvbaton.protocol.geometry.spans import SpanSide
 from kvbaton.protocol.machines import claims, consumer_filling, pairing_target, producer, push_writer
+from kvbaton.protocol.machines.context import Cargo, Route, moves, start
 from kvbaton.protocol.machines.lease import ReaderState
-from kvbaton.protocol.machines.movement import Cargo, Route, moves, start
 from kvbaton.protocol.machines.push_writer import OutletState
 from kvbaton.protocol.wire import messages as m
 from kvbaton_proof.sim.mutants.mutation import Mutant, swap

@@ -9,10 +9,10 @@ import pytest
 from layout_builders import wide
 from pair import Make, Pair
 
+from kvbaton.protocol import bounded
+from kvbaton.protocol.bounded import Buckets, Held, PerPeer, block_bytes, promised_bytes
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, LeaseId, PeerId, Reader, WorkerId
-from kvbaton.protocol.machines import quotas
-from kvbaton.protocol.machines.quotas import Buckets, Held, PerPeer, block_bytes, promised_bytes
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import Hello, HelloRefused, Joined, Welcome
 
@@ -58,7 +58,7 @@ class TestBuckets:
         assert all(buckets.take("d", 0.0) for _ in range(9))
 
     def test_the_peers_remembered_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(quotas, "BUCKETS_MAX", 2)
+        monkeypatch.setattr(bounded, "BUCKETS_MAX", 2)
         buckets: Buckets[str] = Buckets(1.0, 1.0)
         for name in ("d", "d", "e", "f"):
             buckets.take(name, 0.0)
