@@ -69,7 +69,7 @@ class TurnSide:
     @guarded(returns(NOTHING))
     def match(self, request: Any, local_tokens: int) -> tuple[int | None, bool]:
         name = RequestId(request.request_id)
-        self._make_room(request, local_tokens)
+        self._make_room(request)
         if not self.taker.awaits(name):
             return NOTHING
         tokens = self.taker.match(name, local_tokens, max(self._grouping.block_tokens))
@@ -127,6 +127,7 @@ class TurnSide:
         assert content is not None, "asked of a request whose tokens are not known"
         return digest(content)
 
-    def _make_room(self, request: Any, local_tokens: int) -> None:
-        needed = sum(self._grouping.needed(max(request.num_tokens - local_tokens, 1)))
+    def _make_room(self, request: Any) -> None:
+        # What the prefix cache has of it saves nothing: a cached block that nobody holds counts as free until it is hit.
+        needed = sum(self._grouping.needed(request.num_tokens))
         self.keeper.press(self._pool.free_blocks, needed)
