@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvbaton.engines.side.grouping import Grouping
+
 from kvbaton.engines.side.turns import TurnSide
 from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind

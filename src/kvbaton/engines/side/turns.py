@@ -128,6 +128,6 @@ class TurnSide:
         return digest(content)
 
     def _make_room(self, request: Any) -> None:
-        # What the prefix cache has of it saves nothing: a cached block that nobody holds counts as free until it is hit.
+        # What the prefix cache has of it saves nothing: a cached block that nobody holds is free until it is hit.
         needed = sum(self._grouping.needed(request.num_tokens))
         self.keeper.press(self._pool.free_blocks, needed)
