@@ -7,8 +7,17 @@ from typing import Any
 
 import pytest
 
-from kvbaton.api.foreign import TICKETS_MAX, ForeignLookup, one_of, pair_params, tickets_in, together, translated
-from kvbaton.api.params import Mode, TransferParams
+from kvbaton.api.params import (
+    TICKETS_MAX,
+    ForeignLookup,
+    Mode,
+    TransferParams,
+    one_of,
+    pair_params,
+    tickets_in,
+    together,
+    translated,
+)
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.wire.ticket import unseal

@@ -10,7 +10,8 @@ from guided import Target
 from laws import HEX, looked_at
 from mutators import Shape
 
-from kvbaton.api import foreign, request_ids, sse
+from kvbaton.api import params as kv_transfer_params
+from kvbaton.api import request_ids, sse
 from kvbaton.api.api_errors import ApiError, read_error
 from kvbaton.api.bodies import PARTS_MAX, Body, BodyKind, json_object, parse
 from kvbaton.api.merge import split
@@ -146,7 +147,7 @@ def params(data: bytes) -> None:
 
 
 LOOKUPS = tuple(
-    foreign.ForeignLookup(
+    kv_transfer_params.ForeignLookup(
         mode, tuple(Mode), WorkerId(me), KEY, 60.0,
         lambda host, port: WorkerId("p0") if host == "10.0.0.1" else WorkerId("d0") if host == "10.0.0.2" else None,
         named,
@@ -172,12 +173,12 @@ def foreign_params(data: bytes) -> None:
         return
     for lookup in LOOKUPS:
         with contextlib.suppress(ProtocolError):
-            found = foreign.translated(name, foreign.one_of(raw, min(index, 3), 4), lookup, index)
+            found = kv_transfer_params.translated(name, kv_transfer_params.one_of(raw, min(index, 3), 4), lookup, index)
             if found is not None:
                 ticket = unseal(found.ticket or "", (KEY,), 0.0)
                 assert lookup.me in (ticket.source, ticket.target)
                 assert ticket.source == "p0" or lookup.named_pairs
-    foreign.together([raw, said, None][: 1 + index % 3])
+    kv_transfer_params.together([raw, said, None][: 1 + index % 3])
 
 
 def foreign_seeds() -> list[bytes]:

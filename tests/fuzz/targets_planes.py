@@ -22,12 +22,12 @@ from kvbaton.protocol.ids import Incarnation, JobId, LeaseId, PeerId, WorkerId
 from kvbaton.ranks import rank_messages as rm
 from kvbaton.ranks import rank_store_messages as sm
 from kvbaton.ranks.rank_stream import WINDOW_FRAMES_MAX, Stream, StreamEnvelope
-from kvbaton.security.handshake import SECRET_BYTES
+from kvbaton.security.sealing import SECRET_BYTES
 from kvbaton.store import store_client, tcp_connection, value_header
 from kvbaton.store.content_keys import HASH_BYTES
 from kvbaton.store.value_header import ALONE
 from kvbaton.transports.checksum import checksum_transport
-from kvbaton.transports.core.host_identity import host_identity
+from kvbaton.transports.core.shared_memory import host_identity
 from kvbaton.transports.cuda import cuda_listener
 from kvbaton.transports.local.region_listener import ShmEndpoint
 from kvbaton.transports.mooncake import mooncake_engine

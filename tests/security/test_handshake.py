@@ -16,9 +16,9 @@ from typing import Any, cast
 import pytest
 
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.security import handshake
-from kvbaton.security.handshake import PLAIN, SEALED, Handshake, HandshakeError, PlainPeer, Service
+from kvbaton.security import sealing
 from kvbaton.security.records import OVERHEAD_BYTES, Seals
+from kvbaton.security.sealing import PLAIN, SEALED, Handshake, HandshakeError, PlainPeer, Service
 from kvbaton.store import tcp_connection
 from kvbaton.transports.net import connection_handshake as auth
 from kvbaton.transports.net.stream_socket import ByteSource, Wire
@@ -219,7 +219,7 @@ def test_a_plain_peer_is_refused_and_logged_where_this_side_insists(
     with pytest.raises(PlainPeer, match="a client does not encrypt"):
         server.seals("a client", must_seal=True)
     assert "[plain-peer-refused]" in caplog.text
-    monkeypatch.setattr(handshake, "can_seal", lambda: False)
+    monkeypatch.setattr(sealing, "can_seal", lambda: False)
     sealed = side(Service.STORE, is_server=True)
     assert sealed.is_proof(side(Service.STORE, is_server=False).proof())
     with pytest.raises(HandshakeError, match="pip install"):

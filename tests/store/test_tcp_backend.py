@@ -16,9 +16,8 @@ from kvbaton.control.keyring import Keyring
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.security.handshake import NONCE_BYTES, PROOF_BYTES
 from kvbaton.security.records import OVERHEAD_BYTES, RECORD_BYTES
-from kvbaton.security.sealing import Encrypt
+from kvbaton.security.sealing import NONCE_BYTES, PROOF_BYTES, Encrypt
 from kvbaton.store import tcp_server_side
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.store_client import InvitationClient, ServerSilent

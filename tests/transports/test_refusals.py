@@ -16,7 +16,7 @@ from kvbaton.protocol.errors import ProtocolError
 from kvbaton.ranks import rank_host
 from kvbaton.ranks.rank_messages import RankRefusals as RefusalNews
 from kvbaton.ranks.rank_planes import HostedPlane
-from kvbaton.security import handshake
+from kvbaton.security import sealing
 from kvbaton.security.sealing import Encrypt
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.checksum import checksum_transport
@@ -200,10 +200,10 @@ class TestStrangers:
 def forged(wire: Wire) -> Generator[Sink, None, None]:
     """A client that holds no secret, and tries."""
     name = D.worker.encode()
-    hello = auth._HELLO.pack(auth._MAGIC, handshake.PLAIN, 0, len(name), D.incarnation, bytes(handshake.NONCE_BYTES))
+    hello = auth._HELLO.pack(auth._MAGIC, sealing.PLAIN, 0, len(name), D.incarnation, bytes(sealing.NONCE_BYTES))
     wire.out.append(Bytes(hello + name))
-    yield from take(handshake.NONCE_BYTES + handshake.PROOF_BYTES)
-    wire.out.append(Bytes(bytes(handshake.PROOF_BYTES)))
+    yield from take(sealing.NONCE_BYTES + sealing.PROOF_BYTES)
+    wire.out.append(Bytes(bytes(sealing.PROOF_BYTES)))
 
 
 @pytest.mark.parametrize("plane", UNIX)

@@ -20,9 +20,8 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing import Log
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.loans import lend_everything
-from kvbaton.transports.core.shared_memory import Region, allocate
+from kvbaton.transports.core.shared_memory import Region, allocate, host_identity
 from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceEvent, Direction, Loan
 from kvbaton.transports.local import region_listener
 from kvbaton.transports.local.region_listener import LENGTH, ShmEndpoint, SocketPlace

@@ -37,7 +37,7 @@ from kvbaton.doctor.router_checks import SeenRouter
 from kvbaton.observe.codes.entry import Severity
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.transports import catalogue as planes
-from kvbaton.transports.core.host_identity import boot_id
+from kvbaton.transports.core.shared_memory import boot_id
 
 SHM = "/dev/shm"
 PACKAGES = (

@@ -57,7 +57,7 @@ from kvbaton.protocol.machines.context import Identity
 from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.privileges import Act, may
 from kvbaton.protocol.settings import Settings
-from kvbaton.transports.core.host_identity import boot_id
+from kvbaton.transports.core.shared_memory import boot_id
 
 STOP_S = 5.0
 TICKET_TTL_S = 120.0

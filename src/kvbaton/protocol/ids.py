@@ -64,8 +64,8 @@ def rank_peer(peer: PeerId, rank: int) -> PeerId:
 
 
 def owner_of(peer: PeerId) -> PeerId:
-    """The peer that `peer` is one rank of."""
-    return PeerId(WorkerId(peer.worker.rpartition("#")[0]), peer.incarnation)
+    """The peer that `peer` is one rank of; for any other peer, itself."""
+    return PeerId(WorkerId(peer.worker.partition("#")[0]), peer.incarnation)
 
 
 class Reader(msgspec.Struct, frozen=True, array_like=True, order=True):

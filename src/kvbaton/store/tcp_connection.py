@@ -1,7 +1,7 @@
 """Lines: TCP connections that carry values between a store's server and its clients.
 
 Laws: an invitation (number and secret) travels over the encrypted control plane and is for one line, which starts with
-the handshake over it (`kvbaton.security.handshake` has its laws). Every wait has a deadline, and a line on which
+the handshake over it (`kvbaton.security.sealing` has its laws). Every wait has a deadline, and a line on which
 anything was malformed, short or late is closed, never used again. Values have their own checksums (`value_header`).
 """
 
@@ -19,7 +19,8 @@ import msgspec
 
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.security import sealing
-from kvbaton.security.handshake import (
+from kvbaton.security.records import HEAD, OVERHEAD_BYTES, RECORD_BYTES, Seals
+from kvbaton.security.sealing import (
     NONCE_BYTES,
     PLAIN,
     PROOF_BYTES,
@@ -30,7 +31,6 @@ from kvbaton.security.handshake import (
     Service,
     nonce,
 )
-from kvbaton.security.records import HEAD, OVERHEAD_BYTES, RECORD_BYTES, Seals
 from kvbaton.store.content_keys import KEY_CHARS_MAX, VALUE_BYTES_MAX, is_key
 from kvbaton.store.value_header import FRAME_BYTES
 

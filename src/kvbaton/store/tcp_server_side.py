@@ -17,8 +17,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 from kvbaton.security import sealing
-from kvbaton.security.handshake import SECRET_BYTES
-from kvbaton.security.sealing import Encrypt
+from kvbaton.security.sealing import SECRET_BYTES, Encrypt
 from kvbaton.store.interface import Backend
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.tcp_connection import SIZE, Item, LineError, Op, StoreConnection, admit

@@ -11,9 +11,8 @@ from typing import Any
 import aiohttp
 import pytest
 
-from kvbaton.api.foreign import ForeignLookup
 from kvbaton.api.http.http_server import serving
-from kvbaton.api.params import Mode, TransferParams
+from kvbaton.api.params import ForeignLookup, Mode, TransferParams
 from kvbaton.engines.embedded.http_worker import GenerateRequest, worker_app
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.wire.ticket import unseal

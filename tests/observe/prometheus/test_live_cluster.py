@@ -21,7 +21,7 @@ import pytest
 
 from kvbaton.api.params import FIELD, LEASE_FOR_PULL
 from kvbaton.observe.metrics.metric_names import BY_NAME, METRICS, Where
-from kvbaton.security.handshake import NONCE_BYTES, PLAIN, PROOF_BYTES
+from kvbaton.security.sealing import NONCE_BYTES, PLAIN, PROOF_BYTES
 from kvbaton.transports.net.connection_handshake import _HELLO, _MAGIC
 from kvbaton_proof.chaos.strangers import listening
 from tests.e2e.cluster import Up, all_at_rest, ask_all, get_json, some_prompts, up, wait_for

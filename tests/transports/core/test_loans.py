@@ -12,9 +12,9 @@ import pytest
 from kvbaton.protocol.effects import Direction, Loan
 from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.geometry.layout import Band, PageTable
-from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId, rank_peer
+from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId, owner_of, rank_peer
 from kvbaton.transports.core import loans
-from kvbaton.transports.core.loans import Loans, engine_of
+from kvbaton.transports.core.loans import Loans
 from kvbaton.transports.core.mover import Mover, NativeMover, PythonMover
 
 READ, WRITE = Direction.READ, Direction.WRITE
@@ -84,7 +84,7 @@ def test_to_all_ranks_of_that_engine_and_to_nobody_else(book: Book) -> None:
     assert book.may(D0, 2 * PAGE, 1) and book.may(rank_peer(D, 7), 2 * PAGE, 1)
     assert not book.may(E0, 2 * PAGE, 1)
     assert not book.may(rank_peer(PeerId(D.worker, Incarnation(2)), 0), 2 * PAGE, 1)  # another life
-    assert engine_of(D0) == D == engine_of(D)
+    assert owner_of(D0) == D == owner_of(D)
 
 
 def test_in_that_direction_only(book: Book) -> None:

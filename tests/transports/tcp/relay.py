@@ -7,8 +7,8 @@ import socket
 import threading
 from collections.abc import Callable
 
-from kvbaton.security.handshake import NONCE_BYTES, PROOF_BYTES
 from kvbaton.security.records import HEAD, OVERHEAD_BYTES
+from kvbaton.security.sealing import NONCE_BYTES, PROOF_BYTES
 from kvbaton.transports.net.connection_handshake import _HELLO
 
 Edit = Callable[[str, int, bytes], list[bytes] | None]

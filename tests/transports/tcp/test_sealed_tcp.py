@@ -16,8 +16,7 @@ import pytest
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.security import sealing
-from kvbaton.security.handshake import PLAIN
-from kvbaton.security.sealing import Encrypt
+from kvbaton.security.sealing import PLAIN, Encrypt
 from kvbaton.testing import check_transport
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports import catalogue

@@ -18,10 +18,9 @@ from typing import Any, Literal
 import msgspec
 
 import kvbaton
-from kvbaton.api.foreign import ForeignLookup
 from kvbaton.api.http.http_server import serving
 from kvbaton.api.http.server_loop import run
-from kvbaton.api.params import HistoryWay, Mode
+from kvbaton.api.params import ForeignLookup, HistoryWay, Mode
 from kvbaton.api.tokens import guard
 from kvbaton.control.address_book import moriio_address, p2p_nccl_address
 from kvbaton.control.joining.join_client import JoinedMember

@@ -21,12 +21,11 @@ from kvbaton.api.answers import AnswerShape, Token
 from kvbaton.api.anthropic_shape import MessageShape
 from kvbaton.api.api_errors import RETRY_AFTER_S, ApiError
 from kvbaton.api.bodies import Body, BodyKind, parse
-from kvbaton.api.foreign import ForeignLookup, tickets_in, together
 from kvbaton.api.gather import all_of, interleave
 from kvbaton.api.http.http_types import Answer, Events, Request, json_answer, metrics_answer
 from kvbaton.api.http.path_site import PathSite, reads, takes_body
 from kvbaton.api.merge import Joiner, join
-from kvbaton.api.params import FIELD, TransferParams
+from kvbaton.api.params import FIELD, ForeignLookup, TransferParams, tickets_in, together
 from kvbaton.api.responses import ResponseShape
 from kvbaton.engines.embedded.server_plan import (
     EventShape,

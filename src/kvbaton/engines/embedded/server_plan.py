@@ -16,9 +16,8 @@ from kvbaton.api.answers import AnswerShape
 from kvbaton.api.anthropic_shape import MessageShape
 from kvbaton.api.api_errors import ApiError, bad_field, unknown_model
 from kvbaton.api.bodies import TEXT_PARTS, Body, BodyKind, is_message, json_object, parse
-from kvbaton.api.foreign import ForeignLookup, one_of, translated
 from kvbaton.api.merge import AnswerPart, split
-from kvbaton.api.params import FIELD, TransferParams
+from kvbaton.api.params import FIELD, ForeignLookup, TransferParams, one_of, translated
 from kvbaton.api.responses import Asked, ResponseShape
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.node.prompt_account import word_of

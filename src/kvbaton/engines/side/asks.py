@@ -1,6 +1,6 @@
 """`kv_transfer_params` of a vLLM request, typed at the door: what this engine is to do with a prompt's KV.
 
-Law: nothing here raises but `ProtocolError`, whatever a client sent. Routers of other systems are `api.foreign`'s.
+Law: nothing here raises but `ProtocolError`, whatever a client sent. Routers of other systems are `api.params`'s.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.api_errors import ApiError
-from kvbaton.api.foreign import SHOWN_CHARS, ForeignLookup, translated
-from kvbaton.api.params import FIELD, Mode, TransferParams, TurnOffer
+from kvbaton.api.params import FIELD, SHOWN_CHARS, ForeignLookup, Mode, TransferParams, TurnOffer, translated
 from kvbaton.observe.tracing.trace_spans import HEADER as TRACE_HEADER
 from kvbaton.observe.tracing.trace_spans import parse as parse_trace
 from kvbaton.protocol.errors import ProtocolError, Reason

@@ -24,8 +24,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbaton.api.foreign import tickets_in
-from kvbaton.api.params import Mode
+from kvbaton.api.params import Mode, tickets_in
 from kvbaton.engines.side.asks import Target
 from kvbaton.engines.side.guard import note
 from kvbaton.engines.side.protocols import (

@@ -10,8 +10,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from kvbaton.api.foreign import pair_params
-from kvbaton.api.params import LEASE_FOR_PULL, Mode
+from kvbaton.api.params import LEASE_FOR_PULL, Mode, pair_params
 from kvbaton.observe.codes.alone_reasons import FIELD
 
 ONE = ("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of")

@@ -8,7 +8,7 @@ both are what the workers registered.
     p2p_nccl   both sides get a request id that holds both addresses; what P answers, if anything, goes to D
 
 Another dialect is a function that makes a `HandoffAsk`, and its entry below; how its workers announce themselves is a
-format of `control.plain`. What workers of ours read of other systems' requests is `api.foreign`'s, which writes it too.
+format of `control.plain`. What workers of ours read of other systems' requests is `api.params`'s, which writes it too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from kvbaton.api import foreign, request_ids, tokens
+from kvbaton.api import params, request_ids, tokens
 from kvbaton.api.http.http_types import Header
 from kvbaton.api.params import LEASE_FOR_PULL, Mode, source_params, target_params
 from kvbaton.control.plain import Fleet
@@ -122,8 +122,8 @@ def _kvbaton(pair: Pair, mode: Mode, minter: TicketMinter | None) -> HandoffAsk:
 def _moriio(pair: Pair, mode: Mode, _: TicketMinter | None) -> HandoffAsk:
     unique, name = _named(pair)
     writes = mode is not Mode.PULL
-    ranks = [foreign.RanksOf(each.tp_size, each.dp_size, each.dp_rank) for each in (pair.prefill, pair.decode)]
-    source, target = foreign.moriio_params(unique, writes=writes, source=ranks[0], target=ranks[1])
+    ranks = [params.RanksOf(each.tp_size, each.dp_size, each.dp_rank) for each in (pair.prefill, pair.decode)]
+    source, target = params.moriio_params(unique, writes=writes, source=ranks[0], target=ranks[1])
     if not writes:
         return HandoffAsk(_encode(source), None, name)
     return HandoffAsk(_encode(source), _encode(target), name, handoff=handoff_id(TransferId(unique)))

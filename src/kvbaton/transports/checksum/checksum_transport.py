@@ -29,9 +29,8 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.protocol.numbers import Number, Port
 from kvbaton.security import sealing
-from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.security.records import load
-from kvbaton.security.sealing import Encrypt
+from kvbaton.security.sealing import SECRET_BYTES, Encrypt
 from kvbaton.transports.catalogue_entry import summed
 from kvbaton.transports.checksum.checksum_client import Question, SumLink
 from kvbaton.transports.checksum.checksum_memory import HostSums, Sums

@@ -31,7 +31,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.geometry.layout import Band, PageTable
 from kvbaton.protocol.geometry.spans import Area
-from kvbaton.protocol.ids import JobId, PeerId, WorkerId
+from kvbaton.protocol.ids import JobId, PeerId, owner_of
 from kvbaton.transports.core.mover import Bands, Counts, Mover
 from kvbaton.transports.core.transport import Spans
 
@@ -293,7 +293,7 @@ class Loans:
         self, peer: PeerId, direction: Direction, region: int, pairs: Spans, cut: Callable[[], None]
     ) -> BytesUnderWay | None:
         """None unless every byte is lent to `peer`, a rank of an engine. Spans were range-checked before."""
-        flight = BytesUnderWay((engine_of(peer), direction), region, pairs, cut)
+        flight = BytesUnderWay((owner_of(peer), direction), region, pairs, cut)
         with self._lock:
             rows = self._rows.get(flight.key, 0) + len(pairs) // 2
             if self._closed or rows > ROWS_MAX or not self._covers(flight):
@@ -326,7 +326,7 @@ class Loans:
 
     def forget(self, peer: PeerId) -> None:
         """The peer is disconnected: keep no counts of an engine to which nothing is lent."""
-        engine = engine_of(peer)
+        engine = owner_of(peer)
         with self._lock:
             if not any(loan.peer == engine for loan in self._loans.values()):
                 for way in Direction:
@@ -390,11 +390,6 @@ class Loans:
             flight.cut()
 
 
-def engine_of(peer: PeerId) -> PeerId:
-    """The engine that a rank belongs to (`ids.rank_peer`); for any other peer, itself."""
-    return PeerId(WorkerId(peer.worker.partition("#")[0]), peer.incarnation)
-
-
 class _Lends(Protocol):
     def lend(self, loan: Loan) -> None: ...
 
@@ -403,4 +398,4 @@ def lend_everything(transport: _Lends, *peers: PeerId, able: Capabilities | None
     """Where regions were not laid out, lend all of them, both ways: for benchmarks and tests of copies alone."""
     for number, (peer, way) in enumerate(product(peers, Direction)):
         if able is None or (able.lends_reads if way is Direction.READ else able.lends_writes):
-            transport.lend(Loan(JobId(EVERYTHING + number), engine_of(peer), way, ((0,),)))
+            transport.lend(Loan(JobId(EVERYTHING + number), owner_of(peer), way, ((0,),)))

@@ -24,9 +24,9 @@ from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.protocol.ids import JobId, PeerId
+from kvbaton.protocol.ids import JobId, PeerId, owner_of
 from kvbaton.transports.core.jobs import CopyJob, Jobs
-from kvbaton.transports.core.loans import Loans, engine_of
+from kvbaton.transports.core.loans import Loans
 from kvbaton.transports.core.mover import choose_mover
 from kvbaton.transports.core.transport import (
     Capabilities,
@@ -271,7 +271,7 @@ class AdmittingShell(PlaneShell[LinkT]):
     def _admit_again(self, peer: PeerId) -> None:
         """A rank was turned away. Loans to its engine that stand are not made anew when it pairs again, and other ranks
         of it may not have come yet; when they have ended, it needs a new one. The lock is held."""
-        engine = engine_of(peer)
+        engine = owner_of(peer)
         if engine in self._lent.values():
             self._parting.add(engine)
             self._admit(engine)

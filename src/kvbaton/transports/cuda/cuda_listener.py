@@ -23,12 +23,10 @@ import threading
 
 import msgspec
 
-from kvbaton.protocol.ids import PeerId
+from kvbaton.protocol.ids import PeerId, owner_of
 from kvbaton.protocol.numbers import Bytes, Number
-from kvbaton.security.handshake import SECRET_BYTES
-from kvbaton.transports.core.host_identity import host_identity
-from kvbaton.transports.core.loans import engine_of
-from kvbaton.transports.core.shared_memory import REGIONS_MAX, DeviceMemory
+from kvbaton.security.sealing import SECRET_BYTES
+from kvbaton.transports.core.shared_memory import REGIONS_MAX, DeviceMemory, host_identity
 from kvbaton.transports.core.transport import Cause, cause_of
 from kvbaton.transports.cuda.cuda_driver import HANDLE_BYTES, CudaError, Gpu
 from kvbaton.transports.local.region_listener import LENGTH, LocalListener, silence
@@ -215,7 +213,7 @@ class CudaDoor(LocalListener):
                 self.refusals.add(cause_of(wire.fault))
 
         wire = self._lines[peer] = Wire(self._loop, sock, closed)
-        if engine_of(peer) in self._admitted:
+        if owner_of(peer) in self._admitted:
             wire.out.append(_message(self._shared))
         else:
             self._waiting[peer] = admitted
@@ -230,7 +228,7 @@ class CudaDoor(LocalListener):
     def _admit(self, engine: PeerId) -> None:
         self._admitted.add(engine)
         for peer, admitted in list(self._waiting.items()):
-            if engine_of(peer) == engine and self.keyring.still_admits(admitted):
+            if owner_of(peer) == engine and self.keyring.still_admits(admitted):
                 del self._waiting[peer]
                 self._lines[peer].out.append(_message(self._shared))
                 self._lines[peer].flush()

@@ -41,9 +41,8 @@ import msgspec
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.protocol.ids import PeerId
-from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.jobs import CopyJob, Jobs
-from kvbaton.transports.core.shared_memory import DeviceMemory, RegisteredDevice
+from kvbaton.transports.core.shared_memory import DeviceMemory, RegisteredDevice, host_identity
 from kvbaton.transports.core.shell import AdmittingShell
 from kvbaton.transports.core.transport import Capabilities, Copy, DeviceEvent, Spans
 from kvbaton.transports.cuda.cuda_client import CudaAttachment, CudaLimits, CudaRemote, Mapped

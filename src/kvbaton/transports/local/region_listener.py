@@ -29,10 +29,9 @@ from typing import ClassVar, Generic, Protocol, TypeAlias, TypeVar
 import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.ids import PeerId
+from kvbaton.protocol.ids import PeerId, owner_of
 from kvbaton.protocol.numbers import Bytes, Number
 from kvbaton.transports.core.jobs import CopyJob, Jobs
-from kvbaton.transports.core.loans import engine_of
 from kvbaton.transports.core.mover import Wait
 from kvbaton.transports.core.shared_memory import F_SEAL_FUTURE_WRITE, REGIONS_MAX, Region
 from kvbaton.transports.core.transport import Cause, Refused, cause_of
@@ -96,7 +95,7 @@ class LocalListener(PeerListener):
         self._loop.call(lambda: self._forget(peer))
 
     def _forget(self, peer: PeerId) -> None:
-        self._admitted.discard(engine_of(peer))
+        self._admitted.discard(owner_of(peer))
         self._hang_up(peer)
 
     def _create(self) -> socket.socket:
@@ -136,7 +135,7 @@ class RegionListener(LocalListener):
     def _welcome(self, admitted: Admitted, sock: socket.socket) -> None:
         if not self.keyring.still_admits(admitted):
             sock.close()
-        elif engine_of(admitted.peer) in self._admitted:
+        elif owner_of(admitted.peer) in self._admitted:
             self._pass(sock)
         else:
             self._keep(admitted, sock)
@@ -144,7 +143,7 @@ class RegionListener(LocalListener):
     def _admit(self, engine: PeerId) -> None:
         self._admitted.add(engine)
         for peer, (wire, admitted) in list(self._waiting.items()):
-            if engine_of(peer) == engine:
+            if owner_of(peer) == engine:
                 sock = wire.detach()
                 if self.keyring.still_admits(admitted):
                     self._pass(sock)

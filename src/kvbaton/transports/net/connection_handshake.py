@@ -1,4 +1,4 @@
-"""The handshake of the transports (`kvbaton.security.handshake` has its laws), as scripts over a `Wire`.
+"""The handshake of the transports (`kvbaton.security.sealing` has its laws), as scripts over a `Wire`.
 
 Law: secrets are minted per peer and incarnation, travel in endpoint blobs over the authenticated control plane, and end
 with `revoke`.
@@ -25,21 +25,22 @@ import msgspec
 from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.security.handshake import (
+from kvbaton.security.records import Seals
+from kvbaton.security.sealing import (
     NONCE_BYTES,
     PLAIN,
     PROOF_BYTES,
     SEALED,
     SECRET_BYTES,
     VERSIONS,
+    Encrypt,
     Handshake,
     HandshakeError,
     PlainPeer,
     Service,
+    is_required_on,
     nonce,
 )
-from kvbaton.security.records import Seals
-from kvbaton.security.sealing import Encrypt, is_required_on
 from kvbaton.transports.core.transport import Cause, Refusals, Refused, cause_of
 from kvbaton.transports.net.socket_loop import IN, SocketLoop
 from kvbaton.transports.net.stream_socket import Bytes, Script, Sink, Wire, take

@@ -20,8 +20,7 @@ import msgspec
 
 from kvbaton.protocol.ids import PeerId
 from kvbaton.protocol.numbers import Number
-from kvbaton.transports.core.host_identity import host_identity
-from kvbaton.transports.core.shared_memory import REGIONS_MAX
+from kvbaton.transports.core.shared_memory import REGIONS_MAX, host_identity
 from kvbaton.transports.nixl.nixl_agent import NixlPlace
 
 VERSION = b"nixl1"

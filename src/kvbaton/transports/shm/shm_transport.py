@@ -20,11 +20,10 @@ import msgspec
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
-from kvbaton.security.handshake import SECRET_BYTES
-from kvbaton.transports.core.host_identity import host_identity
+from kvbaton.security.sealing import SECRET_BYTES
 from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.core.mover import Mover, cut
-from kvbaton.transports.core.shared_memory import RegisteredMemory, region_of
+from kvbaton.transports.core.shared_memory import RegisteredMemory, host_identity, region_of
 from kvbaton.transports.core.shell import AdmittingShell
 from kvbaton.transports.core.transport import Capabilities
 from kvbaton.transports.local.region_listener import Attachment, Mapped, RegionListener, ShmEndpoint

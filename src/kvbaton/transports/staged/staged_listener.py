@@ -17,9 +17,8 @@ import msgspec
 
 from kvbaton.protocol.ids import PeerId
 from kvbaton.protocol.numbers import Bytes, Number, Port
-from kvbaton.security.handshake import SECRET_BYTES
-from kvbaton.transports.core.host_identity import host_identity
-from kvbaton.transports.core.shared_memory import REGIONS_MAX
+from kvbaton.security.sealing import SECRET_BYTES
+from kvbaton.transports.core.shared_memory import REGIONS_MAX, host_identity
 from kvbaton.transports.local.region_listener import NAME_PREFIX
 from kvbaton.transports.local.region_listener import dial as dial_name
 from kvbaton.transports.net.connection_handshake import BACKLOG, Reception

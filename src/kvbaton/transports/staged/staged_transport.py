@@ -23,11 +23,10 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.security import sealing
 from kvbaton.security.records import load
 from kvbaton.security.sealing import Encrypt
-from kvbaton.transports.core.host_identity import host_identity
 from kvbaton.transports.core.jobs import CopyJob
 from kvbaton.transports.core.loans import GRACE_S, Loans
 from kvbaton.transports.core.mover import cut
-from kvbaton.transports.core.shared_memory import RegisteredDevice
+from kvbaton.transports.core.shared_memory import RegisteredDevice, host_identity
 from kvbaton.transports.core.shell import ServingShell
 from kvbaton.transports.core.transport import Capabilities, Copy, DeviceEvent, FenceEnded
 from kvbaton.transports.cuda.cuda_driver import SHARE, CudaGpu, Gpu, check_share

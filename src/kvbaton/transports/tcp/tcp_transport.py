@@ -28,9 +28,8 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.protocol.numbers import Bytes, Number, Port
 from kvbaton.security import sealing
-from kvbaton.security.handshake import SECRET_BYTES
 from kvbaton.security.records import load
-from kvbaton.security.sealing import Encrypt
+from kvbaton.security.sealing import SECRET_BYTES, Encrypt
 from kvbaton.transports.core.jobs import CopyJob
 from kvbaton.transports.core.loans import GRACE_S, Loans
 from kvbaton.transports.core.mover import cut

@@ -21,7 +21,7 @@ from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, TransferId, Wo
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import unpack_blocks
 from kvbaton.protocol.wire.ticket import Ticket, seal, unseal
-from kvbaton.transports.core.host_identity import boot_id
+from kvbaton.transports.core.shared_memory import boot_id
 from kvbaton.transports.core.transport import Direction
 from kvbaton.transports.tcp.tcp_transport import TcpEndpoint
 from kvbaton_proof.chaos.liars.liar_http import Door, Question

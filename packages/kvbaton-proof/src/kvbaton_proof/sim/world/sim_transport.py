@@ -17,10 +17,10 @@ import msgspec
 from kvbaton.protocol.effects import Capabilities, Copy, Direction
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, CopyRested
-from kvbaton.protocol.ids import JobId, PeerId, WorkerId
+from kvbaton.protocol.ids import JobId, PeerId, WorkerId, owner_of
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.transports.core.jobs import AGAIN_S_MAX, LENT_WAIT_S
-from kvbaton.transports.core.loans import GRACE_S, BytesUnderWay, Loans, engine_of
+from kvbaton.transports.core.loans import GRACE_S, BytesUnderWay, Loans
 from kvbaton.transports.core.mover import choose_mover
 from kvbaton.transports.core.transport import FenceEnded, Loan, PageTable, TransportEvent
 from kvbaton.transports.local.region_listener import ShmEndpoint
@@ -343,7 +343,7 @@ class SimTransport:
     def _lent(self, job: _Job) -> bool:
         """Whether the remote serves this, asked when it begins; from then on it is under way until it ends."""
         kind, writes = job.remote.kind, job.copy.direction is Direction.WRITE
-        if kind.admits and not writes and job.spans and engine_of(self.me) not in job.remote._opened:
+        if kind.admits and not writes and job.spans and owner_of(self.me) not in job.remote._opened:
             return False
         checks = kind.lends_writes if writes else kind.enforces
         if not checks or job.flight is not None or not job.spans:
