@@ -5,15 +5,10 @@ Cases of bad `kv_transfer_params`: whatever a client sends, the engine lives and
 
 from __future__ import annotations
 
-import base64
-import secrets
 import time
 from collections.abc import Callable
 from typing import Any
 
-from kvbaton.control import keyring
-from kvbaton.protocol.ids import HandoffId, WorkerId
-from kvbaton.protocol.wire.ticket import Ticket, seal
 from kvbaton_proof.conformance import stores
 from kvbaton_proof.conformance.case_registry import MODES, case
 from kvbaton_proof.conformance.configs import EngineShape
@@ -22,8 +17,6 @@ from kvbaton_proof.conformance.lab import (
     Lab,
     d_params,
     demand,
-    key_directory,
-    p_params,
     prompt_of,
     router_ticket,
 )
@@ -212,37 +205,6 @@ def a_p_that_stops_while_d_loads_fails_the_load(lab: Lab, mode: str, shape: str)
         lab.finish(handoff)
 
 
-@case(mode=MODES)
-def a_restarted_p_is_another_p(lab: Lab, mode: str) -> None:
-    """Tickets of its earlier life are refused; new ones work at once."""
-    _, d = lab.duo()
-    lab.finish(lab.hand_over(mode, prompt_of(20, 1)), loads=1)
-    old = lab.prefill(prompt_of(20, 2))[1]
-    lab.engine("p0")
-    late = d.add(prompt_of(20, 2), old)
-    lab.finish(lab.hand_over(mode, prompt_of(20, 3)), loads=1)
-    lab.answered(d, late)
-    demand(d.watch.received[late] == d.watch.failed[late], "a ticket of an earlier life was honoured")
-
-
-@case(mode=MODES)
-def a_restarted_d_is_served_at_once(lab: Lab, mode: str) -> None:
-    lab.duo()
-    lab.finish(lab.hand_over(mode, prompt_of(20, 1)), loads=1)
-    lab.engine("d0")
-    lab.finish(lab.hand_over(mode, prompt_of(20, 2)), loads=1)
-
-
-@case(mode=MODES)
-def an_unreachable_p_costs_the_deadline_and_no_more(lab: Lab, mode: str) -> None:
-    lab.duo(claim_timeout=0.5, defer_timeout=0.5)
-    ticket = router_ticket("p1")
-    at_d = lab.engines["d0"].add(prompt_of(20), d_params(mode, ticket))
-    d = lab.engines["d0"]
-    lab.until(lambda: d.outcomes[at_d].reason, "an end", 6.0)
-    lab.right(d, at_d)
-
-
 @case(shape=("one group", "two groups"))
 def a_failed_load_never_bars_the_loads_behind_it(lab: Lab, shape: str) -> None:
     """vLLM keeps a failed load at the head of the queue of block holders, and stops at it when it does not fit.
@@ -270,17 +232,6 @@ def a_failed_load_never_bars_the_loads_behind_it(lab: Lab, shape: str) -> None:
         tap.release()
         lab.finish(second, patience_s=8.0)
         lab.finish(first, patience_s=8.0)
-
-
-def _sealed(**fields: Any) -> str:
-    """A ticket with a genuine signature and odd content."""
-    content: dict[str, Any] = {
-        "handoff": HandoffId(secrets.token_hex(16) + ".0"),
-        "source": WorkerId("p0"),
-        "expires_unix_s": time.time() + 60,
-        **fields,
-    }
-    return seal(Ticket(**content), keyring.load(key_directory(), "router").ticket_keys[0])
 
 
 STRANGE: dict[str, Callable[[], Any]] = {
@@ -312,37 +263,6 @@ STRANGE: dict[str, Callable[[], Any]] = {
 """Parameters that ask for nothing that can be understood, or for what is not ours."""
 
 
-def _bent() -> str:
-    good = router_ticket()
-    raw = base64.urlsafe_b64decode(good + "=" * (-len(good) % 4))
-    return base64.urlsafe_b64encode(raw[:-1] + bytes([raw[-1] ^ 1])).decode().rstrip("=")
-
-
-def _stranger() -> str:
-    return seal(Ticket(HandoffId("0" * 32 + ".0"), WorkerId("p0"), time.time() + 60), secrets.token_bytes(32))
-
-
-FORGED: dict[str, Callable[[], str]] = {
-    "of nonsense": lambda: "nonsense",
-    "empty": str,
-    "not ascii": lambda: "ü☃" * 20,
-    "with one bit changed": _bent,
-    "cut short": lambda: router_ticket()[:60],
-    "of another cluster": _stranger,
-    "expired": lambda: router_ticket(ttl_s=-5),
-    "for another D": lambda: router_ticket(target="d1"),
-    "of an unknown P": lambda: _sealed(source=WorkerId("nobody")),
-    "of D itself": lambda: _sealed(source=WorkerId("d0")),
-    "of an earlier life": lambda: _sealed(incarnation=12345, lease=1, digest=b"0" * 16),
-    "of a lease never given": lambda: _sealed(lease=10**12),
-    "with a negative lease": lambda: _sealed(lease=-1),
-    "that lives for ever": lambda: _sealed(expires_unix_s=float("inf"), lease=99, incarnation=1),
-    "that expires never": lambda: _sealed(expires_unix_s=float("nan")),
-    "with a huge digest": lambda: _sealed(digest=b"x" * 300),
-}
-"""Tickets that nobody gave, or that are of no use here."""
-
-
 @case(what=tuple(STRANGE), policy=("recompute", "fail"))
 def strange_parameters_cost_their_own_request_alone(lab: Lab, what: str, policy: Any) -> None:
     p, d = lab.duo(EngineShape(), EngineShape(policy=policy))
@@ -353,25 +273,6 @@ def strange_parameters_cost_their_own_request_alone(lab: Lab, what: str, policy:
         else:
             demand(policy == "fail" or engine is d, "an error under recompute")
     lab.finish(lab.hand_over("pull", prompt_of(20, 3)), loads=1)
-
-
-@case(what=tuple(FORGED), mode=MODES, policy=("recompute", "fail"))
-def a_ticket_that_is_not_p_s_is_refused(lab: Lab, what: str, mode: str, policy: Any) -> None:
-    _, d = lab.duo(EngineShape(), EngineShape(policy=policy), claim_timeout=0.5, defer_timeout=0.5)
-    name = d.add(prompt_of(17), d_params(mode, FORGED[what]()))
-    lab.until(lambda: d.outcomes[name].reason, "an end", 6.0)
-    if policy == "recompute":
-        lab.right(d, name)
-    else:
-        demand(d.outcomes[name].reason == "error", f"ended as {d.outcomes[name].reason}")
-    demand(d.watch.received[name] == d.watch.failed[name], "it was honoured")
-
-
-@case(what=tuple(FORGED), mode=("stream", "push"))
-def p_computes_a_prompt_with_a_bad_ticket_all_the_same(lab: Lab, what: str, mode: str) -> None:
-    p, _ = lab.duo(claim_timeout=0.5, defer_timeout=0.5, lease_s=0.5, max_hold_s=1.5)
-    name = p.add(prompt_of(17), p_params(mode, FORGED[what]()), max_tokens=1)
-    lab.answered(p, name)
 
 
 @case()

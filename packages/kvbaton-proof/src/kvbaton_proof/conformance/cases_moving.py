@@ -132,15 +132,6 @@ def a_prefix_cached_on_p_is_handed_over_too(lab: Lab, mode: str) -> None:
 
 
 @case(mode=MODES)
-def the_same_prompt_twice_at_once_is_two_handoffs(lab: Lab, mode: str) -> None:
-    lab.duo()
-    prompt = prompt_of(22)
-    first, second = lab.hand_over(mode, prompt), lab.hand_over(mode, prompt)
-    lab.finish(first)
-    lab.finish(second)
-
-
-@case(mode=MODES)
 def the_first_token_may_be_the_last_one_on_p(lab: Lab, mode: str) -> None:
     """EOS sampled by P ends its request as stopped; the prompt is complete all the same."""
     p, d = lab.duo()
@@ -195,13 +186,6 @@ def a_step_in_flight_never_writes_over_a_handoff(lab: Lab, mode: str) -> None:
 
 
 @case(mode=MODES)
-def one_process_without_aggregation_works_too(lab: Lab, mode: str) -> None:
-    lab.duo(EngineShape(aggregated=False))
-    for seed in range(3):
-        lab.finish(lab.hand_over(mode, prompt_of(20 + seed, seed)), loads=1)
-
-
-@case(mode=MODES)
 def many_prompts_at_once_wait_for_their_blocks(lab: Lab, mode: str) -> None:
     """More than fits: everybody is served, nobody is served wrong."""
     small = EngineShape(blocks=25, seqs=4)
@@ -209,23 +193,6 @@ def many_prompts_at_once_wait_for_their_blocks(lab: Lab, mode: str) -> None:
     some = [lab.hand_over(mode, prompt_of(20 + seed, seed), max_tokens=6) for seed in range(6)]
     for each in some:
         lab.finish(each)
-
-
-@case(mode=MODES)
-def an_engine_can_be_p_and_d_at_once(lab: Lab, mode: str) -> None:
-    p, d = lab.duo()
-    there = lab.hand_over(mode, prompt_of(26, 1))
-    ticket, prompt = router_ticket("d0", "p0"), prompt_of(25, 2)
-    if mode == "pull":
-        other = d.add(prompt, p_params("pull"), max_tokens=1)
-        lab.until(lambda: d.outcomes[other].reason, "the other prefill")
-        given = d.outcomes[other].params
-    else:
-        other = d.add(prompt, p_params(mode, ticket), max_tokens=1)
-        given = d_params(mode, ticket)
-    back = p.add(prompt, given)
-    lab.finish(there, loads=1)
-    lab.answered(p, back)
 
 
 @case(mode=MODES)
@@ -391,15 +358,6 @@ def states_come_last_whatever_the_chunks(lab: Lab, mode: str, chunk: int) -> Non
     some = [lab.hand_over(mode, prompt_of(40 + seed, seed)) for seed in range(3)]
     for each in some:
         lab.finish(each, loads=1)
-
-
-@case(mode=MODES)
-def many_hybrids_at_once_wait_for_their_blocks(lab: Lab, mode: str) -> None:
-    small = EngineShape(windows=(0, STATE), blocks=31, seqs=4)
-    lab.duo(EngineShape(windows=(0, STATE), blocks=81), small)
-    some = [lab.hand_over(mode, prompt_of(20 + seed, seed), max_tokens=6) for seed in range(6)]
-    for each in some:
-        lab.finish(each)
 
 
 @case(mode=MODES, shape=("reference", "latents"))

@@ -270,16 +270,6 @@ def a_reuse_that_somebody_else_is_told_of_is_never_committed(lab: Lab, when: str
     demand(told == set(leased), f"the other was told of {sorted(told)}, not of {leased}")
 
 
-@case()
-def a_late_reader_of_untouched_blocks_gets_right_bytes_or_none(lab: Lab) -> None:
-    _, d = lab.duo(lease_s=0.3, max_hold_s=0.6)
-    prompt = prompt_of(30)
-    _, params = lab.prefill(prompt)
-    lab.until(lambda: lab.engines["p0"].blocks_left == 0, "the lease to end", 4.0)
-    at_d = d.add(prompt, params)
-    lab.answered(d, at_d)
-
-
 @case(policy=("recompute", "fail"))
 def a_ticket_is_good_for_one_reader(lab: Lab, policy: Any) -> None:
     _, d = lab.duo(EngineShape(), EngineShape(policy=policy, prefix_caching=False))
@@ -307,45 +297,6 @@ def several_readers_at_once_are_each_right(lab: Lab) -> None:
     for name in names:
         lab.answered(d, name)
     demand(any(d.watch.received[name] > d.watch.failed[name] for name in names), "nobody could read")
-
-
-@case(mode=("stream", "push"))
-def several_targets_of_one_router_ticket_are_each_right(lab: Lab, mode: str) -> None:
-    p, d = lab.duo(EngineShape(), EngineShape(prefix_caching=False), lease_s=2.0)
-    ticket, prompt = router_ticket(max_readers=2), prompt_of(30)
-    names = [d.add(prompt, d_params(mode, ticket)) for _ in range(2)]
-    p.add(prompt, p_params(mode, ticket), max_tokens=1)
-    for name in names:
-        lab.answered(d, name)
-
-
-@case(mode=("stream", "push"))
-def one_router_ticket_used_twice_on_p_is_one_handoff(lab: Lab, mode: str) -> None:
-    p, d = lab.duo()
-    ticket, prompt = router_ticket(), prompt_of(30)
-    first, second = (p.add(prompt, p_params(mode, ticket), max_tokens=1) for _ in range(2))
-    at_d = d.add(prompt, d_params(mode, ticket))
-    lab.until(lambda: all(p.outcomes[name].reason for name in (first, second)), "P's ends")
-    lab.answered(d, at_d)
-
-
-@case(mode=MODES, policy=("recompute", "fail"))
-def a_ticket_with_another_prompt_is_refused(lab: Lab, mode: str, policy: Any) -> None:
-    p, d = lab.duo(EngineShape(), EngineShape(policy=policy), defer_timeout=1.0, lease_s=1.0)
-    mine, other = prompt_of(30, 1), prompt_of(30, 2)
-    if mode == "pull":
-        params = lab.prefill(other)[1]
-    else:
-        ticket = router_ticket()
-        p.add(other, p_params(mode, ticket), max_tokens=1)
-        params = d_params(mode, ticket)
-    at_d = d.add(mine, params)
-    lab.until(lambda: d.outcomes[at_d].reason, "an end")
-    if policy == "recompute":
-        lab.right(d, at_d)
-    else:
-        demand(d.outcomes[at_d].reason == "error", f"ended as {d.outcomes[at_d].reason}")
-    demand(d.watch.received[at_d] == d.watch.failed[at_d], "another prompt's KV was delivered")
 
 
 @case(mode=MODES)
@@ -382,39 +333,3 @@ def unknown_and_duplicate_reports_cannot_happen(lab: Lab, mode: str, shape: str)
         Doorway.duties = genuine  # type: ignore[method-assign]
     wrong = {name: count for name, count in d.watch.received.items() if count != 1}
     demand(not wrong, f"reports {wrong}")
-
-
-@case(mode=MODES)
-def a_d_that_stops_while_loading_frees_p(lab: Lab, mode: str) -> None:
-    p, _ = lab.duo(lease_s=1.0, max_hold_s=3.0)
-    with lab.loading(mode, prompt_of(30)):
-        lab.stop("d0")
-        lab.until(lambda: not p.has_work, "P to let go", 5.0)
-    demand(p.blocks_left == 0, f"P holds {p.blocks_left} blocks")
-
-
-@case(mode=MODES, lost=(0.2, 0.5))
-def lost_control_frames_cost_time_not_answers(lab: Lab, mode: str, lost: float) -> None:
-    import random
-
-    lab.duo(lease_s=2.0, max_hold_s=4.0, defer_timeout=3.0, transfer_timeout=3.0)
-    rng = random.Random(int(lost * 10))
-    with stores.frames() as tap:
-        tap.loses = lambda control, worker: rng.random() < lost
-        some = [lab.hand_over(mode, prompt_of(20 + seed, seed)) for seed in range(3)]
-        for each in some:
-            lab.finish(each)
-        lab.settle()
-
-
-@case(mode=MODES)
-def a_partition_while_loading_ends_on_both_sides(lab: Lab, mode: str) -> None:
-    p, d = lab.duo(lease_s=0.8, max_hold_s=2.0, transfer_timeout=1.0, defer_timeout=1.0, claim_timeout=1.0)
-    with stores.copies() as tap, stores.frames() as wire:
-        tap.hold()
-        handoff = lab.hand_over(mode, prompt_of(30))
-        lab.until(lambda: d.status(handoff.at_d) == LOADING, "D to load")
-        wire.loses = lambda control, worker: True
-        tap.release()
-        lab.finish(handoff)
-        lab.until(lambda: not p.has_work and not d.has_work, "rest on both sides", 8.0)

@@ -198,15 +198,6 @@ def a_store_that_goes_costs_a_prefill(lab: Lab, when: str) -> None:
     lab.settle()
 
 
-@case()
-def a_store_that_was_never_there_costs_no_answer(lab: Lab) -> None:
-    p, d = lab.duo(store="tcp://127.0.0.1:9", **QUICK)
-    for seed in range(3):
-        run(lab, d, prompt_of(30, seed))
-        run(lab, p, prompt_of(30, seed))
-    lab.settle()
-
-
 @case(shape=("one rank", "two ranks"))
 def a_load_whose_rank_is_silent_ends_by_its_deadline_and_keeps_its_blocks(lab: Lab, shape: str) -> None:
     """Nobody knows whether something still lands in them: they come back when the rank says that it has ended."""
@@ -324,15 +315,6 @@ def another_salt_is_another_prompt_to_the_store(lab: Lab) -> None:
         demand(not d.watch.loads[name], "another tenant's KV was loaded")
     name = run(lab, d, prompt_of(30), salt="one")
     demand(d.watch.loads[name], "its own was not")
-
-
-@case()
-def a_damaged_value_is_a_miss(lab: Lab) -> None:
-    p, d = lab.sharing()
-    fill(lab, p, prompt_of(30))
-    lab.stores[-1].damage(2)
-    run(lab, d, prompt_of(30))
-    demand(d.watch.invalid_blocks == 5, f"{d.watch.invalid_blocks} blocks are computed again, of 7 the third is bad")
 
 
 @case()

@@ -120,18 +120,6 @@ def a_d_that_was_asked_at_once_waits_for_a_p_that_takes_a_turn(lab: Lab, mode: s
     rest(lab)
 
 
-@case()
-def other_words_than_d_has_are_computed(lab: Lab) -> None:
-    """A client that knows which turn it is, and not what was said: it gets nothing of it."""
-    p, _ = lab.duo(**ON)
-    turn = first_turn(lab)
-    prompt = [*turn.said[:5], *prompt_of(FIRST, 7), *prompt_of(MORE)]
-    at_p, _ = next_turn(lab, prompt, turn.offer())
-    demand(p.watch.loads[at_p] == 0, f"P loaded another conversation: {turns_of(p).taker.loads}")
-    demand(turns_of(p).taker.loads["content_mismatch"] == 1, f"{turns_of(p).taker.loads}")
-    rest(lab)
-
-
 @case(why=("let go", "run out", "never kept"))
 def a_turn_that_is_not_there_any_more_is_computed(lab: Lab, why: str) -> None:
     settings = {"let go": ON, "run out": {**ON, "turn_s": 0.3}, "never kept": {}}[why]

@@ -229,15 +229,6 @@ def a_cache_reset_ends_what_is_put_aside(lab: Lab, mode: str) -> None:
 
 
 @case(mode=BEHIND)
-def a_p_that_stops_ends_what_is_put_aside(lab: Lab, mode: str) -> None:
-    _, d = lab.duo(defer_timeout=1.0)
-    linked(lab)
-    names, _ = waiting_in_line(lab, mode)
-    lab.stop("p0")
-    all_end(lab, d, names)
-
-
-@case(mode=BEHIND)
 def a_pause_and_its_end_lose_nobody_who_is_put_aside(lab: Lab, mode: str) -> None:
     from vllm.v1.core.sched.interface import PauseState
 

@@ -200,13 +200,6 @@ class LabStore:
         found = list(self.memory.names)
         self.memory.discard(found if count is None else found[-count:])
 
-    def damage(self, index: int) -> None:
-        """Change the last byte of a value."""
-        name, room = list(self.memory.names)[index], bytearray(1 << 16)
-        [size] = self.memory.get([name], [memoryview(room)])
-        room[size - 1] ^= 1
-        self.memory.put([name], [memoryview(room)[:size]])
-
     def close(self) -> None:
         self._server.close()
 
