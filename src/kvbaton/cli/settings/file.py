@@ -26,6 +26,7 @@ from kvbaton.processes.operator_errors import CommandError
 
 FILE_BYTES_MAX = 256 << 10
 ITEMS_MAX = 1024
+DEPTH_MAX = 8
 PROBLEMS_MAX = 20
 _SHOWN_CHARS = 60
 _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
@@ -152,7 +153,11 @@ def _composed(text: str) -> Any:
     import yaml  # not for commands without --config
 
     try:
+        depth = 0
         for event in yaml.parse(text, Loader=yaml.BaseLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > DEPTH_MAX:  # of which the library's time grows with the square
+                raise _Misread(_line(event), f"lists in lists; {_ONE_LINE}")
             if getattr(event, "anchor", None) or getattr(event, "tag", None):
                 raise _Misread(_line(event), f"an anchor or a tag; {_ONE_LINE}")
         return yaml.compose(text, Loader=yaml.BaseLoader)

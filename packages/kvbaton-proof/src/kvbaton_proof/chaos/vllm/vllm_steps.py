@@ -148,7 +148,7 @@ class Scene:
     tally: Tally = field(default_factory=Tally)
     note: str = ""
     problems: list[str] = field(default_factory=list)  # broken promises that are no count of a row
-    late_s: float = LATE_S
+    late_s: float = field(default_factory=lambda: LATE_S)
     clients: int = ABORT_CLIENTS
     share: float = ABORT_SHARE  # of the clients that hang up
 
