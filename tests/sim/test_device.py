@@ -11,7 +11,6 @@ from kvbaton.protocol.ids import Incarnation, JobId, PeerId, RequestId, WorkerId
 from kvbaton.protocol.settings import Settings
 from kvbaton.transports.core.transport import Loan
 from kvbaton_proof.sim.checks.byte_invariants import ByteInvariants
-from kvbaton_proof.sim.mutants.hunting import hunt
 from kvbaton_proof.sim.mutants.mutants_device import DEVICE_MUTANTS
 from kvbaton_proof.sim.promises import WRONG, Broken
 from kvbaton_proof.sim.world.life import Character, Life
@@ -194,16 +193,6 @@ def test_a_loan_of_what_was_not_computed_is_seen() -> None:
         plane.lend(loan)
     lone.world.run(5.0)
     plane.lend(loan)
-
-
-QUICK = ["layer_announced_at_issue", "granted_at_issue", "event_of_the_layer_before", "copy_ended_at_launch",
-         "lent_when_pinned", "loan_never_taken_back"]  # fmt: skip
-"""Those that take some seconds; `make mutants` runs all."""
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_wrong_ideas_about_devices_are_seen(name: str) -> None:
-    assert hunt(name, 40).caught
 
 
 def test_they_break_the_rules_about_devices_and_loans() -> None:

@@ -10,8 +10,6 @@ from kvbaton.protocol.geometry.layout import GroupKind, Per
 from kvbaton.protocol.ids import PutId
 from kvbaton_proof.sim.hardship import hardships
 from kvbaton_proof.sim.hardship.world_plan import Plan
-from kvbaton_proof.sim.mutants.hunting import hunt
-from kvbaton_proof.sim.mutants.kept import find
 from kvbaton_proof.sim.promises import Broken
 from kvbaton_proof.sim.world.sim_device import Device
 from kvbaton_proof.sim.world.sim_memory import Shape, page_stamp, same_tokens
@@ -162,23 +160,3 @@ def test_a_state_is_one_block_and_other_bytes_after_each_token() -> None:
     for content, tokens in ((7, 3), (8, 4)):
         with pytest.raises(Broken, match="the state is not that after"):
             device.check(content, blocks, tokens, [0], [1], "r")
-
-
-QUICK = [
-    "written_without_a_fence",
-    "put_unpinned_when_given_up",
-    "node.doorway:Doorway.busy:operand:2",
-    "asked_to_stop_once",
-    "node.doorway:_real:never:1",
-    "protocol.machines.consumer:Consumer.on_granted:never:2",
-    "state_left_out_behind_a_hit",
-]
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_wrong_ideas_that_only_hard_worlds_show_are_seen(name: str) -> None:
-    assert hunt(name, 40).caught
-
-
-def test_they_break_rules_that_had_no_mutant() -> None:
-    assert {"11", "19"} <= {rule for name in QUICK for rule in find(name).rule.split(", ")}

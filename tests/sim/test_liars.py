@@ -22,7 +22,6 @@ from kvbaton_proof.sim.cluster import Cluster
 from kvbaton_proof.sim.hardship.world_plan import FAULTY_S, draw_honest
 from kvbaton_proof.sim.liars.liar_plan import LIARS, SHARE, draw
 from kvbaton_proof.sim.liars.sim_liar import role_in, temper_of
-from kvbaton_proof.sim.mutants.kept import find
 from kvbaton_proof.sim.promises import Broken
 from kvbaton_proof.sim.run import run_seed
 from kvbaton_proof.sim.world.life import BoundedTimers
@@ -144,23 +143,6 @@ def test_timers_that_never_end_at_one_time_are_a_hang() -> None:
     with pytest.raises(Broken, match="no hang"):
         while True:
             timers.pop_due(1.0)
-
-
-QUICK = (
-    "a_time_handled_twice",
-    "protocol.machines.ledger:Ledger.on_frame:never:1",
-    "protocol.bounded:Buckets.take:early:1",
-    "protocol.machines.ledger:Ledger.on_frame:guard:1",
-    "transports.core.loans:Loans._covers:early:1",
-)
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_what_a_liar_must_not_get_away_with_is_seen(name: str) -> None:
-    """One of each kind; `make mutants` tries all."""
-    with find(name).switch():
-        results = (run_seed(seed) for _, seed in zip(range(6), liar_seeds(), strict=False))
-        assert any(not result.holds for result in results)
 
 
 def test_a_spoofed_name_is_refused_where_bytes_become_messages() -> None:

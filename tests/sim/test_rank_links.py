@@ -18,7 +18,6 @@ from kvbaton_proof.sim.checks.rank_checks import check_at_rest, check_step
 from kvbaton_proof.sim.hardship.rank_faults import RankLot
 from kvbaton_proof.sim.looking import look
 from kvbaton_proof.sim.mutants.handwritten import MUTANTS
-from kvbaton_proof.sim.mutants.hunting import hunt
 from kvbaton_proof.sim.mutants.kept import find
 from kvbaton_proof.sim.mutants.mutants_ranks import RANK_MUTANTS
 from kvbaton_proof.sim.promises import HANG, NEEDLESS, STRANGER, WRONG, Broken
@@ -231,21 +230,6 @@ class TestWorlds:
         rank = {"rank_stalls", "rank_dies", "rank_reports_twice", "rank_reports_late", "rank_plane_threw"}
         store = {"rank_lookups", "rank_gets", "rank_store_failed", "rank_store_stuck"}
         assert link | rank | store <= set(seen.faults)
-
-
-QUICK = [
-    "rank_frame_twice",
-    "ranks.rank_planes:HostedPlane._stop:drop:5",
-    "ranks.rank_transport:RemoteTransport._abandon:drop:2",
-    "rank_parts_kept",
-    "rank_names_mixed_up",
-]
-
-
-@pytest.mark.parametrize("name", QUICK)
-def test_wrong_ideas_about_rank_links_are_seen(name: str) -> None:
-    """All of them run in `make mutants`."""
-    assert hunt(name, 20).caught
 
 
 def test_a_world_that_is_given_up_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
