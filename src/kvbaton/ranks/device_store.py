@@ -28,10 +28,11 @@ from kvbaton.ranks.rank_store import LocalRankStore, rank_store_settings
 from kvbaton.ranks.rank_values import NotStorable, RankValues, Run
 from kvbaton.ranks.store_trust import RankStoreTrust
 from kvbaton.store.interface import Backend, OrderEnded, OrderId
+from kvbaton.transports.core.jobs import as_spans
 from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.cuda.cuda_driver import Gpu
-from kvbaton.transports.cuda.cuda_table import PIECE_BYTES, ROWS_MAX, as_spans, divided
+from kvbaton.transports.cuda.cuda_table import PIECE_BYTES, ROWS_MAX, divided
 from kvbaton.transports.staged.staged_slots import SLOT_BYTES, StagedChunk, Stager, allocate_slots
 
 Kind = Literal["get", "put"]

@@ -17,8 +17,8 @@ from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.checksum.checksum_memory import HostSums
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SumEndpoint, SummedTransport, parse
+from kvbaton.transports.core.jobs import to_wire
 from kvbaton.transports.core.loans import EVERYTHING, lend_everything
-from kvbaton.transports.core.mover import to_wire
 from kvbaton.transports.net.connection_handshake import greet
 from kvbaton.transports.net.transfer_frames import (
     FRAME_BYTES,

@@ -7,7 +7,7 @@ from array import array
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbaton.transports.core.mover import PAIR_BYTES, cut, from_wire, size_of, to_wire
+from kvbaton.transports.core.jobs import PAIR_BYTES, cut, from_wire, size_of, to_wire
 from kvbaton.transports.core.transport import Spans
 
 TRIPLES = st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 2**40), st.integers(0, 5000)), max_size=60).map(

@@ -19,8 +19,7 @@ import pytest
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing.transport_harness import poll
-from kvbaton.transports.core.jobs import CopyJob, Jobs
-from kvbaton.transports.core.mover import Rows
+from kvbaton.transports.core.jobs import CopyJob, Jobs, Rows
 from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction, Spans, TransportEvent
 from kvbaton.transports.cuda.cuda_driver import CudaError

@@ -11,7 +11,8 @@ from typing import TypeVar, cast
 import msgspec
 
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.transports.core.mover import NO_WAIT, to_wire
+from kvbaton.transports.core.jobs import to_wire
+from kvbaton.transports.core.mover import NO_WAIT
 from kvbaton.transports.net.connection_handshake import greet
 from kvbaton.transports.net.stream_socket import ByteSource, Sink, Wire
 from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, FrameKind, parse

@@ -28,7 +28,7 @@ import numpy as np
 
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports.catalogue_entry import CatalogueEntry, PlaneSettings, loads
-from kvbaton.transports.core.mover import cut
+from kvbaton.transports.core.jobs import cut
 from kvbaton.transports.core.shared_memory import REGIONS_MAX, DeviceMemory, RegisteredMemory
 from kvbaton.transports.core.shell import DrivenShell, at_least_one
 from kvbaton.transports.core.transport import Capabilities, Copy, Spans

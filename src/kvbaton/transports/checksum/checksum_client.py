@@ -14,8 +14,7 @@ from dataclasses import dataclass
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.transports.checksum.checksum_portions import DIGEST_BYTES
-from kvbaton.transports.core.jobs import AGAIN_S_MAX, LENT_WAIT_S, CopyJob
-from kvbaton.transports.core.mover import size_of, to_wire
+from kvbaton.transports.core.jobs import AGAIN_S_MAX, LENT_WAIT_S, CopyJob, size_of, to_wire
 from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.net.connection_handshake import greet
 from kvbaton.transports.net.socket_loop import SocketLoop, Timer

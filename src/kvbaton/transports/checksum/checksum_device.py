@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvbaton.transports.checksum.checksum_memory import Portioning, Tell
+from kvbaton.transports.core.jobs import as_spans
 from kvbaton.transports.core.shared_memory import DeviceMemory, RegisteredDevice
 from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.cuda.cuda_driver import SHARE, CudaGpu, Gpu
 from kvbaton.transports.cuda.cuda_runner import UNDER_WAY_MAX, CudaRunner, Tables
-from kvbaton.transports.cuda.cuda_table import LaunchGroup, as_spans
+from kvbaton.transports.cuda.cuda_table import LaunchGroup
 from kvbaton.transports.net.transfer_frames import ROWS_MAX
 
 BATCH_MAX = 16

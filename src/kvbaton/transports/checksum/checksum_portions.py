@@ -8,11 +8,10 @@ one by one, in pieces of bounded size: a difference can then be located, and no 
 from __future__ import annotations
 
 import enum
-from array import array
 
 import numpy as np
 
-from kvbaton.transports.core.mover import Rows
+from kvbaton.transports.core.jobs import Rows, as_spans, pieces_of
 from kvbaton.transports.core.transport import Copy, Spans
 from kvbaton.transports.net.transfer_frames import ROWS_MAX
 
@@ -39,14 +38,14 @@ def portions(copy: Copy, mode: Checksum, piece_bytes: int = PIECE_BYTES, part_by
     """The bytes to compare: triples of at most `piece_bytes`, in portions of bounded rows and bytes."""
     if mode is Checksum.OFF:
         return []
-    rows = _pieces(rows_of(copy), piece_bytes)
+    rows = pieces_of(rows_of(copy), piece_bytes)
     if mode is Checksum.SAMPLE and len(rows):
         rows = rows[_sampled(len(rows), copy.job)]
     if not len(rows):
         return []
     before = np.cumsum(rows[:, 2]) - rows[:, 2]
     edges = np.flatnonzero(np.diff(before // part_bytes) | np.diff(np.arange(len(rows)) // ROWS_MAX)) + 1
-    return [_as_spans(portion) for portion in np.split(rows, edges)]
+    return [as_spans(portion) for portion in np.split(rows, edges)]
 
 
 def rows_of(copy: Copy) -> Rows:
@@ -83,17 +82,6 @@ def described(copy: Copy, portion: Spans, row: int) -> str:
     )
 
 
-def _pieces(rows: Rows, piece_bytes: int) -> Rows:
-    """No row larger than `piece_bytes`, and none empty."""
-    if not len(rows) or (rows[:, 2].max() <= piece_bytes and rows[:, 2].min() > 0):
-        return rows
-    counts = -(-rows[:, 2] // piece_bytes)
-    owner = np.repeat(np.arange(len(rows)), counts)
-    into = (np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)) * piece_bytes
-    part_bytes = np.minimum(rows[owner, 2] - into, piece_bytes)
-    return np.stack((rows[owner, 0] + into, rows[owner, 1] + into, part_bytes), axis=1)
-
-
 def _sampled(count: int, job: int) -> list[int]:
     """One row of every sixteen, at a position in each that hardly ever repeats, and the first and the last.
 
@@ -105,9 +93,3 @@ def _sampled(count: int, job: int) -> list[int]:
         mixed = (mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9 & _WORD
         chosen.add(min(low + (mixed >> 60), count - 1))
     return sorted(chosen)
-
-
-def _as_spans(rows: Rows) -> Spans:
-    part = array("q")
-    part.frombytes(rows.tobytes())
-    return part

@@ -15,8 +15,9 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import Encrypt
 from kvbaton.transports.checksum.checksum_memory import Sums
+from kvbaton.transports.core.jobs import from_wire
 from kvbaton.transports.core.loans import BytesUnderWay, Loans
-from kvbaton.transports.core.mover import Mover, from_wire
+from kvbaton.transports.core.mover import Mover
 from kvbaton.transports.core.transport import Direction, Spans, cause_of
 from kvbaton.transports.net.connection_handshake import Admitted, Reception
 from kvbaton.transports.net.socket_loop import SocketLoop

@@ -4,6 +4,10 @@ Law: an accepted copy ends when none of its parts is left to start and none is i
 `abandon` ends it earlier, with `at_rest=False`; then one `CopyRested` follows when its last part has come to rest, or
 none at all if that could not be proven. The waker is called without the lock, when the event list was empty before.
 
+Tables of spans, which copies are of: divided into parts, and in their wire form. Pure functions. Law: the parts of a
+copy cover exactly its bytes, once, in order. Tables are `array('q')`: triples (local offset, remote offset, bytes) at
+home, pairs (remote offset, bytes) on the wire.
+
 A thread that runs on calls, and in between polls things that do not report by themselves.
 
 Law: the work of a turn is done by this thread only. It sleeps for as long as `patience` says, forever on None, and any
@@ -12,12 +16,18 @@ call wakes it. The first call starts it, so that a transport that is merely list
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
+import sys
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
@@ -213,6 +223,74 @@ class Jobs:
         job.ended = True
         self._jobs.pop(job.copy.job, None)
         self.post(CopyEnded(job.copy.job, job.reason, at_rest, job.detail))
+
+
+PAIR_BYTES = 16
+Rows: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+def cut(spans: Spans, total_bytes: int, hands: int, part_bytes: range, rows_max: int) -> deque[Spans]:
+    """Parts of equal size for `hands` workers, so that all finish together.
+
+    A part has about as many bytes as `part_bytes` allows and at most `rows_max` rows. Larger spans are divided, empty
+    ones dropped.
+    """
+    rounds = -(-total_bytes // (hands * part_bytes.stop))
+    size = max(part_bytes.start, -(-total_bytes // max(1, hands * rounds)))
+    if total_bytes <= size and len(spans) <= 3 * rows_max:
+        return deque([spans] if total_bytes else [])
+    table = np.frombuffer(spans, np.int64).reshape(-1, 3)
+    rows = pieces_of(table, part_bytes.start)
+    if rows is not table:
+        spans = as_spans(rows)
+    ends = np.cumsum(rows[:, 2])
+    edges = np.searchsorted(ends, np.arange(size, total_bytes, size), side="left") + 1
+    edges = np.union1d(edges, np.arange(rows_max, len(rows), rows_max))
+    bounds = [0, *edges.tolist(), len(rows)]
+    return deque(spans[3 * low : 3 * high] for low, high in itertools.pairwise(bounds) if low < high)
+
+
+def pieces_of(rows: Rows, piece_bytes: int) -> Rows:
+    """The same bytes in rows of at most `piece_bytes`, none of them empty."""
+    if not len(rows) or (rows[:, 2].max() <= piece_bytes and rows[:, 2].all()):
+        return rows
+    pieces = -(-rows[:, 2] // piece_bytes)
+    owner = np.repeat(np.arange(len(rows)), pieces)
+    offset = (np.arange(len(owner)) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * piece_bytes
+    sizes = np.minimum(rows[owner, 2] - offset, piece_bytes)
+    return np.stack((rows[owner, 0] + offset, rows[owner, 1] + offset, sizes), axis=1)
+
+
+def as_spans(rows: Rows) -> Spans:
+    part = array("q")
+    part.frombytes(rows.tobytes())
+    return part
+
+
+def size_of(spans: Spans) -> int:
+    """Bytes named by triples or, since the size comes last in both, by whole rows of them."""
+    return sum(spans[2::3])
+
+
+def to_wire(spans: Spans) -> bytes:
+    """The remote half of triples, as little-endian pairs."""
+    pairs = array("q", bytes(PAIR_BYTES * (len(spans) // 3)))
+    pairs[0::2] = spans[1::3]
+    pairs[1::2] = spans[2::3]
+    return _little(pairs).tobytes()
+
+
+def from_wire(table: bytes | bytearray | memoryview) -> Spans:
+    """Pairs as received; range-checked by the code that knows the memory."""
+    pairs = array("q")
+    pairs.frombytes(table)
+    return _little(pairs)
+
+
+def _little(table: Spans) -> Spans:
+    if sys.byteorder == "big":
+        table.byteswap()
+    return table
 
 
 class TurnThread:

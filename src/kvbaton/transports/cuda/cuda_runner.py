@@ -31,7 +31,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 import numpy as np
 
-from kvbaton.transports.core.mover import Rows
+from kvbaton.transports.core.jobs import Rows
 from kvbaton.transports.cuda.cuda_driver import CudaError, Gpu
 from kvbaton.transports.cuda.cuda_table import GROUPS_MAX, TABLE_NUMBERS_MAX, LaunchGroup, write_table
 

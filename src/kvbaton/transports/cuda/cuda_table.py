@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from kvbaton.protocol.geometry.spans import Weave
-from kvbaton.transports.core.mover import Rows
+from kvbaton.transports.core.jobs import Rows, as_spans, pieces_of
 from kvbaton.transports.core.transport import Spans
 
 ROW_BYTES_MAX = 256 << 10
@@ -113,16 +113,4 @@ def divided(rows: Rows) -> Rows:
     """The same (n, 3) bytes with no row too long for one team of the grid."""
     if not len(rows) or rows[:, 2].max() <= ROW_BYTES_MAX:
         return rows
-    counts = np.maximum(1, -(-rows[:, 2] // PIECE_BYTES))
-    owners = np.repeat(np.arange(len(rows)), counts)
-    skips = PIECE_BYTES * (np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts))
-    pieces = rows[owners]
-    pieces[:, :2] += skips[:, None]
-    pieces[:, 2] = np.minimum(pieces[:, 2] - skips, PIECE_BYTES)
-    return pieces
-
-
-def as_spans(rows: Rows) -> Spans:
-    spans = array("q")
-    spans.frombytes(rows.tobytes())
-    return spans
+    return pieces_of(rows, PIECE_BYTES)

@@ -28,8 +28,7 @@ from functools import partial
 import msgspec
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.transports.core.jobs import CopyJob, Jobs
-from kvbaton.transports.core.mover import size_of
+from kvbaton.transports.core.jobs import CopyJob, Jobs, size_of
 from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.mooncake.mooncake_engine import (
     MARK_BYTES,

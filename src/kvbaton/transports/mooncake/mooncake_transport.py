@@ -21,8 +21,7 @@ import msgspec
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
-from kvbaton.transports.core.jobs import CopyJob
-from kvbaton.transports.core.mover import cut
+from kvbaton.transports.core.jobs import CopyJob, cut
 from kvbaton.transports.core.shared_memory import RegisteredMemory
 from kvbaton.transports.core.shell import PlaneShell, at_least_one
 from kvbaton.transports.core.transport import Capabilities, Copy, Spans

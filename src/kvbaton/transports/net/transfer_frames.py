@@ -19,7 +19,7 @@ import struct
 import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.transports.core.mover import PAIR_BYTES
+from kvbaton.transports.core.jobs import PAIR_BYTES
 
 VERSION = 1
 ROWS_MAX = 4096

@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 
 from kvbaton.protocol.numbers import Bytes, Number
-from kvbaton.transports.core.mover import Rows
+from kvbaton.transports.core.jobs import Rows
 from kvbaton.transports.core.transport import Direction, Spans
 
 BACKEND = "UCX"

@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 
 from kvbaton.protocol.ids import PeerId
-from kvbaton.transports.core.mover import cut
+from kvbaton.transports.core.jobs import cut
 from kvbaton.transports.core.shared_memory import DeviceMemory, RegisteredDevice, RegisteredMemory
 from kvbaton.transports.core.shell import DrivenShell, at_least_one
 from kvbaton.transports.core.transport import Capabilities, Copy, DeviceEvent, Spans

@@ -21,8 +21,8 @@ import msgspec
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import SECRET_BYTES
-from kvbaton.transports.core.jobs import CopyJob, Jobs
-from kvbaton.transports.core.mover import Mover, cut
+from kvbaton.transports.core.jobs import CopyJob, Jobs, cut
+from kvbaton.transports.core.mover import Mover
 from kvbaton.transports.core.shared_memory import RegisteredMemory, host_identity, region_of
 from kvbaton.transports.core.shell import AdmittingShell
 from kvbaton.transports.core.transport import Capabilities

@@ -21,8 +21,8 @@ import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
-from kvbaton.transports.core.jobs import CopyJob, Jobs
-from kvbaton.transports.core.mover import Mover, size_of, to_wire
+from kvbaton.transports.core.jobs import CopyJob, Jobs, size_of, to_wire
+from kvbaton.transports.core.mover import Mover
 from kvbaton.transports.core.transport import Direction, Spans
 from kvbaton.transports.local.region_listener import LENGTH, TakeDescriptors
 from kvbaton.transports.net.connection_handshake import greet

@@ -24,8 +24,9 @@ import msgspec
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import Encrypt
+from kvbaton.transports.core.jobs import from_wire
 from kvbaton.transports.core.loans import Loans
-from kvbaton.transports.core.mover import Mover, from_wire
+from kvbaton.transports.core.mover import Mover
 from kvbaton.transports.core.shared_memory import DeviceMemory, Region, RegisteredDevice
 from kvbaton.transports.core.transport import Cause, Direction, Spans, cause_of
 from kvbaton.transports.local.region_listener import LENGTH, STRANGERS_MAX, same_user

@@ -23,9 +23,8 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.security import sealing
 from kvbaton.security.records import load
 from kvbaton.security.sealing import Encrypt
-from kvbaton.transports.core.jobs import CopyJob
+from kvbaton.transports.core.jobs import CopyJob, cut
 from kvbaton.transports.core.loans import GRACE_S, Loans
-from kvbaton.transports.core.mover import cut
 from kvbaton.transports.core.shared_memory import RegisteredDevice, host_identity
 from kvbaton.transports.core.shell import ServingShell
 from kvbaton.transports.core.transport import Capabilities, Copy, DeviceEvent, FenceEnded

@@ -22,8 +22,7 @@ import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
-from kvbaton.transports.core.jobs import CopyJob, Jobs
-from kvbaton.transports.core.mover import size_of, to_wire
+from kvbaton.transports.core.jobs import CopyJob, Jobs, size_of, to_wire
 from kvbaton.transports.core.transport import Direction, Spans
 from kvbaton.transports.net.connection_handshake import greet
 from kvbaton.transports.net.socket_loop import SocketLoop

@@ -14,8 +14,9 @@ from functools import partial
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import Encrypt
+from kvbaton.transports.core.jobs import from_wire
 from kvbaton.transports.core.loans import BytesUnderWay, Loans
-from kvbaton.transports.core.mover import Mover, Wait, from_wire
+from kvbaton.transports.core.mover import Mover, Wait
 from kvbaton.transports.core.shared_memory import RegisteredMemory
 from kvbaton.transports.core.transport import Cause, Direction, Spans, cause_of
 from kvbaton.transports.net.connection_handshake import BACKLOG, Admitted, PeerListener, Reception

@@ -30,9 +30,8 @@ from kvbaton.protocol.numbers import Bytes, Number, Port
 from kvbaton.security import sealing
 from kvbaton.security.records import load
 from kvbaton.security.sealing import SECRET_BYTES, Encrypt
-from kvbaton.transports.core.jobs import CopyJob
+from kvbaton.transports.core.jobs import CopyJob, cut
 from kvbaton.transports.core.loans import GRACE_S, Loans
-from kvbaton.transports.core.mover import cut
 from kvbaton.transports.core.shared_memory import RegisteredMemory
 from kvbaton.transports.core.shell import CLOSED, ServingShell, at_least_one
 from kvbaton.transports.core.transport import Capabilities, Copy, FenceEnded, Spans
