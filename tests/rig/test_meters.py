@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvbaton.observe.metrics.scraping import figures
+from kvbaton.observe.metrics.exposition import figures
 from kvbaton_proof.chaos.vllm.vllm_judge import BLOCKS
 from kvbaton_proof.rig import meters
 

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from kvbaton.observe.metrics.scraping import figures
+from kvbaton.observe.metrics.exposition import figures
 from kvbaton_proof.rig.server import Engine, end
 
 TWO_PROCESSES = """

@@ -29,7 +29,7 @@ from kvbaton.doctor.finding import Finding, finding
 from kvbaton.doctor.router_checks import JudgedWorker, LeftWorker, SeenRouter
 from kvbaton.observe.codes.alone_reasons import explained
 from kvbaton.observe.flight.sanitize import printable, printable_all
-from kvbaton.observe.metrics.scraping import Sample, samples
+from kvbaton.observe.metrics.exposition import Sample, samples
 from kvbaton.processes.http_question import PLAIN, Way, asked, why
 from kvbaton.processes.operator_errors import CommandError
 

@@ -22,7 +22,7 @@ from kvbaton.api.http.fetch import fetch
 from kvbaton.api.params import Mode
 from kvbaton.local_cluster.embedded_cluster import Cluster, ClusterPlace, running
 from kvbaton.local_cluster.vllm_engine import HOST, VllmPlan, member, serving
-from kvbaton.observe.metrics.scraping import samples, total
+from kvbaton.observe.metrics.exposition import samples, total
 from kvbaton.processes.child_process import Say, end, free_ports, start
 from kvbaton.processes.operator_control import unless_stopped
 from kvbaton.processes.operator_errors import CommandError

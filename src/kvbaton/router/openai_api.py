@@ -25,7 +25,7 @@ from kvbaton.api.gather import all_of, interleave
 from kvbaton.api.http.http_types import Answer, Events, Header, Request
 from kvbaton.api.merge import AnswerPart, Joiner, join, read, split
 from kvbaton.api.params import Mode
-from kvbaton.observe.metrics.exposition import Histogram
+from kvbaton.observe.metrics.metric_types import Histogram
 from kvbaton.router import router_flights
 from kvbaton.router.flow.attempt import RoutedCall
 from kvbaton.router.flow.kv_params import Written

@@ -17,8 +17,6 @@ from typing import Any
 
 from playwright.sync_api import Page
 
-from kvbaton.observe.metrics import scraping
-
 UNITS_MS = {"µs": 1e-3, "ms": 1.0, "s": 1e3}
 UNITS_B = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 STAGES = ("claim", "queue", "first_byte", "copy", "commit", "deliver")
@@ -51,7 +49,7 @@ def asked(url: str, **query: str) -> Any:
 
 def metrics(url: str) -> dict[str, float]:
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as answer:
-        return scraping.figures(_OF_A_WORKER.sub("", answer.read().decode()).replace("{}", ""))
+        return exposition.figures(_OF_A_WORKER.sub("", answer.read().decode()).replace("{}", ""))
 
 
 # --- the page

@@ -13,15 +13,14 @@ from kvbaton.observe.metrics.exposition import (
     CLASSIC,
     EXEMPLAR_CHARS_MAX,
     OPENMETRICS,
-    Exemplar,
     Family,
-    Histogram,
     content_type,
     family,
     render,
     wants_openmetrics,
 )
 from kvbaton.observe.metrics.metric_names import Metric, MetricError, MetricKind, Where
+from kvbaton.observe.metrics.metric_types import Exemplar, Histogram
 
 
 def some() -> list[Family]:

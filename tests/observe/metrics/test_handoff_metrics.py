@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 from kvbaton.observe.metrics import metric_names
-from kvbaton.observe.metrics.exposition import Family, Histogram, render
+from kvbaton.observe.metrics.exposition import Family, render
 from kvbaton.observe.metrics.handoff_metrics import OBSERVED, HandoffMetrics
 from kvbaton.observe.metrics.metric_names import Metric
+from kvbaton.observe.metrics.metric_types import Histogram
 
 TIMES = ("asked", 10.0), ("granted", 10.5), ("allocated", 11.5), ("first_byte", 11.75), ("copied", 13.5)
 END = ("ended", 13.75), ("taken", 14.75), ("rested", 14.8)

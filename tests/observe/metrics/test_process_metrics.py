@@ -10,10 +10,9 @@ from prometheus_client import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as read
 
 from kvbaton.observe.metrics import metric_names, process_metrics
-from kvbaton.observe.metrics.exposition import render
+from kvbaton.observe.metrics.exposition import figures, render
 from kvbaton.observe.metrics.metric_names import Where
 from kvbaton.observe.metrics.process_metrics import ProcessFigures, process_families, registry_families, store_families
-from kvbaton.observe.metrics.scraping import figures
 
 
 def theirs() -> dict[str, float]:

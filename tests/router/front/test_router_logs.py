@@ -14,7 +14,7 @@ import pytest
 
 from kvbaton.api.http import server_loop
 from kvbaton.control.registry.roster_news import LINES_MAX, RosterNews, WorkerSeen
-from kvbaton.observe.metrics.exposition import Histogram
+from kvbaton.observe.metrics.metric_types import Histogram
 from kvbaton.processes import process_logs
 from kvbaton.processes.process_logs import LogSettings
 from kvbaton.router.dashboard_page import dashboard

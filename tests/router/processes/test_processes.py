@@ -19,7 +19,7 @@ import msgspec
 import pytest
 
 from kvbaton.api.http.http_types import Answer, Events, Handler, Request
-from kvbaton.observe.metrics.scraping import figures
+from kvbaton.observe.metrics.exposition import figures
 from kvbaton.processes import child_process
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import Incarnation

@@ -11,7 +11,7 @@ import pytest
 from kvbaton.api.bodies import BodyKind
 from kvbaton.api.http.client_quotas import ClientQuotas
 from kvbaton.observe.metrics import metric_names
-from kvbaton.observe.metrics.exposition import Histogram
+from kvbaton.observe.metrics.metric_types import Histogram
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.router.processes import merged_stats
 from kvbaton.router.processes.shared_counts import (

@@ -3,67 +3,19 @@
 Laws: a family is of a metric on the list (`names`), each of its label sets once; anything else raises `MetricError`
 before a byte is written. Series are named alike in both formats. Only OpenMetrics has exemplars.
 
-Counts by size, in fixed buckets, with the last example of each.
-
-Law: as many numbers as buckets, however much is observed.
+The way back (`samples`) is pure: lines that are not samples are skipped; a missing name has no value, never 0.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-import msgspec
-
 from kvbaton.observe.metrics.metric_names import BY_NAME, Metric, MetricError, MetricKind
-
-
-class Exemplar(msgspec.Struct, frozen=True):
-    """One counted value: it leads from a number to a handoff."""
-
-    transfer: str
-    value: float
-    at: float  # Unix time
-
-
-@dataclass(slots=True)
-class Histogram:
-    bounds: Sequence[float]  # rising; above the last there is one bucket more
-    counts: list[int] = field(init=False)
-    exemplars: list[Exemplar | None] = field(init=False)
-    sum: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.counts = [0] * (len(self.bounds) + 1)
-        self.exemplars = [None] * (len(self.bounds) + 1)
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-    def observe(self, value: float, transfer: str = "", at: float = 0.0) -> None:
-        index = bisect.bisect_left(self.bounds, value)
-        self.counts[index] += 1
-        self.sum += value
-        if transfer:
-            self.exemplars[index] = Exemplar(transfer, value, at)
-
-    def add(self, other: Histogram) -> None:
-        """Count what another has counted too; of two examples the later one stays."""
-        for index, (count, example) in enumerate(zip(other.counts, other.exemplars, strict=True)):
-            mine = self.exemplars[index]
-            self.counts[index] += count
-            self.exemplars[index] = example if mine is None or (example and example.at > mine.at) else mine
-        self.sum += other.sum
-
-    def copy(self) -> Histogram:
-        other = Histogram(self.bounds)
-        other.counts, other.exemplars, other.sum = list(self.counts), list(self.exemplars), self.sum
-        return other
-
+from kvbaton.observe.metrics.metric_types import Exemplar, Histogram
 
 CLASSIC = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -188,3 +140,32 @@ def _plain(text: str) -> str:
 
 def _escape(text: str) -> str:
     return _plain(text).replace('"', '\\"')
+
+
+_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+)$")
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+Sample = tuple[str, Mapping[str, str], float]
+
+
+def samples(text: str) -> list[Sample]:
+    """Every line of Prometheus text: name, labels, value."""
+    lines = map(_SAMPLE.match, text.splitlines())
+    return [(found[1], dict(_LABEL.findall(found[2] or "")), float(found[3])) for found in lines if found is not None]
+
+
+def total(found: Iterable[Sample], name: str) -> float | None:
+    """The sum over a name's labels; None if there is no such name."""
+    values = [value for each, _, value in found if each == name]
+    return sum(values) if values else None
+
+
+def figures(text: str) -> dict[str, float]:
+    """By name, summed over labels, and by `name{labels}` as it is written."""
+    found: dict[str, float] = {}
+    for line in map(_SAMPLE.match, text.splitlines()):
+        if line is not None:
+            found[line[1]] = found.get(line[1], 0.0) + float(line[3])
+            if line[2]:
+                found[f"{line[1]}{{{line[2]}}}"] = float(line[3])
+    return found

@@ -20,8 +20,9 @@ import msgspec
 
 from kvbaton.observe.flight.flight_records import DELIVERED, Flight, FlightSeat, stages
 from kvbaton.observe.metrics import metric_names
-from kvbaton.observe.metrics.exposition import Exemplar, Family, Histogram, Labels
+from kvbaton.observe.metrics.exposition import Family, Labels
 from kvbaton.observe.metrics.metric_names import Metric, MetricKind
+from kvbaton.observe.metrics.metric_types import Exemplar, Histogram
 from kvbaton.transports.core.transport import refusals_of
 
 if TYPE_CHECKING:

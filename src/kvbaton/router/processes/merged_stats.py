@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.observe.metrics import process_metrics
-from kvbaton.observe.metrics.exposition import Histogram
+from kvbaton.observe.metrics.metric_types import Histogram
 from kvbaton.observe.metrics.process_metrics import ProcessFigures
 from kvbaton.router.processes.process_link import CountedFigures, CountedTimes
 from kvbaton.router.processes.shared_counts import summed

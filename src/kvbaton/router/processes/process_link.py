@@ -15,7 +15,7 @@ from typing import cast
 import msgspec
 
 from kvbaton.observe.flight.flight_records import Flight
-from kvbaton.observe.metrics.exposition import Exemplar
+from kvbaton.observe.metrics.metric_types import Exemplar
 from kvbaton.observe.metrics.process_metrics import ProcessFigures
 from kvbaton.processes.process_logs import LogSettings
 from kvbaton.protocol.ids import PeerId

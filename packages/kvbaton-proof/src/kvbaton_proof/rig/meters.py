@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from kvbaton.local_cluster.vllm_engine import fetch
-from kvbaton.observe.metrics.scraping import figures as parsed
+from kvbaton.observe.metrics.exposition import figures as parsed
 from kvbaton_proof.rig.connectors import CONNECTORS
 from kvbaton_proof.rig.server import Engine, Figures
 

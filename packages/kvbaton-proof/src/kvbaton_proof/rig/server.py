@@ -19,7 +19,7 @@ from pathlib import Path
 import aiohttp
 
 from kvbaton.engines.vllm.launch.launching import HOST
-from kvbaton.observe.metrics.scraping import figures
+from kvbaton.observe.metrics.exposition import figures
 from kvbaton.processes.child_process import GUARD
 from kvbaton_proof.rig.proc_stat import all_stats
 

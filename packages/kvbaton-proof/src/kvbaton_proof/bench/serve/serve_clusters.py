@@ -35,7 +35,7 @@ from kvbaton.local_cluster.vllm_engine import (
     fetch,
     tiny_model,
 )
-from kvbaton.observe.metrics.scraping import figures
+from kvbaton.observe.metrics.exposition import figures
 from kvbaton.processes.child_process import GUARD, KVBATON_ARGV, Child, Program, Say, end, free_ports, ready, start
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton_proof.bench.kit import cpu_meter

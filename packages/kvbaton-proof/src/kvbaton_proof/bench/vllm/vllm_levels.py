@@ -37,7 +37,7 @@ from kvbaton.api.params import Mode
 from kvbaton.control.key_room import KEYS, key_room
 from kvbaton.engines.vllm.launch.launching import PROBE_S
 from kvbaton.local_cluster.vllm_engine import ServerOptions, fetch
-from kvbaton.observe.metrics.scraping import figures
+from kvbaton.observe.metrics.exposition import figures
 from kvbaton.processes.child_process import GUARD, STOP_S, Program, Say, end, start
 from kvbaton.processes.operator_control import told_to_stop, unless_stopped
 from kvbaton.processes.operator_errors import CommandError
