@@ -29,15 +29,15 @@ FILE = Path(kept.__file__).with_name(kept.FILE)
 SEEDS_MAX = 100
 OF_MODULE = {
     "node.doorway": "8", "node.epochs": "7", "node.node": "20", "protocol.bounded": "5",
-    "protocol.machines.context": "18", "protocol.compat": "27", "protocol.content": "2", "protocol.errors": "17",
+    "protocol.machines.context": "18", "protocol.content": "2", "protocol.errors": "17",
     "protocol.geometry.layout": "27", "protocol.geometry.plan": "27", "protocol.geometry.progress": "10",
     "protocol.geometry.spans": "31", "protocol.ids": "1", "protocol.machines.claims": "9",
     "protocol.machines.consumer": "17", "protocol.machines.inbound": "17",
     "protocol.machines.consumer_filling": "17", "protocol.machines.lease": "6", "protocol.machines.ledger": "20",
-    "protocol.machines.movement": "27", "protocol.machines.pairing_state": "24",
+    "protocol.machines.pairing_state": "24",
     "protocol.machines.pairing_target": "3", "protocol.machines.producer": "9",
-    "protocol.machines.push_writer": "14", "protocol.machines.puts": "store", "protocol.machines.quotas": "27",
-    "protocol.privileges": "29", "protocol.settings": "25", "protocol.table": "17", "protocol.wire.codec": "25",
+    "protocol.machines.push_writer": "14", "protocol.machines.puts": "store",
+    "protocol.settings": "25", "protocol.legality": "29", "protocol.wire.codec": "25",
     "protocol.wire.messages": "24", "protocol.wire.ticket": "1",
 }  # fmt: skip
 """Where no rule names the function."""

@@ -17,7 +17,7 @@ from kvbaton.control.joining import admission_files as book
 from kvbaton.control.joining.certificate import Membership
 from kvbaton.control.key_report import fingerprint, report
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 
 
 @pytest.fixture

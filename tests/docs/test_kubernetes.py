@@ -26,7 +26,7 @@ from kvbaton.control.joining.admission_files import new_token
 from kvbaton.engines.embedded.http_worker import worker_app
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.observe.metrics.metric_names import METRICS
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 PYTHON = ROOT / ".venv-docs" / "bin" / "python"

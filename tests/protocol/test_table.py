@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import kvbaton.protocol
+from kvbaton.protocol.legality import Table, Verdict, pairs
 from kvbaton.protocol.machines.inbound import INTAKE
 from kvbaton.protocol.machines.lease import LEASE, READER
 from kvbaton.protocol.machines.pairing_state import LINK
 from kvbaton.protocol.machines.push_writer import OUTLET
 from kvbaton.protocol.machines.puts import PUT
-from kvbaton.protocol.table import Table, Verdict, pairs
 
 TABLES: list[Table[Any, Any]] = [LEASE, READER, OUTLET, INTAKE, LINK, PUT]
 EVERY_PAIR = [

@@ -12,7 +12,7 @@ from kvbaton.control.joining import admission_files
 from kvbaton.control.joining.admission import Admission
 from kvbaton.control.joining.join_door import JoinDoor
 from kvbaton.control.registry import RegistryServer
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 
 TOKEN_S = 3600.0
 

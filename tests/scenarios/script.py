@@ -18,7 +18,7 @@ from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.progress import GroupProgress
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.messages import Versions

@@ -27,7 +27,7 @@ from zmq.utils import z85
 from kvbaton.cli.main import main
 from kvbaton.control import keyring
 from kvbaton.control.joining import admission_files
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 from kvbaton.transports.net import connection_handshake
 from tests.e2e.cluster import wait_for
 from tests.e2e.pair import pair

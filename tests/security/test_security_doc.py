@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.protocol.privileges import MAY, Act, Role
+from kvbaton.protocol.legality import MAY, Act, Role
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "security.md").read_text()

@@ -14,7 +14,7 @@ import pytest
 
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.protocol.privileges import may_say
+from kvbaton.protocol.legality import may_say
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import decode, encode
 from kvbaton_proof.lies.lie_fields import KINDS, Fields, Seen, all_places, kind_of, shape_of

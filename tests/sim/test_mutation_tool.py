@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from kvbaton.protocol.geometry import progress
+from kvbaton.protocol.legality import Verdict
 from kvbaton.protocol.machines import lease
-from kvbaton.protocol.table import Verdict
 from kvbaton_proof.sim import cover, reach
 from kvbaton_proof.sim.campaign import pool, run_seeds
 from kvbaton_proof.sim.looking import Seen, look

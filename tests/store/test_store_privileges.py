@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.privileges import Act, Role, may
+from kvbaton.protocol.legality import Act, Role, may
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.store_client import Dial, encode
 from kvbaton.store.store_server import StoreServer

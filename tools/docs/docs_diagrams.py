@@ -16,12 +16,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from kvbaton.protocol.legality import Table
 from kvbaton.protocol.machines.inbound import INTAKE
 from kvbaton.protocol.machines.lease import LEASE, READER
 from kvbaton.protocol.machines.pairing_state import LINK
 from kvbaton.protocol.machines.push_writer import OUTLET
 from kvbaton.protocol.machines.puts import PUT
-from kvbaton.protocol.table import Table
 
 FOLDER = Path(__file__).parents[2] / "docs" / "diagrams"
 MACHINES: Mapping[str, Table[Any, Any]] = {

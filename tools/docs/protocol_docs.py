@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvbaton.protocol.errors import MEANING
+from kvbaton.protocol.legality import Table, Verdict
 from kvbaton.protocol.machines.inbound import INTAKE
 from kvbaton.protocol.machines.lease import LEASE, READER
 from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.machines.pairing_state import LINK
 from kvbaton.protocol.machines.push_writer import OUTLET
 from kvbaton.protocol.machines.puts import PUT
-from kvbaton.protocol.table import Table, Verdict
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.messages import SPOKEN
 from kvbaton_proof.sim.mutants.handwritten import MUTANTS

@@ -20,7 +20,7 @@ from kvbaton.control.joining import admission_files
 from kvbaton.control.key_report import TokenView, tokens
 from kvbaton.control.keyring import LOOK_S
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 
 ACTIONS = ("new", "list", "revoke")
 DAY_S = 86_400.0

@@ -18,7 +18,7 @@ from kvbaton.control import key_room, keyring
 from kvbaton.control.key_report import KeyReport, report
 from kvbaton.control.keyring import LOOK_S
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 
 ACTIONS = {
     "new": "a new key directory",

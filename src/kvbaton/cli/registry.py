@@ -30,7 +30,7 @@ from kvbaton.observe.metrics.process_metrics import registry_families
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_control import told_to_stop
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 
 log = logging.getLogger(__name__)
 

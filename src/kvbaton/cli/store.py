@@ -30,7 +30,7 @@ from kvbaton.observe.metrics.exposition import Family
 from kvbaton.observe.metrics.process_metrics import store_families
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton.protocol.privileges import Act, may
+from kvbaton.protocol.legality import Act, may
 from kvbaton.ranks.store_address import STORE_NAME, bytes_of
 from kvbaton.ranks.store_trust import trust_of
 from kvbaton.store.disk_tier import DiskError, DiskTier

@@ -2,7 +2,7 @@
 
     DIR/public/NAME.json   {"name": NAME, "public": z85}       copied to every host; while NAME's key is rotated also
                            "also": [z85], the key before, which is let in as well; "role" says what the key is for
-                           (`protocol.privileges`), and is told by the name where it is missing
+                           (`protocol.legality`), and is told by the name where it is missing
     DIR/public/NAME.signing    {"name": NAME, "keys": {z85: hex}}  copied with it: by which key each of its keys signs
                            (`control.signing`). A file of its own, since earlier releases refuse fields that they do not
                            know; a process that has NAME's secret writes it where it is missing
@@ -46,7 +46,7 @@ from msgspec import Meta
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.signing import SIGNING_KEY_BYTES, Signer
 from kvbaton.protocol.ids import WorkerId, is_worker_id
-from kvbaton.protocol.privileges import Role, role_by_name
+from kvbaton.protocol.legality import Role, role_by_name
 
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
 

@@ -16,7 +16,7 @@ from kvbaton.control import key_files as files
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.joining import admission_files
 from kvbaton.control.key_files import openings
-from kvbaton.protocol.privileges import Act, may
+from kvbaton.protocol.legality import Act, may
 
 FINGERPRINT_CHARS = 16
 

@@ -45,8 +45,8 @@ from kvbaton.control.key_files import (
 )
 from kvbaton.control.signing import Signer
 from kvbaton.protocol.ids import WorkerId
+from kvbaton.protocol.legality import Act, Role, may, role_by_name
 from kvbaton.protocol.machines.context import mark_of
-from kvbaton.protocol.privileges import Act, Role, may, role_by_name
 
 __all__ = [
     "FILE_BYTES_MAX", "IDENTITIES_MAX", "TICKET_KEYS_MAX", "TICKET_KEY_BYTES", "Keyring", "add", "is_public_key",

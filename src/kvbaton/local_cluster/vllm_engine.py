@@ -30,7 +30,7 @@ from kvbaton.engines.vllm.launch.launching import (
 from kvbaton.engines.vllm.models.tiny_hybrids import HYBRIDS
 from kvbaton.local_cluster.embedded_cluster import ClusterPlace
 from kvbaton.processes.child_process import GUARD, Child, Program, Say, free_ports, ready
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 from kvbaton.router.router_settings import RouterSettings
 
 __all__ = [

@@ -53,9 +53,9 @@ from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.events import Departed, Discarded, Event, LineRefused, MembersGone
 from kvbaton.protocol.geometry.layout import EngineLayout
 from kvbaton.protocol.ids import Incarnation, PeerId, TransferId, WorkerId
+from kvbaton.protocol.legality import Act, may
 from kvbaton.protocol.machines.context import Identity
 from kvbaton.protocol.machines.ledger import Ledger
-from kvbaton.protocol.privileges import Act, may
 from kvbaton.protocol.settings import Settings
 from kvbaton.transports.core.shared_memory import boot_id
 

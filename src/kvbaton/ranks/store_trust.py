@@ -18,8 +18,8 @@ from msgspec import Meta
 
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.signing import SIGNING_KEY_BYTES, Signer, verify
+from kvbaton.protocol.legality import Act, may
 from kvbaton.protocol.machines.context import mark_of, marked
-from kvbaton.protocol.privileges import Act, may
 from kvbaton.store.value_header import WRITER_BYTES, StoreTrust, writer_id
 
 if TYPE_CHECKING:

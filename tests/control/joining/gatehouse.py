@@ -22,7 +22,7 @@ from kvbaton.control.keyring import Keyring
 from kvbaton.control.registry import RegistryServer, RegistrySettings
 from kvbaton.control.sockets import SocketPlane
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 
 CALM = RegistrySettings(ping_s=0.05, suspect_s=30.0, evict_s=60.0, settle_s=0.1)
 

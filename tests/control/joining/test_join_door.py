@@ -22,7 +22,7 @@ from kvbaton.control.joining.certificate import LIFE_S, Membership, sign, verifi
 from kvbaton.control.joining.join_token import JoinToken, proof
 from kvbaton.control.sockets import SocketPlane
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 
 from ..rig import until
 from .gatehouse import Gatehouse, Knocker, Wall, gatehouse

@@ -44,7 +44,7 @@ from kvbaton.control.registry.registry_union import RegistryView
 from kvbaton.control.registry.statement_reader import StatementReader
 from kvbaton.control.registry.statements import OwnStatements
 from kvbaton.protocol.ids import WorkerId, is_worker_id
-from kvbaton.protocol.privileges import Role, role_by_name
+from kvbaton.protocol.legality import Role, role_by_name
 
 from ..rig import cluster
 

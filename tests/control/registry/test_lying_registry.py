@@ -29,7 +29,7 @@ from kvbaton.control.registry.statement_reader import REMEMBER_S, StatementReade
 from kvbaton.control.registry.statements import FRESH_S, OwnStatements
 from kvbaton.control.signing import Signed
 from kvbaton.protocol.ids import Incarnation, WorkerId
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 
 from ..rig import cluster
 

@@ -10,7 +10,7 @@ import pytest
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.registry_server import _check_sender
 from kvbaton.protocol.ids import Incarnation, WorkerId
-from kvbaton.protocol.privileges import Act, Role, may
+from kvbaton.protocol.legality import Act, Role, may
 
 from .town import reg
 

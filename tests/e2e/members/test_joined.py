@@ -21,7 +21,7 @@ from kvbaton.control.registry import RegistryServer
 from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker, reference_answers
 from kvbaton.engines.embedded.worker_options import WorkerOptions
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 from tests.control.joining.gatehouse import CALM, Gatehouse, gatehouse
 from tests.e2e.pair import Pair
 

@@ -17,6 +17,8 @@ from typing import Any
 
 from playwright.sync_api import Page
 
+from kvbaton.observe.metrics import exposition
+
 UNITS_MS = {"µs": 1e-3, "ms": 1.0, "s": 1e3}
 UNITS_B = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 STAGES = ("claim", "queue", "first_byte", "copy", "commit", "deliver")

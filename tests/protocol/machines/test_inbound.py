@@ -7,8 +7,8 @@ import pytest
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry.progress import GroupProgress, Progress, whole
 from kvbaton.protocol.ids import LeaseId
+from kvbaton.protocol.legality import Verdict
 from kvbaton.protocol.machines.inbound import INTAKE, WAITED_FOR, IntakeEvent, IntakeState, Source
-from kvbaton.protocol.table import Verdict
 from kvbaton_proof.sim.world.sim_memory import Shape
 
 LIVE = [state for state in IntakeState if (state, IntakeEvent.FAILED) in INTAKE.next]

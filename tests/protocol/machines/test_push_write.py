@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from kvbaton.protocol.legality import Verdict
 from kvbaton.protocol.machines.push_writer import OUTLET, OutletEvent, OutletState
-from kvbaton.protocol.table import Verdict
 
 
 def test_nothing_leads_back_to_writing() -> None:

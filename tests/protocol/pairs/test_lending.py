@@ -17,9 +17,9 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CopyEnded, Departed
 from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.ids import JobId
+from kvbaton.protocol.legality import Role
 from kvbaton.protocol.machines import context as movement
 from kvbaton.protocol.machines.context import Parts
-from kvbaton.protocol.privileges import Role
 from kvbaton.protocol.wire.messages import Commit, Offer, Written
 from kvbaton_proof.sim.world.sim_transport import LENT_TCP, RDMA, TCP
 

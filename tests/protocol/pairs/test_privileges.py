@@ -11,7 +11,7 @@ from kvbaton.protocol import effects as fx
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.progress import nothing
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PeerId, ReservationId, WorkerId
-from kvbaton.protocol.privileges import MAY, SAYS, Act, Role, may, may_say, role_by_name
+from kvbaton.protocol.legality import MAY, SAYS, Act, Role, may, may_say, role_by_name
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import encode
 

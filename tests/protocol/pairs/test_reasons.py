@@ -13,7 +13,7 @@ from party import Load, transfer
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, LeaseId, ReservationId, WorkerId
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import pack_blocks

@@ -40,7 +40,7 @@ from kvbaton.control.joining.join_token import proof
 from kvbaton.control.keyring import Keyring
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.privileges import Role, role_by_name
+from kvbaton.protocol.legality import Role, role_by_name
 
 IsLiving = Callable[[str, str], bool]
 """Whether a member of this name is listed under this key."""

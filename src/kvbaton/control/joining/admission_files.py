@@ -39,7 +39,7 @@ from kvbaton.control.joining.certificate import (
 )
 from kvbaton.control.joining.join_token import JoinToken
 from kvbaton.protocol.ids import WorkerId, is_worker_id
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 
 TOKENS_MAX = 1024
 JOINED_MAX = 4096

@@ -19,7 +19,7 @@ from msgspec import Meta
 from kvbaton.control.key_files import is_public_key
 from kvbaton.control.signing import SIGNATURE_BYTES, SIGNING_KEY_BYTES, Signer, has_signed
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, WorkerId, is_worker_id
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 
 CERTIFICATE_BYTES_MAX = 384
 SEED_BYTES = 32

@@ -29,7 +29,7 @@ from kvbaton.control.joining.join_token import JoinToken, proof
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.sockets import SocketPlane
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 
 log = logging.getLogger(__name__)
 

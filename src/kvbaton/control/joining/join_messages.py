@@ -21,8 +21,8 @@ from kvbaton.control.joining.certificate import Certificate
 from kvbaton.control.key_files import TICKET_KEY_BYTES, TICKET_KEYS_MAX, is_public_key
 from kvbaton.control.signing import SIGNATURE_BYTES, SIGNING_KEY_BYTES, Signer, verify
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id
+from kvbaton.protocol.legality import Role
 from kvbaton.protocol.numbers import Version
-from kvbaton.protocol.privileges import Role
 
 JOIN_VERSION = 1
 QUESTION_BYTES_MAX = 1024

@@ -24,7 +24,7 @@ from zmq.utils import z85
 
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.key_files import is_open
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 
 PREFIX = "kvbt1-"
 TOKEN_ENV = "KVBATON_JOIN_TOKEN"

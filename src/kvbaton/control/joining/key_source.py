@@ -24,7 +24,7 @@ from kvbaton.control.joining.join_client import JOIN_S, JoinedMember, JoinWish, 
 from kvbaton.control.joining.join_token import TOKEN_ENV, token_from
 from kvbaton.control.keyring import Keyring, load
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, WorkerId
-from kvbaton.protocol.privileges import Role, role_by_name
+from kvbaton.protocol.legality import Role, role_by_name
 
 NEEDED = f"a key directory, or a join token: join_token_file, or {TOKEN_ENV} in the environment"
 

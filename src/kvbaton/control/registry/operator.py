@@ -18,7 +18,7 @@ from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.statements import drain_order
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.ids import Incarnation, WorkerId
-from kvbaton.protocol.privileges import Act, may
+from kvbaton.protocol.legality import Act, may
 
 REPEAT_S = 1.0  # a question may be lost, and asking twice is asking once
 SILENT_S = 0.3  # for which one that did not answer the last question is waited for

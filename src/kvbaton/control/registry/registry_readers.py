@@ -30,7 +30,7 @@ from kvbaton.control.registry.statements import RESIGN_S
 from kvbaton.control.sockets import LoopThread
 from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.protocol.privileges import Act, may
+from kvbaton.protocol.legality import Act, may
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX
 
 log = logging.getLogger(__name__)

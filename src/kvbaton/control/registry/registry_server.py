@@ -4,7 +4,7 @@ Laws: a worker registers only under the name that its key proves, at an address 
 allows, and is told that it is listed only after the router can see it. A bad message is counted, answered with the
 field at fault and skipped; it never ends the server. Every worker hears of every change, once per turn however many
 there were, and whoever missed it gets it with the answer to its next ping. Who may say what is decided by the role of
-its key (`protocol.privileges`): only an operator can have a worker drained, and the router knows before the worker is
+its key (`protocol.legality`): only an operator can have a worker drained, and the router knows before the worker is
 told; only a router reads the whole list, and has workers told of tickets (`registry_watchers`). Where members may join,
 every entry of the directory has a certificate, of minted members too: one that joined has no other means to know them;
 the ticket keys go to members that joined, over the connection of the key that the certificate names.
@@ -34,7 +34,7 @@ from kvbaton.control.sockets import LoopThread
 from kvbaton.control.zmq import LOOPBACK, ZmqControl
 from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.protocol.privileges import Act, Role, may
+from kvbaton.protocol.legality import Act, Role, may
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX
 
 log = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from kvbaton.control.signing import Signed
 from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.ids import PeerId, WorkerId
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 
 log = logging.getLogger(__name__)
 

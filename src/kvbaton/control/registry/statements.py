@@ -29,8 +29,8 @@ from kvbaton.control.registry.registry_messages import (
 )
 from kvbaton.control.signing import Signed, verify
 from kvbaton.protocol.ids import PeerId, WorkerId
+from kvbaton.protocol.legality import Act, Role, may
 from kvbaton.protocol.numbers import Number, UnixSeconds
-from kvbaton.protocol.privileges import Act, Role, may
 
 RESIGN_S = 30.0
 FRESH_S = 300.0

@@ -21,7 +21,7 @@ from kvbaton.control.plain.announcer import FORGET_S
 from kvbaton.node.pin_budget import PIN_SHARE, PIN_WAIT_S
 from kvbaton.node.turn_keeping import TurnSettings
 from kvbaton.observe.tracing.export import traces_url
-from kvbaton.protocol import privileges
+from kvbaton.protocol import legality
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id
 from kvbaton.protocol.numbers import DURATION_S_MIN, TERM_S_MAX
 from kvbaton.protocol.settings import LEASE_S_MIN
@@ -137,7 +137,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def credentials(self) -> Credentials:
         return Credentials(
-            name=self.name, role=privileges.Role(self.role), keys=self.keys, registry=self.registry,
+            name=self.name, role=legality.Role(self.role), keys=self.keys, registry=self.registry,
             join_at=self.join_at, join_token_file=self.join_token_file,
         )  # fmt: skip
 

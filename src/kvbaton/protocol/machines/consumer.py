@@ -14,13 +14,13 @@ from kvbaton.protocol.effects import DropHold, End, MatchFailed, MatchFound, Rep
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import Allocated, CopyEnded, Disowned, GaveUp, NotNeeded, TurnedAway, Wanted
 from kvbaton.protocol.ids import HandoffId, WorkerId
+from kvbaton.protocol.legality import Act, may
 from kvbaton.protocol.machines.consumer_filling import Pulls, Pushes
 from kvbaton.protocol.machines.context import LedgerContext, Parts
 from kvbaton.protocol.machines.inbound import RENEWING, ConsumerBook, Intake, IntakeEvent, IntakeState, Source
 from kvbaton.protocol.machines.pairing_state import Link, LinkState
 from kvbaton.protocol.machines.pairing_target import Links
 from kvbaton.protocol.marks import Begun, Ended, Step
-from kvbaton.protocol.privileges import Act, may
 from kvbaton.protocol.wire.codec import unpack_blocks
 from kvbaton.protocol.wire.messages import (
     Abandon,

@@ -21,12 +21,12 @@ from kvbaton.protocol.geometry.layout import GroupKind
 from kvbaton.protocol.geometry.progress import covers, nothing
 from kvbaton.protocol.geometry.spans import SpanSide
 from kvbaton.protocol.ids import ReservationId
+from kvbaton.protocol.legality import Act, may
 from kvbaton.protocol.machines.context import Cargo, Route, due, moves, start
 from kvbaton.protocol.machines.inbound import ConsumerBook, Fail, Intake, IntakeEvent, IntakeState, Source
 from kvbaton.protocol.machines.pairing_state import Link, LinkState
 from kvbaton.protocol.marks import Step
 from kvbaton.protocol.numbers import DURATION_S_MIN
-from kvbaton.protocol.privileges import Act, may
 from kvbaton.protocol.wire.codec import pack_blocks, unpack_blocks
 from kvbaton.protocol.wire.messages import (
     Accepted,

@@ -40,8 +40,8 @@ from kvbaton.protocol.geometry.plan import Plan
 from kvbaton.protocol.geometry.progress import Progress, advance, nothing, whole
 from kvbaton.protocol.geometry.spans import Area, BlockLists, Move, SpanSide, blocks_per_call, segments
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId, rank_peer
+from kvbaton.protocol.legality import Act, Role, may
 from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
-from kvbaton.protocol.privileges import Act, Role, may
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import ALL_FEATURES, ORIGINS_MAX, SPOKEN, Card, Message, Versions
 

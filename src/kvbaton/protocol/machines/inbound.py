@@ -23,13 +23,13 @@ from kvbaton.protocol.events import Allocated, Wanted
 from kvbaton.protocol.geometry.layout import Group
 from kvbaton.protocol.geometry.progress import Progress
 from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId, ReservationId
+from kvbaton.protocol.legality import Table, Verdict, pairs
 from kvbaton.protocol.machines.context import LedgerContext, Parts
 from kvbaton.protocol.machines.pairing_state import Link
 from kvbaton.protocol.machines.pairing_target import Links
 from kvbaton.protocol.marks import Begun, Ended, Step
 from kvbaton.protocol.marks import Side as Seen
 from kvbaton.protocol.numbers import DURATION_S_MIN
-from kvbaton.protocol.table import Table, Verdict, pairs
 
 
 class IntakeState(enum.Enum):

@@ -15,8 +15,8 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK, LeaseBegun
 from kvbaton.protocol.geometry.progress import Progress, complete, nothing, slowest
 from kvbaton.protocol.ids import HandoffId, LeaseId, Reader, WorkerId
+from kvbaton.protocol.legality import Table, pairs
 from kvbaton.protocol.machines.context import EpochsOf, Parts
-from kvbaton.protocol.table import Table, pairs
 from kvbaton.protocol.wire.messages import NEWEST
 
 

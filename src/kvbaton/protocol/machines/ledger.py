@@ -14,6 +14,7 @@ from kvbaton.protocol.bounded import Buckets
 from kvbaton.protocol.effects import Effect, ForgetCache
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
+from kvbaton.protocol.legality import may_say
 from kvbaton.protocol.machines.consumer import Consumer
 from kvbaton.protocol.machines.context import EpochsOf, Identity, LedgerContext
 from kvbaton.protocol.machines.inbound import Intake
@@ -23,7 +24,6 @@ from kvbaton.protocol.machines.producer import Producer
 from kvbaton.protocol.machines.push_writer import Outlet
 from kvbaton.protocol.machines.puts import Puts
 from kvbaton.protocol.marks import Mark
-from kvbaton.protocol.privileges import may_say
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import Envelope, Folded, FoldedHello, FoldedWelcome, read, unfolded

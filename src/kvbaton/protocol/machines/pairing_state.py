@@ -25,8 +25,8 @@ from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.geometry.layout import EngineLayout, validate_groups, validate_ranks
 from kvbaton.protocol.geometry.plan import Plan, compare, plan
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
+from kvbaton.protocol.legality import Table, pairs
 from kvbaton.protocol.machines.context import Identity, LedgerContext, Parts
-from kvbaton.protocol.table import Table, pairs
 from kvbaton.protocol.wire.messages import (
     DETAIL_CHARS_MAX,
     OLDEST,

@@ -15,6 +15,7 @@ from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import CopyEnded, Departed
 from kvbaton.protocol.geometry.spans import Move
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, rank_peer
+from kvbaton.protocol.legality import Verdict
 from kvbaton.protocol.machines.context import LedgerContext, Parts
 from kvbaton.protocol.machines.pairing_state import (
     LINK,
@@ -27,7 +28,6 @@ from kvbaton.protocol.machines.pairing_state import (
     pair_as_target,
     reaches,
 )
-from kvbaton.protocol.table import Verdict
 from kvbaton.protocol.wire.messages import Card, Goodbye, Hello, HelloRefused, Joined, Message, Welcome
 
 

@@ -19,6 +19,7 @@ from kvbaton.protocol.events import (
 )
 from kvbaton.protocol.geometry.progress import covers
 from kvbaton.protocol.ids import HandoffId, LeaseId, PeerId, Reader, WorkerId
+from kvbaton.protocol.legality import Verdict
 from kvbaton.protocol.machines.claims import Claims, Parked
 from kvbaton.protocol.machines.context import LedgerContext
 from kvbaton.protocol.machines.lease import (
@@ -39,7 +40,6 @@ from kvbaton.protocol.machines.push_writer import Writer
 from kvbaton.protocol.marks import Begun, Ended, Step
 from kvbaton.protocol.marks import Side as Seen
 from kvbaton.protocol.numbers import TERM_S_MIN
-from kvbaton.protocol.table import Verdict
 from kvbaton.protocol.wire.codec import pack_blocks
 from kvbaton.protocol.wire.messages import (
     Abandon,

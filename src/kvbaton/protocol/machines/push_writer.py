@@ -22,12 +22,12 @@ from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.geometry.progress import Progress, nothing
 from kvbaton.protocol.geometry.spans import SpanSide
 from kvbaton.protocol.ids import LeaseId, Reader, ReservationId
+from kvbaton.protocol.legality import Table, Verdict, pairs
 from kvbaton.protocol.machines.context import Cargo, LedgerContext, Parts, Route, moves, start
 from kvbaton.protocol.machines.lease import Lease, LeaseState, ReaderEvent, ReaderState, judge
 from kvbaton.protocol.machines.pairing_state import Session
 from kvbaton.protocol.marks import Side as Seen
 from kvbaton.protocol.marks import Step
-from kvbaton.protocol.table import Table, Verdict, pairs
 from kvbaton.protocol.wire.codec import unpack_blocks
 from kvbaton.protocol.wire.messages import Accepted, Ack, Message, Offer, Quiesced, Revoke, Written
 

@@ -12,8 +12,8 @@ from kvbaton.protocol.effects import CancelPut, StorePut, UnpinPut
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import PutWanted, StoreEnded
 from kvbaton.protocol.ids import PutId
+from kvbaton.protocol.legality import Table, Verdict
 from kvbaton.protocol.machines.context import LedgerContext
-from kvbaton.protocol.table import Table, Verdict
 
 
 class PutState(enum.Enum):

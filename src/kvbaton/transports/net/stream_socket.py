@@ -24,8 +24,19 @@ from collections.abc import Callable, Iterator
 
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.security.records import HEAD, OVERHEAD_BYTES, RECORD_BYTES, Seals
-from kvbaton.transports.net.pieces import Bytes, ByteSource, ByteStrip, Script, Sink, Skip, Take, take
-from kvbaton.transports.net.socket_loop import IN, OUT, SocketLoop
+from kvbaton.transports.net.socket_loop import (
+    IN,
+    OUT,
+    Bytes,
+    ByteSource,
+    ByteStrip,
+    Script,
+    Sink,
+    Skip,
+    SocketLoop,
+    Take,
+    take,
+)
 
 INBOX_BYTES = RECORD_BYTES + OVERHEAD_BYTES + HEAD.size
 SEALED_TURN_BYTES = 4 << 20

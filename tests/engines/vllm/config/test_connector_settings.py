@@ -8,7 +8,7 @@ import pytest
 
 from kvbaton.api.params import Mode
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 
 GOOD: dict[str, Any] = {"name": "p0", "keys": "/keys"}
 

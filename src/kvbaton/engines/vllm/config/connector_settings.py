@@ -22,7 +22,7 @@ from kvbaton.node.turn_keeping import TurnSettings
 from kvbaton.observe.tracing.export import traces_url
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId, is_worker_id
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX
 from kvbaton.ranks.engine_store import EngineStoreSettings

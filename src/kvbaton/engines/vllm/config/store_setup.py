@@ -19,7 +19,7 @@ from kvbaton.control.keyring import TICKET_KEY_BYTES, Keyring, load
 from kvbaton.engines.vllm.config.connector_settings import FIELD, ConnectorSettings
 from kvbaton.engines.vllm.memory.vllm_layout import RankFacts, engine_layout
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.privileges import Role
+from kvbaton.protocol.legality import Role
 from kvbaton.ranks.device_store import DeviceRankStore, StagingShape
 from kvbaton.ranks.engine_store import RankStoreInterface
 from kvbaton.ranks.rank_store import LocalRankStore

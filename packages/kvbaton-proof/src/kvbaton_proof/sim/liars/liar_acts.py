@@ -21,7 +21,7 @@ from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.ids import HandoffId, JobId, WorkerId
-from kvbaton.protocol.privileges import Act, may
+from kvbaton.protocol.legality import Act, may
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import read
 from kvbaton.protocol.wire.ticket import Ticket, seal, unseal

@@ -25,10 +25,10 @@ from typing import Any
 from kvbaton.protocol.effects import Copy, Direction
 from kvbaton.protocol.geometry.layout import EngineLayout
 from kvbaton.protocol.ids import HandoffId, PeerId, WorkerId
+from kvbaton.protocol.legality import Act, may
 from kvbaton.protocol.machines.lease import ReaderState
 from kvbaton.protocol.machines.push_writer import Outlet
 from kvbaton.protocol.numbers import DURATION_S_MIN
-from kvbaton.protocol.privileges import Act, may
 from kvbaton.protocol.wire.codec import FoldedWelcome, read
 from kvbaton.protocol.wire.messages import HelloRefused, Renew
 from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX

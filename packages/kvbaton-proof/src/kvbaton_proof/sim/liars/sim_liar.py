@@ -20,7 +20,7 @@ import msgspec
 
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.privileges import Role, may_say
+from kvbaton.protocol.legality import Role, may_say
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.ticket import seal, unseal
 from kvbaton_proof.lies.lie_fields import KINDS, Fields, Place, Seen, all_places, kind_of

@@ -30,7 +30,7 @@ import msgspec
 
 import kvbaton.protocol
 import kvbaton.ranks
-from kvbaton.protocol.table import Table
+from kvbaton.protocol.legality import Table
 from kvbaton_proof.sim.mutants.mutation import PACKAGE, forget_results
 from kvbaton_proof.sim.mutants.mutation_operators import Edit, Function, Signatures, edits
 
