@@ -8,7 +8,7 @@ import pytest
 from kvbaton_proof.sim.mutants import kept
 from kvbaton_proof.sim.mutants.hunting import hunt
 from kvbaton_proof.sim.mutants.mutants_target import DIALOGUE_MUTANTS
-from kvbaton_proof.sim.promises import HANG, RULE, WRONG
+from kvbaton_proof.sim.promises import HANG, RULE
 
 SEEN = {
     "protocol.machines.consumer_filling:Pushes.on_accepted:early:1": (RULE, "says Offer again, and was answered"),
@@ -31,11 +31,3 @@ def test_it_is_heard(name: str):
     catch = hunt(name, 60)
     assert (catch.caught, catch.promise) == (True, SEEN[name][0])
     assert SEEN[name][1] in catch.what
-
-
-@pytest.mark.usefixtures("worlds_alone")
-def test_the_end_of_an_earlier_fence_is_not_taken_for_a_later_one():
-    """Rule 14: fences are counted beside the ledger."""
-    catch = hunt("any_fence_counts", 60)
-    assert (catch.caught, catch.promise) == (True, WRONG)
-    assert "is taken for fenced" in catch.what

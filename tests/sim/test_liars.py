@@ -130,10 +130,11 @@ def test_everything_is_lied_about_and_every_trick_is_tried() -> None:
 
 
 def test_the_promises_hold_for_honest_members_and_the_same_seed_tells_the_same_lies() -> None:
-    for _, seed in zip(range(6), liar_seeds(), strict=False):
-        result = run_seed(seed)
-        assert result.holds, f"{result.promise}: {result.what}\nkvbaton sim --replay {seed}"
-        assert result.faults["lies_told"] and result.delivered > result.handoffs // 3
+    """More such worlds hold in `make sim`."""
+    seed = next(liar_seeds())
+    result = run_seed(seed)
+    assert result.holds, f"{result.promise}: {result.what}\nkvbaton sim --replay {seed}"
+    assert result.faults["lies_told"] and result.delivered > result.handoffs // 3
     assert run_seed(seed).trace_hash == result.trace_hash
 
 

@@ -16,7 +16,7 @@ from kvbaton.protocol.geometry import progress
 from kvbaton.protocol.legality import Verdict
 from kvbaton.protocol.machines import lease
 from kvbaton_proof.sim import cover, reach
-from kvbaton_proof.sim.campaign import pool, run_seeds
+from kvbaton_proof.sim.campaign import pool
 from kvbaton_proof.sim.looking import Seen, look
 from kvbaton_proof.sim.mutants import hunting, kept, mutating, mutation, mutation_operators, survey, under_test
 from kvbaton_proof.sim.mutants.handwritten import MUTANTS
@@ -372,18 +372,17 @@ def test_a_drawing_is_spread_and_repeats_itself():
     assert len({place.name for place in drawn}) == 24
 
 
-def judged(name: str, *tests: str) -> under_test.Verdict:
-    """In a process of its own, as a hunt does it: pytest is not run within pytest."""
-    with pool(1) as processes:
-        return processes.submit(under_test.judged, name, tests).result()
-
-
 def test_what_survives_worlds_can_be_seen_by_tests():
     """And what is switched on there is on: a test that holds on the clean tree fails."""
-    tests = "tests/protocol/machines/test_lease.py"
-    assert not judged("protocol.machines.push_writer:Writer._step:always:2", tests).caught
-    verdict = judged("protocol.machines.lease:judge:guard:1", tests)
-    assert verdict.caught and verdict.test.startswith(f"{tests}::")
+    tests = ("tests/protocol/machines/test_lease.py",)
+    with pool(1) as processes:  # as a hunt does it: pytest is not run within pytest
+
+        def judged(name: str) -> under_test.Verdict:
+            return processes.submit(under_test.judged, name, tests).result()
+
+        assert not judged("protocol.machines.push_writer:Writer._step:always:2").caught
+        verdict = judged("protocol.machines.lease:judge:guard:1")
+    assert verdict.caught and verdict.test.startswith(f"{tests[0]}::")
 
 
 def test_a_mutant_is_judged_by_the_tests_of_its_module_first():
@@ -421,10 +420,6 @@ def test_who_caught_a_mutant_is_asked_first(monkeypatch: pytest.MonkeyPatch):
     assert asked[:3] == [["tests/x.py::test_y"], [0], [1]] and len(asked) == 4
     monkeypatch.setattr(under_test, "is_checkout", lambda: False)
     assert hunting.hunt(name, 2).by == "not asked"
-
-
-def test_the_clean_tree_is_as_before():
-    assert run_seeds(range(2), 1, lambda line: None).holds
 
 
 def test_each_reason_for_an_unreached_line_names_a_function():
