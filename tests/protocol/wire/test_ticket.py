@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, TransferId, WorkerId, handoff_id
-from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX, Ticket, _mac, seal, unseal
+from kvbaton.protocol.wire.ticket import (
+    _HISTORY,
+    TICKET_CHARS_MAX,
+    Ticket,
+    _mac,
+    check_history,
+    seal,
+    seal_history,
+    unseal,
+)
 
 KEY, OTHER = b"a key of the cluster", b"another key"
 TICKET = Ticket(
@@ -115,3 +124,33 @@ def test_fields_added_by_a_later_version_pass() -> None:
 def test_no_text_does_anything_but_raise_a_protocol_error(text: str) -> None:
     with pytest.raises(ProtocolError):
         unseal(text, (KEY,), 0.0)
+
+
+HISTORY = (7, 0, 151_935)
+
+
+def doubted(text: str, tokens: tuple[int, ...] = HISTORY, me: str = "d", now: float = 0.0) -> tuple[Reason, str]:
+    with pytest.raises(ProtocolError) as error:
+        check_history(text, tokens, WorkerId(me), (OTHER, KEY), now)
+    return error.value.reason, error.value.detail
+
+
+def test_a_history_is_good_for_its_tokens_at_its_worker_until_its_time() -> None:
+    proof = seal_history(HISTORY, WorkerId("d"), 100.0, KEY)
+    check_history(proof, HISTORY, WorkerId("d"), (OTHER, KEY), 100.0)
+    assert doubted(proof, (7, 0)) == doubted(proof, me="e")
+    assert doubted(proof, (7, 0))[0] is Reason.TICKET_FORGED
+    assert doubted(proof, now=103.5) == (
+        Reason.TICKET_EXPIRED, "history: its proof expired 3.5 s ago; ask the router again",
+    )  # fmt: skip
+
+
+def test_no_ticket_passes_for_a_history_and_no_history_for_a_ticket() -> None:
+    assert doubted(seal(TICKET, KEY))[0] is Reason.TICKET_FORGED
+    assert refused(seal_history(HISTORY, WorkerId("d"), 100.0, KEY))[0] is Reason.TICKET_FORGED
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", msgspec.msgpack.encode((1, ("d", "soon", b"")))])
+def test_a_signed_history_that_cannot_be_read_is_refused(body: bytes) -> None:
+    text = base64.urlsafe_b64encode(_mac(body, KEY, _HISTORY) + body).decode().rstrip("=")
+    assert doubted(text)[1].startswith("history: signed but unreadable")
