@@ -31,6 +31,7 @@ class Factory:
 def factory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Factory]:
     found = Factory()
     module = SimpleNamespace(KVConnectorFactory=found)
+    monkeypatch.setattr(plugin.repeated_answers, "install", lambda: True)
     monkeypatch.setattr(importlib, "import_module", lambda name: {FACTORY: module}[name])
     guard.faults.clear()
     yield found

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
-from kvbaton.engines.side.asks import Ask
+from kvbaton.engines.side.asks import Ask, ForeignLookup
 from kvbaton.engines.side.decode import DecodeSide
 from kvbaton.engines.side.guard import note
 from kvbaton.engines.side.prefill import PinAdmission, PrefillSide
@@ -20,9 +20,11 @@ from kvbaton.engines.side.store import NoStore
 from kvbaton.engines.side.turns import TurnSide
 from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.engines.vllm.cache_resets import CacheResets
+from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.content.weights_epoch import WeightsEpoch
 from kvbaton.engines.vllm.early_claims import EarlyClaims
 from kvbaton.engines.vllm.waiting import Waiting, status_aside
+from kvbaton.node.cluster_node import ClusterNode
 from kvbaton.node.doorway import Doorway, ForgetCached
 
 
@@ -100,6 +102,21 @@ class ConnectorParts:
                 self.arrived.append(verdict.request_id)
             else:
                 self.failures.append(verdict)
+
+
+def lookup_of(settings: ConnectorSettings, node: ClusterNode, ticket_key: bytes) -> ForeignLookup:
+    """How this engine reads `kv_transfer_params` of other systems' routers."""
+    lookup = ForeignLookup(
+        settings.mode,
+        settings.modes,
+        node.peer.worker,
+        ticket_key,
+        settings.ticket_ttl_s,
+        node.book.at,
+        settings.named_pairs,
+    )
+    node.on_keys.append(lambda keyring: setattr(lookup, "ticket_key", keyring.ticket_keys[0]))
+    return lookup
 
 
 class BeforeRanks:

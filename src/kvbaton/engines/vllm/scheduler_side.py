@@ -22,22 +22,23 @@ import msgspec
 
 from kvbaton.control.joining.key_source import Enrolment
 from kvbaton.control.registry.registry_messages import Role
-from kvbaton.engines.side.asks import Ask, ForeignLookup, ParamsSource, Target, ask_of, wants_kv
+from kvbaton.engines.side.asks import Ask, ParamsSource, Target, ask_of, wants_kv
 from kvbaton.engines.side.decode import DecodeSide, FailedLoads, LoadAdmission
 from kvbaton.engines.side.guard import guarded, makes, note, returns
 from kvbaton.engines.side.prefill import PrefillSide
 from kvbaton.engines.side.protocols import NOT_YET, NOTHING, Grouping, Leaving, LoadVerdict, Tables
 from kvbaton.engines.side.store import NoStore, StoreSide
 from kvbaton.engines.side.turns import TurnSide
-from kvbaton.engines.vllm import interpreter, prompt_counting
+from kvbaton.engines.vllm import early_claims, interpreter, prompt_counting, repeated_answers
 from kvbaton.engines.vllm.block_pool import PinnedPool, is_exact
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.config.data_parallel import DataParallelPlace
-from kvbaton.engines.vllm.connector_parts import BeforeRanks, ConnectorParts, SpoiltCache
+from kvbaton.engines.vllm.connector_parts import BeforeRanks, ConnectorParts, SpoiltCache, lookup_of
 from kvbaton.engines.vllm.content import request_content
 from kvbaton.engines.vllm.content.drafting import lookahead
 from kvbaton.engines.vllm.content.vllm_compat import compat_key
 from kvbaton.engines.vllm.content.weights_epoch import WeightsEpoch
+from kvbaton.engines.vllm.continued_requests import ContinuedRequests, way_of
 from kvbaton.engines.vllm.early_claims import EarlyClaims
 from kvbaton.engines.vllm.memory.cache_specs import state_blocks
 from kvbaton.engines.vllm.memory.vllm_layout import RankFacts, engine_layout, vllm_groups
@@ -111,6 +112,8 @@ class SchedulerSide:
         compat = compat_key(self._config, facts[0].page, self._settings.model_id, versions)
         role: Role = "both" if self._prefills and self._decodes else "prefill" if self._prefills else "decode"
         model = self._config.model_config
+        repeats = repeated_answers.install() and early_claims.watch_core()
+        self._continues = way_of(self._config, repeats=repeats)
         engine = EngineFacts(
             me=new_life(self._enrolment.keyring.name),
             role=role,
@@ -122,6 +125,7 @@ class SchedulerSide:
             tp_size=self._config.parallel_config.tensor_parallel_size,
             dp_rank=self._place.http_rank if self._place is not None else 0,
             dp_size=self._place.http_size if self._place is not None else 1,
+            continues=self._continues,
         )
         self.presence = Presence(self._settings, self._enrolment, engine, invitations, self._place)
         self._live = self._come_alive(self.presence, grouping)
@@ -140,16 +144,7 @@ class SchedulerSide:
         presence.observe(pool, self.reporting.prompts, self.reporting.states)
         recomputes = self._config.kv_transfer_config.kv_load_failure_policy == "recompute"
         keeps_prefix = len(self._cache.kv_cache_groups) == 1 and not grouping.stateful
-        lookup = ForeignLookup(
-            self._settings.mode,
-            self._settings.modes,
-            node.peer.worker,
-            self._enrolment.keyring.ticket_keys[0],
-            self._settings.ticket_ttl_s,
-            node.book.at,
-            self._settings.named_pairs,
-        )
-        node.on_keys.append(lambda keyring: setattr(lookup, "ticket_key", keyring.ticket_keys[0]))
+        lookup = lookup_of(self._settings, node, self._enrolment.keyring.ticket_keys[0])
         batch, total = self._config.scheduler_config.max_num_batched_tokens, self._cache.num_blocks
         room = LoadAdmission(grouping, pool, batch) if recomputes else None
         requests = request_content.VllmRequests(grouping, getattr(self._cache, "hash_block_size", None) or 0)
@@ -163,7 +158,9 @@ class SchedulerSide:
         takes = recomputes and self._config.kv_transfer_config.is_kv_consumer
         turns = TurnSide(door, pool, grouping, requests, decode, self._settings.turns, blocks_total=total, takes=takes)
         self.reporting.turn_figures = turns.taker.stats
-        early = EarlyClaims(self._block_pool, decode, lookup, self._spoilt.weights, watches=self._decodes)
+        weights = self._spoilt.weights
+        continued = ContinuedRequests(door, self.reporting.refused, self._config.model_config, self._continues)
+        early = EarlyClaims(self._block_pool, decode, lookup, weights, continued, claims=self._decodes)
         return ConnectorParts(door, pool, prefill, decode, early, stored, turns)
 
     def shutdown(self) -> None:

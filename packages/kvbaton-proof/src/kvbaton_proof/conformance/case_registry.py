@@ -28,7 +28,7 @@ from kvbaton_proof.conformance.lab import BrokenLabError, Lab
 CaseFunction = Callable[..., None]
 CASE_MODULES = (
     "cases_moving", "cases_ending", "cases_waiting", "cases_resting", "cases_storing",
-    "cases_features", "cases_pressure", "cases_turns",
+    "cases_features", "cases_pressure", "cases_turns", "cases_continuing",
 )  # fmt: skip
 MODES = ("pull", "stream", "push")
 OVERLAPPED = "overlapped"

@@ -290,9 +290,11 @@ class LabEngine:
         hands_over = self.shape.stateful and isinstance(params, dict) and params.get("do_remote_decode")
         back = self.shape.drafts if self.shape.drafts > 1 else 1
         shortened = hands_over and len(prompt) > back and not computes_all
-        self.outcomes[name] = StepOutcome(tuple(prompt[:-back] if shortened else prompt))
-        if self.shape.pipelined or in_step is not None:
+        history = isinstance(params, dict) and params.get("history")
+        if history or self.shape.pipelined or in_step is not None:
             early_claims.came(self.scheduler, request)  # as vLLM's thread that reads it
+        known = request.all_token_ids[:] if history else prompt
+        self.outcomes[name] = StepOutcome(tuple(known[:-back] if shortened else known))
         if in_step is not None:
             in_step()
         self.scheduler.add_request(request)

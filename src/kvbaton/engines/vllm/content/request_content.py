@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.engines.side.protocols import EndedTurn, Grouping
+from kvbaton.engines.vllm import continued_requests
 from kvbaton.engines.vllm.content import drafting
 from kvbaton.engines.vllm.content.adapters import ONLY_HERE, adapter_text
 from kvbaton.engines.vllm.content.background_lookup import Looker
@@ -51,7 +52,7 @@ def content_of(request: Any, position: int) -> Content:
     """All that shapes the KV of a request's first `position` tokens: what vLLM's own block hashes cover, and more."""
     parts = _parts(request)
     return Content(
-        tokens=request.prompt_token_ids or (),
+        tokens=continued_requests.tokens_of(request),
         position=position,
         lora=parts.lora,
         multimodal=tuple(_feature(feature) for feature in getattr(request, "mm_features", None) or ()),
@@ -113,7 +114,8 @@ class VllmRequests:
 
     def handed_tokens(self, request: Any) -> int:
         grouping = self._grouping
-        return handed_position(request.num_prompt_tokens, grouping.slides, grouping.stateful, grouping.lookahead)
+        tokens = continued_requests.handed_tokens(request)
+        return handed_position(tokens, grouping.slides, grouping.stateful, grouping.lookahead)
 
     def content(self, request: Any, position: int) -> Content:
         return content_of(request, position)
