@@ -18,12 +18,14 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from kvbaton.api.params import HistoryWay
 from kvbaton.engines.side.asks import ForeignLookup, Target, ask_of
 from kvbaton.engines.side.decode import DecodeSide
 from kvbaton.engines.side.guard import guarded, returns
+from kvbaton.engines.vllm import repeated_answers
 from kvbaton.engines.vllm.content.request_content import takes_long
 from kvbaton.engines.vllm.content.weights_epoch import WeightsEpoch
-from kvbaton.engines.vllm.continued_requests import ContinuedRequests, is_missing
+from kvbaton.engines.vllm.continued_requests import ContinuedRequests, is_missing, way_of
 from kvbaton.protocol.errors import ProtocolError, Reason
 
 _CORE = "vllm.v1.engine.core"
@@ -76,6 +78,11 @@ class EarlyClaims:
         """On the scheduler's thread, first of all: what was claimed with other weights than these is given up."""
         if self._decode.is_accepted(request.request_id) and not self._weights.is_of(request):
             self._decode.finished(request)
+
+
+def continues(vllm_config: Any) -> HistoryWay:
+    """How this engine goes on with an answer that another began; its hooks for that are put in."""
+    return way_of(vllm_config, repeats=repeated_answers.install() and watch_core())
 
 
 def came(scheduler: Any, request: Any) -> None:

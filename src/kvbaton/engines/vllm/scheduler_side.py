@@ -29,7 +29,7 @@ from kvbaton.engines.side.prefill import PrefillSide
 from kvbaton.engines.side.protocols import NOT_YET, NOTHING, Grouping, Leaving, LoadVerdict, Tables
 from kvbaton.engines.side.store import NoStore, StoreSide
 from kvbaton.engines.side.turns import TurnSide
-from kvbaton.engines.vllm import early_claims, interpreter, prompt_counting, repeated_answers
+from kvbaton.engines.vllm import early_claims, interpreter, prompt_counting
 from kvbaton.engines.vllm.block_pool import PinnedPool, is_exact
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.config.data_parallel import DataParallelPlace
@@ -38,7 +38,7 @@ from kvbaton.engines.vllm.content import request_content
 from kvbaton.engines.vllm.content.drafting import lookahead
 from kvbaton.engines.vllm.content.vllm_compat import compat_key
 from kvbaton.engines.vllm.content.weights_epoch import WeightsEpoch
-from kvbaton.engines.vllm.continued_requests import ContinuedRequests, way_of
+from kvbaton.engines.vllm.continued_requests import ContinuedRequests
 from kvbaton.engines.vllm.early_claims import EarlyClaims
 from kvbaton.engines.vllm.memory.cache_specs import state_blocks
 from kvbaton.engines.vllm.memory.vllm_layout import RankFacts, engine_layout, vllm_groups
@@ -112,8 +112,6 @@ class SchedulerSide:
         compat = compat_key(self._config, facts[0].page, self._settings.model_id, versions)
         role: Role = "both" if self._prefills and self._decodes else "prefill" if self._prefills else "decode"
         model = self._config.model_config
-        repeats = repeated_answers.install() and early_claims.watch_core()
-        self._continues = way_of(self._config, repeats=repeats)
         engine = EngineFacts(
             me=new_life(self._enrolment.keyring.name),
             role=role,
@@ -125,7 +123,7 @@ class SchedulerSide:
             tp_size=self._config.parallel_config.tensor_parallel_size,
             dp_rank=self._place.http_rank if self._place is not None else 0,
             dp_size=self._place.http_size if self._place is not None else 1,
-            continues=self._continues,
+            continues=early_claims.continues(self._config),
         )
         self.presence = Presence(self._settings, self._enrolment, engine, invitations, self._place)
         self._live = self._come_alive(self.presence, grouping)
@@ -158,8 +156,8 @@ class SchedulerSide:
         takes = recomputes and self._config.kv_transfer_config.is_kv_consumer
         turns = TurnSide(door, pool, grouping, requests, decode, self._settings.turns, blocks_total=total, takes=takes)
         self.reporting.turn_figures = turns.taker.stats
-        weights = self._spoilt.weights
-        continued = ContinuedRequests(door, self.reporting.refused, self._config.model_config, self._continues)
+        weights, way = self._spoilt.weights, early_claims.continues(self._config)
+        continued = ContinuedRequests(door, self.reporting.refused, self._config.model_config, way)
         early = EarlyClaims(self._block_pool, decode, lookup, weights, continued, claims=self._decodes)
         return ConnectorParts(door, pool, prefill, decode, early, stored, turns)
 
