@@ -13,11 +13,11 @@ from kvbaton.api.api_errors import ApiError
 from kvbaton.observe.dashboard.scene import Figures, ListedWorker
 from kvbaton.observe.dashboard.state import STATE_BYTES_MAX
 from kvbaton.observe.dashboard.watch import ClusterWatch
+from kvbaton.observe.flight import flight_records
 from kvbaton.observe.flight import report as r
 from kvbaton.observe.flight.collector import LAST_MAX, Gathering
 from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 from kvbaton.observe.flight.journey import Journey
-from kvbaton.observe.tracing import trace_spans
 from kvbaton.router.operator_access import ID_CHARS_MAX, FlightsQuery
 
 NOW = 1_800_000_000.0
@@ -122,13 +122,13 @@ HEX = re.compile(r"[0-9a-f]+")
 
 def traced(data: bytes) -> None:
     """None, or a valid parent that says the same when it is written and read again."""
-    found = trace_spans.parse(data.decode("latin-1"))
+    found = flight_records.parse_trace(data.decode("latin-1"))
     if found is None:
         return
     for text, size in ((found.trace_id, 32), (found.span_id, 16)):
         assert len(text) == size and HEX.fullmatch(text) and set(text) != {"0"}
-    assert 0 <= found.flags <= trace_spans.KNOWN_FLAGS
-    assert len(str(found)) == trace_spans.VERSION_00_CHARS and trace_spans.parse(str(found)) == found
+    assert 0 <= found.flags <= flight_records.KNOWN_FLAGS
+    assert len(str(found)) == flight_records.VERSION_00_CHARS and flight_records.parse_trace(str(found)) == found
 
 
 PARENTS = [

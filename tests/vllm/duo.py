@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbaton.control import keyring
-from kvbaton.control.addressing import data_parallel_name
+from kvbaton.control.keyring import data_parallel_name
 from kvbaton.local_cluster.router_front import Sources, run_router
 from kvbaton.protocol.ids import TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal

@@ -24,9 +24,9 @@ import msgspec
 
 from kvbaton.api import request_ids
 from kvbaton.api.api_errors import bad_field
-from kvbaton.control.addressing import data_parallel_name, engine_and_rank
+from kvbaton.control.keyring import data_parallel_name, engine_and_rank
 from kvbaton.control.registry.registry_messages import DP_SIZE_MAX
-from kvbaton.observe.tracing.trace_spans import parse as parse_trace
+from kvbaton.observe.flight.flight_records import parse_trace
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import (
     PROMPTS_PER_TRANSFER_MAX,

@@ -25,7 +25,7 @@ import msgspec
 from kvbaton.cli.arguments import registries, seconds
 from kvbaton.cli.progress import note
 from kvbaton.control import keyring as keys
-from kvbaton.control.addressing import engine_of
+from kvbaton.control.keyring import engine_of
 from kvbaton.control.registry import DrainState, OperatorLine, registry_places
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.ids import WorkerId, is_worker_id

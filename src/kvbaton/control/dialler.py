@@ -34,8 +34,8 @@ from dataclasses import dataclass
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvbaton.control.addressing import ControlError, check_bind, is_ipv6
-from kvbaton.control.sockets import NOBLOCK_MORE, Heard, Socket, SocketPlane, ZapGate, has_frame
+from kvbaton.control.addressing import ControlError, check_bind
+from kvbaton.control.sockets import NOBLOCK_MORE, Heard, Socket, SocketPlane, ZapGate, has_frame, is_ipv6
 from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.ids import WorkerId
 

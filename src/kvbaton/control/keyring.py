@@ -5,6 +5,10 @@ and removes). A process uses the secret that it was started with; whom it lets i
 tickets, it may load again. No secret appears in a `repr`, a log line or an error. Members that joined by a certificate
 (`joining`) are beside those that the directory names, and never take a name or a key of theirs.
 
+Names of an engine's ranks: `p0.dp1` is data-parallel rank 1 of engine p0, `p0.1` is tensor-parallel rank 1 of it. Laws:
+each data-parallel rank is a member of the cluster, with a key of its own. A tensor-parallel rank has a key of its own
+only towards a store. A name is built and taken apart here and nowhere else.
+
 A key directory that is looked at again and again: what changed in it is in force without a restart.
 
 Laws: looking is cheap (a few `stat`s) and rare; files are read only when one of them changed. A directory that cannot
@@ -19,12 +23,13 @@ import errno
 import functools
 import logging
 import os
+import re
 import secrets
 import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +37,7 @@ import msgspec
 import zmq
 
 from kvbaton.control import key_files as files
-from kvbaton.control.addressing import ControlError, owners
+from kvbaton.control.addressing import ControlError
 from kvbaton.control.joining import admission_files
 from kvbaton.control.joining.certificate import Membership
 from kvbaton.control.key_files import (
@@ -49,9 +54,17 @@ from kvbaton.protocol.legality import Act, Role, may, role_by_name
 from kvbaton.protocol.machines.context import mark_of
 
 __all__ = [
-    "FILE_BYTES_MAX", "IDENTITIES_MAX", "TICKET_KEYS_MAX", "TICKET_KEY_BYTES", "Keyring", "add", "is_public_key",
-    "load", "mint", "reload", "with_joined", "with_removed",
+    "FILE_BYTES_MAX", "IDENTITIES_MAX", "TICKET_KEYS_MAX", "TICKET_KEY_BYTES", "Keyring", "add", "are_related",
+    "data_parallel_name", "engine_and_rank", "engine_of", "is_public_key", "load", "mint", "owners", "reload",
+    "with_joined", "with_removed",
 ]  # fmt: skip
+
+_RANK = re.compile(r"(?P<owner>.+)\.(?:dp)?[0-9]{1,5}")
+_DATA_PARALLEL = re.compile(r"(?P<engine>.+)\.dp(?P<rank>0|[1-9][0-9]{0,4})")
+
+_OWN_TAIL = re.compile(r"-[a-z]{6}\Z")
+"""What a member whose name is `auto` puts behind it, so that no other has the name."""
+
 ALWAYS = ("router", "operator")
 """Names that every cluster has keys for."""
 READS_JOINED = frozenset({Role.ROUTER, Role.REGISTRY, Role.STORE})
@@ -116,6 +129,36 @@ class Keyring(msgspec.Struct, frozen=True):
 
     def __rich_repr__(self) -> list[tuple[str, Any]]:
         return [("name", self.name), ("peers", len(self.peers)), ("ticket_keys", len(self.ticket_keys))]
+
+
+def data_parallel_name(engine: str, rank: int) -> WorkerId:
+    return WorkerId(f"{engine}.dp{rank}")
+
+
+def engine_and_rank(name: str) -> tuple[str, int] | None:
+    """The parts of a data-parallel rank's name; None for any other name."""
+    found = _DATA_PARALLEL.fullmatch(name)
+    return None if found is None else (found["engine"], int(found["rank"]))
+
+
+def engine_of(name: str) -> str | None:
+    """The engine of a data-parallel rank, also one that named itself (`pod.dp1-xkcdtr`); None for other names."""
+    found = _DATA_PARALLEL.fullmatch(_OWN_TAIL.sub("", name))
+    return None if found is None else found["engine"]
+
+
+def are_related(one: str, other: str) -> bool:
+    """Whether one may be a rank of the other, or both are data-parallel ranks of one engine."""
+    engines = engine_of(one), engine_of(other)
+    above = ({*owners(one), engines[0]}, {*owners(other), engines[1]})
+    return other in above[0] or one in above[1] or (engines[0] is not None and engines[0] == engines[1])
+
+
+def owners(name: str) -> Iterator[WorkerId]:
+    """Whose rank this may be, the nearest first: `p0.dp1` and `p0` for `p0.dp1.2`."""
+    while (found := _RANK.fullmatch(name)) is not None:
+        name = found["owner"]
+        yield WorkerId(name)
 
 
 def mint(directory: str | Path, names: Iterable[str]) -> None:

@@ -275,6 +275,10 @@ class Context(zmq.Context["zmq.Socket[bytes]"]):
         pass
 
 
+def is_ipv6(endpoint: str) -> bool:
+    return "[" in endpoint
+
+
 def has_frame(socket: Socket) -> bool:
     """Whether a whole frame can be taken; asked sooner than tried, which ends in an exception."""
     return bool(int(socket.getsockopt(zmq.EVENTS)) & _READABLE)

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
 
-from kvbaton.control.addressing import ControlError, data_parallel_name
+from kvbaton.control.addressing import ControlError
 from kvbaton.control.joining.join_token import TOKEN_ENV
+from kvbaton.control.keyring import data_parallel_name
 from kvbaton.control.registry.registry_messages import DP_SIZE_MAX
 from kvbaton.doctor.config_reading import Launch
 from kvbaton.doctor.finding import Finding, finding

@@ -20,8 +20,8 @@ from typing import Protocol
 import msgspec
 
 from kvbaton.control import keyring
-from kvbaton.control.addressing import data_parallel_name, engine_and_rank
 from kvbaton.control.key_room import key_room
+from kvbaton.control.keyring import data_parallel_name, engine_and_rank
 from kvbaton.engines.embedded.worker_options import WorkerOptions, argv_of
 from kvbaton.local_cluster.restart_orders import offer
 from kvbaton.local_cluster.router_front import RouterHandle, Sources, dumping, run_router

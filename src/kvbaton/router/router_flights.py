@@ -18,9 +18,20 @@ from kvbaton.api.api_errors import ApiError
 from kvbaton.api.http.http_types import Header
 from kvbaton.observe.codes.api import CODES
 from kvbaton.observe.flight.collector import Gathering
-from kvbaton.observe.flight.flight_records import NAME_CHARS_MAX, QUIET, TEXT_CHARS_MAX, Flight, FlightSeat, Moment
+from kvbaton.observe.flight.flight_records import (
+    NAME_CHARS_MAX,
+    QUIET,
+    TEXT_CHARS_MAX,
+    TRACE_HEADER,
+    Flight,
+    FlightSeat,
+    Moment,
+    Traceparent,
+    new_span_id,
+    new_trace,
+    parse_trace,
+)
 from kvbaton.observe.flight.sanitize import printable
-from kvbaton.observe.tracing.trace_spans import HEADER, Traceparent, new_span_id, new_trace, parse
 from kvbaton.protocol.errors import Reason
 
 RECEIVED = "received"
@@ -37,7 +48,7 @@ _FINE = frozenset([OK, *QUIET])
 _CODES = frozenset([*(entry.code for entry in CODES), *Reason])
 """A worker's own word for what went wrong is not written down: it may be anything, also of a prompt."""
 _MOMENTS_MAX = 16
-_TRACEPARENT = HEADER.encode()
+_TRACEPARENT = TRACE_HEADER.encode()
 
 
 class FlightSpan:
@@ -59,7 +70,7 @@ def begun(
 ) -> tuple[Traceparent | None, bool]:
     """The trace that a client's request belongs to, and whether it begins here; of those without, `share` get one."""
     found = [value for name, value in headers if name == _TRACEPARENT]
-    parent = parse(found[0].decode("latin-1")) if len(found) == 1 else None
+    parent = parse_trace(found[0].decode("latin-1")) if len(found) == 1 else None
     if parent is None and share > 0.0 and chance() < share:
         return new_trace(), True
     return parent, False

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import aiohttp
 import pytest
 
-from kvbaton.observe.flight.flight_records import STAGES
-from kvbaton.observe.tracing.trace_spans import Traceparent, new_trace
+from kvbaton.observe.flight.flight_records import STAGES, Traceparent, new_trace
 from tests.e2e.cluster import STOP_S, Up, up, wait_for
 from tests.observe.tracing.collector import Collector, Received, collecting
 

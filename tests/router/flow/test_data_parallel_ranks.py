@@ -14,7 +14,7 @@ from aiohttp import web
 
 from kvbaton.api.http import http_server
 from kvbaton.api.params import Mode
-from kvbaton.control.addressing import data_parallel_name, engine_and_rank
+from kvbaton.control.keyring import data_parallel_name, engine_and_rank
 from kvbaton.control.plain import AnnouncedWorker, Announcement, Fleet
 from kvbaton.control.registry import Registration, RosterEntry, WorkerState
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from kvbaton.control import key_files as files
-from kvbaton.control.addressing import ControlError, are_related
+from kvbaton.control.addressing import ControlError
 from kvbaton.control.joining import admission_files as book
 from kvbaton.control.joining import join_messages as m
 from kvbaton.control.joining.certificate import (
@@ -37,7 +37,7 @@ from kvbaton.control.joining.certificate import (
 )
 from kvbaton.control.joining.join_messages import signed_card
 from kvbaton.control.joining.join_token import proof
-from kvbaton.control.keyring import Keyring
+from kvbaton.control.keyring import Keyring, are_related
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.legality import Role, role_by_name

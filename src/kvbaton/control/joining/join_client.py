@@ -21,13 +21,13 @@ import msgspec
 import zmq
 
 from kvbaton.control.address_book import split_endpoint
-from kvbaton.control.addressing import ControlError, ControlLimits, check_endpoint, is_ipv6
+from kvbaton.control.addressing import ControlError, ControlLimits, check_endpoint
 from kvbaton.control.joining import join_messages as m
 from kvbaton.control.joining.certificate import CertificateFault, verified
 from kvbaton.control.joining.join_messages import opened_card
 from kvbaton.control.joining.join_token import JoinToken, proof
 from kvbaton.control.keyring import Keyring
-from kvbaton.control.sockets import SocketPlane
+from kvbaton.control.sockets import SocketPlane, is_ipv6
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.legality import Role
 

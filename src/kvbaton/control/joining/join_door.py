@@ -26,12 +26,12 @@ from typing import Protocol
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvbaton.control.addressing import ControlError, ControlLimits, check_bind, host_of, is_ipv6
+from kvbaton.control.addressing import ControlError, ControlLimits, check_bind, host_of
 from kvbaton.control.dialler import ROUTE_BYTES
 from kvbaton.control.joining import join_messages as m
 from kvbaton.control.joining.admission import Admission
 from kvbaton.control.keyring import Keyring
-from kvbaton.control.sockets import NOBLOCK_MORE, LoopThread, Socket, SocketPlane, Waker, ZapGate
+from kvbaton.control.sockets import NOBLOCK_MORE, LoopThread, Socket, SocketPlane, Waker, ZapGate, is_ipv6
 from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.ids import WorkerId
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import msgspec
 import zmq
 
-from kvbaton.control.addressing import ControlError, check_bind, is_ipv6
+from kvbaton.control.addressing import ControlError, check_bind
 from kvbaton.control.plain.announcements import (
     MESSAGE_BYTES_MAX,
     Announcement,
@@ -37,7 +37,7 @@ from kvbaton.control.plain.announcements import (
     decode,
     payload_of,
 )
-from kvbaton.control.sockets import Context, LoopThread, Socket, Waker
+from kvbaton.control.sockets import Context, LoopThread, Socket, Waker, is_ipv6
 from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.ids import Incarnation
 

@@ -22,8 +22,8 @@ from typing import Literal, get_args
 import msgspec
 import zmq
 
-from kvbaton.control.addressing import ControlError, check_authority, check_endpoint, is_ipv6
-from kvbaton.control.sockets import Context, LoopThread, Socket, Waker
+from kvbaton.control.addressing import ControlError, check_authority, check_endpoint
+from kvbaton.control.sockets import Context, LoopThread, Socket, Waker, is_ipv6
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,7 @@ import msgspec
 
 from kvbaton.api.api_errors import ApiError
 from kvbaton.api.params import FIELD, SHOWN_CHARS, ForeignLookup, Mode, TransferParams, TurnOffer, translated
-from kvbaton.observe.tracing.trace_spans import HEADER as TRACE_HEADER
-from kvbaton.observe.tracing.trace_spans import parse as parse_trace
+from kvbaton.observe.flight.flight_records import TRACE_HEADER, parse_trace
 from kvbaton.protocol.errors import ProtocolError, Reason
 
 __all__ = ["Ask", "ForeignLookup", "ParamsSource", "Target", "ask_of", "wants_kv"]

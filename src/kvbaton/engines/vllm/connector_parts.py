@@ -18,8 +18,7 @@ from kvbaton.engines.side.prefill import PinAdmission, PrefillSide
 from kvbaton.engines.side.protocols import NOTHING, LoadVerdict
 from kvbaton.engines.side.store import NoStore
 from kvbaton.engines.side.turns import TurnSide
-from kvbaton.engines.vllm.block_pool import PinnedPool
-from kvbaton.engines.vllm.cache_resets import CacheResets
+from kvbaton.engines.vllm.block_pool import CacheResets, PinnedPool
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.content.weights_epoch import WeightsEpoch
 from kvbaton.engines.vllm.early_claims import EarlyClaims

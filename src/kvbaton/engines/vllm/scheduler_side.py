@@ -29,7 +29,7 @@ from kvbaton.engines.side.prefill import PrefillSide
 from kvbaton.engines.side.protocols import NOT_YET, NOTHING, Grouping, Leaving, LoadVerdict, Tables
 from kvbaton.engines.side.store import NoStore, StoreSide
 from kvbaton.engines.side.turns import TurnSide
-from kvbaton.engines.vllm import early_claims, interpreter, prompt_counting
+from kvbaton.engines.vllm import counting, early_claims, interpreter
 from kvbaton.engines.vllm.block_pool import PinnedPool, is_exact
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.config.data_parallel import DataParallelPlace
@@ -42,10 +42,10 @@ from kvbaton.engines.vllm.continued_requests import ContinuedRequests
 from kvbaton.engines.vllm.early_claims import EarlyClaims
 from kvbaton.engines.vllm.memory.cache_specs import state_blocks
 from kvbaton.engines.vllm.memory.vllm_layout import RankFacts, engine_layout, vllm_groups
-from kvbaton.engines.vllm.pacing import LOAD_NAP_S, NAP_S, Pace
 from kvbaton.engines.vllm.presence import Presence
 from kvbaton.engines.vllm.step_metadata import BatonStep, RankCard, StepDone
 from kvbaton.engines.vllm.vllm_stats import Reporting
+from kvbaton.engines.vllm.waiting import LOAD_NAP_S, NAP_S, Pace
 from kvbaton.node.cluster_node import EngineFacts, new_life
 from kvbaton.node.doorway import DropBlocks, ForgetCached, LoadReport, UnpinBlocks
 from kvbaton.node.pin_budget import budget_of
@@ -289,7 +289,7 @@ class SchedulerSide:
             return BatonStep(step, self._before.take_verdicts())
         self._try_duties(live)
         live.resets.scheduled(scheduled.num_scheduled_tokens)
-        prompt_counting.begun(self.reporting.prompts, scheduled)
+        counting.begun(self.reporting.prompts, scheduled)
         leaving = self._leaving(live, scheduled)
         for request_id in scheduled.preempted_req_ids or ():
             live.stored.preempted(request_id)

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
 import kvbaton
-from kvbaton.control.addressing import data_parallel_name
 from kvbaton.control.joining.key_source import AUTO
+from kvbaton.control.keyring import data_parallel_name
 from kvbaton.engines.side import guard
 from kvbaton.engines.side.guard import guarded, returns
-from kvbaton.engines.vllm import prompt_counting
-from kvbaton.engines.vllm.metrics_outbox import Tray
-from kvbaton.engines.vllm.request_states import RequestStates
+from kvbaton.engines.vllm import counting
+from kvbaton.engines.vllm.counting import RequestStates, Tray
 from kvbaton.node.prompt_account import PromptAccount
 from kvbaton.observe.flight.flight_records import DELIVERED
 from kvbaton.observe.metrics import handoff_metrics as node_figures
@@ -96,7 +95,7 @@ class Reporting:
 
     def came(self, request: Any) -> None:
         self.states.came(request)
-        prompt_counting.came(self.prompts, request)
+        counting.came(self.prompts, request)
 
     def left(self, request_id: str) -> None:
         self.states.left(request_id)

@@ -1,4 +1,4 @@
-"""Requests that have no blocks yet, since P has not answered: how many of them wait without costing a look-up a step.
+"""Requests that wait for P's answer, and an engine that waits: what neither costs a step.
 
 vLLM looks up the prefix of every request that is answered "ask again" at every step: 0.2 ms for one of 2,000 tokens of
 which 1,600 are cached, 100 ms for 512 of them. So a few are asked about at every step, and all others are put aside, as
@@ -9,10 +9,15 @@ Laws: the status is the last thing that is set before "ask again" is answered, o
 engine's. Whoever was put aside is reported exactly once, also after an abort: when it does not wait any more, whatever
 the reason. vLLM then finds it among the requests that hold blocks, where one that gets none bars all behind it: so it
 is answered "ask again" once more, which brings it back to the head of those that hold none.
+
+The scheduler's steps as the connector counts them, and the naps that it takes where vLLM would take one itself. Law:
+news end a nap at once. One that lies between two steps is short enough that a request that comes meanwhile does not
+notice it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -82,3 +87,43 @@ def status_aside() -> Any:
 
     known = all(hasattr(Scheduler, name) for name in ("_holds_kv_blocks", "_handle_blocked_waiting_request"))
     return getattr(RequestStatus, "WAITING_FOR_REMOTE_KVS", None) if known else None
+
+
+NAP_S = 0.004
+"""Per step, of an engine that has nothing to do but to wait for its leases, unless there is news (docs/lab: 0.3 cores
+instead of 0.7). A request that comes meanwhile waits this long at most."""
+LOAD_NAP_S = 0.002
+"""The same, of one that waits for loads: vLLM sleeps 1 ms between such steps, whatever arrives; from this nap a load
+that arrives wakes it, and its thread has left the interpreter to those that bring it."""
+
+
+class Pace:
+    """Of one engine; the scheduler's thread alone uses it, other threads set `news`."""
+
+    def __init__(self, *, lock_step: bool = False) -> None:
+        """`lock_step`: other data-parallel ranks wait for each of our steps (a mixture of experts)."""
+        self.lock_step = lock_step
+        self.step = 0
+        self.news = threading.Event()
+        self._napped = 0
+        self._computes = 0  # the last step that has something to compute
+
+    def begin(self, computes: bool) -> None:
+        """The next step."""
+        self.step += 1
+        if computes:
+            self._computes = self.step
+
+    def computes_since(self, step: int) -> bool:
+        """Whether that step, or one that is on its way since, has something to compute."""
+        return self._computes >= step
+
+    def nap(self, seconds: float) -> None:
+        self.news.wait(seconds)
+        self.news.clear()
+
+    def nap_once(self, seconds: float) -> None:
+        """At most one between two steps, however often vLLM asks; none in lock-step, where others may have work."""
+        if self._napped != self.step and not self.lock_step:
+            self._napped = self.step
+            self.nap(seconds)

@@ -20,8 +20,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 import kvbaton
-from kvbaton.observe.flight.flight_records import Flight
-from kvbaton.observe.tracing import trace_spans
+from kvbaton.observe.flight.flight_records import Flight, parse_trace
 from kvbaton.observe.tracing.trace_spans import Span, spans_of
 
 log = logging.getLogger(__name__)
@@ -91,7 +90,7 @@ class SpanExport:
 
     def take(self, flight: Flight) -> None:
         """Export an ended flight, if its trace is sampled."""
-        trace = trace_spans.parse(flight.trace) if flight.trace else None
+        trace = parse_trace(flight.trace) if flight.trace else None
         if trace is None or not trace.sampled:
             return
         with self._lock:

@@ -18,7 +18,7 @@ from kvbaton.api.bodies import BodyKind
 from kvbaton.api.http.client_quotas import Tab
 from kvbaton.api.http.http_types import Header
 from kvbaton.api.params import FIELD, Mode
-from kvbaton.observe.tracing.trace_spans import Traceparent
+from kvbaton.observe.flight.flight_records import Traceparent
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.flow.kv_params import Written
 from kvbaton.router.flow.worker_calls import LegError

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from kvbaton.api.params import Mode
-from kvbaton.control.addressing import engine_of
+from kvbaton.control.keyring import engine_of
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router import policy
 from kvbaton.router.policy import Pair

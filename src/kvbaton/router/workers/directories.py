@@ -28,7 +28,7 @@ import msgspec
 
 from kvbaton.api.params import HistoryWay, Mode
 from kvbaton.api.request_ids import parse_address
-from kvbaton.control.addressing import data_parallel_name
+from kvbaton.control.keyring import data_parallel_name
 from kvbaton.control.plain import AnnouncedWorker, Announcement
 from kvbaton.control.registry import RosterEntry, WorkerState
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, Incarnation, PeerId, WorkerId

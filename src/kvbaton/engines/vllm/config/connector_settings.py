@@ -13,10 +13,11 @@ from typing import Any, Literal
 import msgspec
 
 from kvbaton.api.params import Mode
-from kvbaton.control.addressing import check_authority, check_endpoint, data_parallel_name, registry_places
+from kvbaton.control.addressing import check_authority, check_endpoint, registry_places
 from kvbaton.control.joining.advertised_address import own_address
 from kvbaton.control.joining.join_token import TOKEN_ENV
 from kvbaton.control.joining.key_source import AUTO, Credentials
+from kvbaton.control.keyring import data_parallel_name
 from kvbaton.node.pin_budget import PIN_SHARE, PIN_WAIT_S
 from kvbaton.node.turn_keeping import TurnSettings
 from kvbaton.observe.tracing.export import traces_url

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import zmq
 
-from kvbaton.control.addressing import ControlError, data_parallel_name, engine_and_rank
+from kvbaton.control.addressing import ControlError
 from kvbaton.control.joining.key_source import Enrolment, enrolled
-from kvbaton.control.keyring import TICKET_KEY_BYTES, Keyring, load
+from kvbaton.control.keyring import TICKET_KEY_BYTES, Keyring, data_parallel_name, engine_and_rank, load
 from kvbaton.engines.vllm.config.connector_settings import FIELD, ConnectorSettings
 from kvbaton.engines.vllm.memory.vllm_layout import RankFacts, engine_layout
 from kvbaton.protocol.ids import WorkerId
