@@ -78,6 +78,8 @@ MEANINGS: Mapping[str, str] = {
     "store_name": "a kvbaton store's identity in the key directory",
     "turn_s": "seconds that D keeps an ended request's KV for the next turn of its conversation; 0: not at all",
     "turn_percent": "share of D's KV blocks that this may pin, in percent; the oldest go first",
+    "copies_percent": "share of the KV blocks that may be on their way to the store at once as copies of answers, from "
+    "which another engine goes on if this one dies, in percent; 0: none",
     "store_timeout": "seconds for a look-up in it; five times that for a load",
     "pin_share": "of P: the share of its KV cache that handoffs may pin, above 0 and at most 1 (no limit). Beyond it "
     "requests wait, and are then refused as [`pins_full`](reasons.md#pins_full) ([more](operations.md#pressure))",

@@ -73,6 +73,8 @@ _HELP: Mapping[str, str] = {
     "store": "tcp:// of a kvbaton store, or mooncake://host:port; empty: none",
     "store_name": "that store's name in the key directory",
     "store_timeout": "seconds for a lookup in it; five times that for a get",
+    "copies_percent": "share of the KV blocks that may be on their way to the store at once as copies of answers, "
+    "from which another engine goes on if this one dies, in percent; 0: none",
     "turn_s": "seconds that D keeps an ended request's KV for the next turn of its conversation; 0: not at all",
     "turn_percent": "share of D's KV blocks that this may pin, in percent; the oldest go first",
     "otlp_endpoint": traces.HELP,
@@ -100,7 +102,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "its engine": ("tp", "blocks", "block_tokens", "max_num_seqs", "waiting_max", "seed"),
     "turns": ("turn_s", "turn_percent"),
-    "shared store": ("store", "store_name", "store_timeout"),
+    "shared store": ("store", "store_name", "store_timeout", "copies_percent"),
     "records and traces": ("flight_dir", "otlp_endpoint"),
 }  # fmt: skip
 _METAVARS: Mapping[str, str] = {
@@ -129,7 +131,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             more["choices"] = _CHOICES[field.name]
         elif field.name == "turn_s":
             more |= {"type": seconds_or_off, "metavar": "S"}
-        elif field.name == "turn_percent":
+        elif field.name in ("turn_percent", "copies_percent"):
             more |= {"type": float, "metavar": "P"}
         else:
             read = _share if field.name.endswith("_share") else _TYPES[field.type]

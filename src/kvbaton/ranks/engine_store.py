@@ -91,6 +91,7 @@ class EngineStoreSettings(msgspec.Struct, frozen=True, kw_only=True):
     hashes_max: int = 4096  # of one request or put: the rest of a longer prompt is computed
     asks_max: int = 128  # accepted, result not taken
     puts_max: int = 96  # in flight; a put beyond it costs a miss later
+    copies_percent: float = 0.0  # of the engine's blocks, on their way at once as copies of answers; 0: none are made
 
 
 class StoreTold(msgspec.Struct, frozen=True):

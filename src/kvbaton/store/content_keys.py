@@ -55,13 +55,23 @@ def prefix(space: Space) -> str:
 
 def chain(content: Content, block_tokens: int) -> Iterator[bytes]:
     """The hash of each whole block among the content's first `position` tokens; each covers all before it too."""
+    stop = min(content.position, len(content.tokens))
+    whole = stop - stop % block_tokens if block_tokens > 0 else 0
+    return extend(root(content, block_tokens), content.tokens[:whole], block_tokens)
+
+
+def root(content: Content, block_tokens: int) -> bytes:
+    """What a chain begins with: all that shapes the KV but the tokens."""
     if block_tokens < 1:
         raise ValueError(f"block_tokens: {block_tokens}; a block has at least one token")
-    root = (content.lora, content.multimodal, content.salt, content.embeddings, block_tokens)
-    last = hashlib.blake2b(msgspec.msgpack.encode(root), digest_size=HASH_BYTES, person=_PERSON).digest()
-    stop = min(content.position, len(content.tokens))
-    for start in range(0, stop - block_tokens + 1, block_tokens):
-        ids = array("q", content.tokens[start : start + block_tokens])
+    told = (content.lora, content.multimodal, content.salt, content.embeddings, block_tokens)
+    return hashlib.blake2b(msgspec.msgpack.encode(told), digest_size=HASH_BYTES, person=_PERSON).digest()
+
+
+def extend(last: bytes, tokens: Sequence[int], block_tokens: int) -> Iterator[bytes]:
+    """The hashes of a chain's next blocks, behind the one whose hash is `last`, or behind its root."""
+    for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
+        ids = array("q", tokens[start : start + block_tokens])
         if sys.byteorder == "big":  # pragma: no cover
             ids.byteswap()
         last = hashlib.blake2b(last + ids.tobytes(), digest_size=HASH_BYTES, person=_PERSON).digest()

@@ -469,3 +469,67 @@ def test_a_good_handoff_asks_no_store(make: Make) -> None:
     d.report("a", fx.End())
     d.rest()
     assert not d.faulty.calls
+
+
+# --- copies of answers
+
+COPYING = msgspec.structs.replace(PATIENT, copies_percent=50.0)
+
+
+def copied(rig: StoreRig) -> int:
+    return rig.stats()["store_copied_blocks_total"]
+
+
+@pytest.mark.parametrize("length", [5, 8, 20])
+def test_another_engine_loads_an_answer_as_far_as_it_was_generated(make: Make, length: int) -> None:
+    first, second, tokens = make(settings=COPYING), make(), prompt(length, length)
+    ask(first, "a", tokens, 60)
+    first.until(lambda: len(first.answer("a")) == 30)
+    first.until(lambda: not first.doorway.put_blocks)
+    so_far = tuple(first.answer("a"))
+    second.engine.add_request(msgspec.structs.replace(request("b", tokens, 60), history=so_far))
+    second.rest()
+    assert [*so_far, *second.answer("b")][-60:] == answer_alone(tokens, 60)
+    assert copied(first) == second.stats()["store_hits_blocks_total"] - length // 8 >= 2
+    first.engine.abort(RequestId("a"))
+
+
+def test_an_answer_is_not_copied_unless_that_was_asked_for(make: Make) -> None:
+    rig = make()
+    ask(rig, "a", prompt(1, 20), 40)
+    rig.rest()
+    assert copied(rig) == 0 and rig.shelf.counters["puts.stored"] == 1
+
+
+def test_what_was_preempted_is_copied_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, preempted = make(settings=COPYING, blocks=20), list[EngineRequest]()
+    drop = rig.connector.preempted
+    monkeypatch.setattr(rig.connector, "preempted", lambda each: (preempted.append(each), drop(each)))
+    for name in "abc":
+        ask(rig, name, prompt(ord(name), 20), 60)
+    rig.rest()
+    for name in "abc":
+        assert rig.answer(name) == answer_alone(prompt(ord(name), 20), 60)
+    assert preempted
+    assert 0 < copied(rig) <= 3 * (79 // 8 - 2)
+
+
+def test_the_longest_answers_are_copied_first(make: Make) -> None:
+    rig = make(settings=msgspec.structs.replace(PATIENT, copies_percent=2.0))  # one block of 64
+    for name, length in (("short", 12), ("long", 44)):  # blocks of both are whole with the same steps
+        ask(rig, name, prompt(length, length), 12)
+    rig.rest()
+    assert copied(rig) >= 1 and rig.storing.counts["copies.skipped"] >= 1
+    again = make()
+    ask(again, "long", (*prompt(44, 44), *rig.answer("long")), 1)
+    again.rest()
+    assert again.cached("long") == 48
+
+
+def test_after_a_reset_of_the_cache_an_answer_is_copied_no_more(make: Make) -> None:
+    rig = make(settings=COPYING)
+    ask(rig, "a", prompt(1, 20), 60)
+    rig.until(lambda: copied(rig) == 1)
+    rig.storing.reset()
+    rig.rest()
+    assert copied(rig) == 1

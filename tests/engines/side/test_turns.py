@@ -5,8 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvbaton.engines.side.grouping import Grouping
-
+from kvbaton.engines.side.protocols import Grouping
 from kvbaton.engines.side.turns import TurnSide
 from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind

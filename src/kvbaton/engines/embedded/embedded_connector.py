@@ -52,7 +52,7 @@ WELL = (RequestStatus.LENGTH, RequestStatus.STOPPED)
 NO_ROOM = f"{Reason.PINS_FULL}: no room to pin the KV of one more prompt for handoffs; try again later or elsewhere"
 STORE_STATS = (
     "store_lookups_total", "store_gets_total", "store_puts_total", "store_hits_blocks_total", "store_errors_total",
-    "second_source_total",
+    "second_source_total", "store_copied_blocks_total",
 )  # fmt: skip
 
 
@@ -131,6 +131,7 @@ class EmbeddedConnector(Connector):
             self.sides.decode.accepted(asked, Target(params.mode, params.ticket or "", params.trace))
 
     def step_begin(self) -> None:
+        self.sides.stored.computed(self._step)
         self._step += 1
         self._leaving.clear()
         for duty in self._door.duties():
@@ -260,6 +261,12 @@ class EmbeddedConnector(Connector):
         self._asked[request.request_id].num_computed_tokens = computed_tokens
         self.sides.prefill.computed(self._step)
         self.sides.stored.computed(self._step)
+
+    def block_done(self, request: EngineRequest, blocks: BlockIds, tokens: Sequence[int]) -> None:
+        asked = self._asked[request.request_id]
+        asked.tokens, asked.num_computed_tokens = tokens, len(tokens)
+        if not self._is_spoilt(asked):
+            self.sides.stored.ends_prompts(self._step, {request.request_id: 0}, lambda _: blocks)
 
     def _scheduled(self, name: RequestId, blocks: BlockIds, upto: int) -> Leaving | None:
         """What this step adds; told to the machines once, at the first that is heard of the chunk."""

@@ -123,6 +123,8 @@ class Engine:
         if in_prefill:
             computed = min(sequence.computed, sequence.request.given_tokens)
             self.connector.chunk_done(sequence.request, sequence.blocks, computed)
+        elif sequence.computed % self.config.cache.block_tokens == 0:
+            self.connector.block_done(sequence.request, sequence.blocks, sequence.tokens[: sequence.computed])
 
     def _sample(self, sequence: Sequence, logits: Floats) -> Output:
         sampling = sequence.request.sampling

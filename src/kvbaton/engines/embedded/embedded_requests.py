@@ -72,6 +72,9 @@ class EmbeddedRequests:
     def turn_content(self, asked: AskedRequest, upto: int) -> Content:
         return content_of(asked.request, upto, asked.tokens)
 
+    def tokens(self, asked: AskedRequest, first: int, last: int) -> Sequence[int]:
+        return asked.tokens[first:last]
+
     def wants_whole_prompt(self, asked: AskedRequest) -> bool:
         """What there is no room for is refused, and not shortened."""
         return True

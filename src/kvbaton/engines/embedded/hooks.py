@@ -1,8 +1,8 @@
 """The interface between an engine and its KV connector: the scheduler-side hooks of vLLM's `KVConnectorBase_V1`, typed.
 
 All are called on the engine's thread, in this order within a step (a star: any number of times):
-`step_begin`, `take_reports`, (`match`, `allocated` | `preempted`)*, `layer_done`*, `chunk_done`*, (`ending`,
-`request_finished`)*.
+`step_begin`, `take_reports`, (`match`, `allocated` | `preempted`)*, `layer_done`*, `chunk_done`*, `block_done`*,
+(`ending`, `request_finished`)*.
 `on_new_request` comes from `add_request`, `request_finished` also from `abort`. None may block. One that raises kills
 the engine, as it does in vLLM; so does a report that is not due (`AssertionError`).
 """
@@ -99,6 +99,9 @@ class Connector:
 
     def chunk_done(self, request: EngineRequest, blocks: BlockIds, computed_tokens: int) -> None:
         """The first `computed_tokens` of the prompt have their KV in `blocks`, in all layers."""
+
+    def block_done(self, request: EngineRequest, blocks: BlockIds, tokens: Sequence[int]) -> None:
+        """A block of the answer is whole: these tokens of prompt and answer have their KV in `blocks`."""
 
     def preempted(self, request: EngineRequest) -> None:
         """The request is about to lose its blocks and will be recomputed; `match` will be called again."""

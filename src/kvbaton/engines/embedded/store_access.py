@@ -74,6 +74,7 @@ def open_store(
         lookup_timeout_s=options.store_timeout,
         get_timeout_s=GET_PER_LOOKUP * options.store_timeout,
         put_timeout_s=min(20.0, options.transfer_timeout),
+        copies_percent=options.copies_percent,
     )
     shelf = EngineStore(ranks, settings)
 

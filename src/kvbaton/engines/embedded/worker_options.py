@@ -91,6 +91,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     store: str = ""  # of a shared store, if any: `runtime.store_places`
     store_name: str = "store"  # of a kvbaton store, in the key directory
     store_timeout: float = 2.0  # of a look-up; a get may take five times as long
+    copies_percent: float = 0.0  # of its blocks, on their way to the store at once as copies of answers; 0: none
     turn_s: float = 0.0  # how long a D keeps an ended request's KV for the next turn; 0: not at all
     turn_percent: float = 25.0  # of its cache, at most, for that
     otlp_endpoint: str = ""  # of a collector, to which spans of traced handoffs are sent
@@ -165,6 +166,10 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
             raise _bad("modes", ",".join(self.modes), f"some of {', '.join(MODES)}")
         if self.store_timeout > STORE_TIMEOUT_S_MAX:
             raise _bad("store_timeout", self.store_timeout, f"at most {STORE_TIMEOUT_S_MAX} s")
+        if not 0 <= self.copies_percent <= (100 if self.store else 0):  # false for NaN as well
+            raise _bad(
+                "copies_percent", self.copies_percent, "percent of the engine's blocks, 0 to 100; above 0 with a store"
+            )
         try:
             if self.store:
                 store_place(self.store)

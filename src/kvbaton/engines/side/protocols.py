@@ -64,6 +64,9 @@ class SideRequests(Protocol):
     def turn_content(self, request: Any, upto: int) -> Content | None:
         """The same of prompt and answer; None where what its tokens are is not known."""
 
+    def tokens(self, request: Any, first: int, last: int) -> Sequence[int]:
+        """Of prompt and answer, as far as they are known."""
+
     def wants_whole_prompt(self, request: Any) -> bool:
         """Whether its answer is of the prompt itself, which then cannot be shortened."""
 

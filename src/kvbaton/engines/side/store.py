@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.engines.side.answer_copies import AnswerCopies
 from kvbaton.engines.side.guard import guarded, makes, note, returns
 from kvbaton.engines.side.protocols import NOT_YET, NOTHING, Grouping, LoadVerdict, PinPool, SideRequests, Tables
 from kvbaton.engines.side.stored_loads import GRACE_S, StoredLoads
@@ -25,7 +26,7 @@ from kvbaton.engines.side.stored_puts import Phase, StoredPrompt, StoredPuts
 from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.geometry.layout import needed_blocks
 from kvbaton.ranks.engine_store import AskId, EngineStore, StoreTold
-from kvbaton.store.content_keys import chain
+from kvbaton.store.content_keys import chain, root
 
 LOOKUPS_MAX = 64
 """Under way; further ones wait for their turn, within their deadline. What the shelf takes beyond it is for loads."""
@@ -142,8 +143,8 @@ class StoreSide(NoStore):
     """One engine's prompts, as the shared store knows them. One group of blocks (`rank_values` refuses others)."""
 
     __slots__ = (
-        "_asks", "_generation", "_promised", "_prompts", "_queues", "clock", "counts", "grouping", "loads", "pool",
-        "puts", "requests", "second", "shelf",
+        "_asks", "_generation", "_promised", "_prompts", "_queues", "clock", "copies", "counts", "grouping", "loads",
+        "pool", "puts", "requests", "second", "shelf",
     )  # fmt: skip
 
     def __init__(
@@ -167,6 +168,9 @@ class StoreSide(NoStore):
         self.counts: Counter[str] = Counter()
         self.loads = StoredLoads(shelf, pool, self.counts, grouping.block_tokens[0])
         self.puts = StoredPuts(door, pool, grouping, blocks_total, self.counts)
+        self.copies = AnswerCopies(
+            door, pool, grouping, requests, self._copied_at_once(blocks_total), shelf.settings.hashes_max, self.counts
+        )
         self.second = SecondLoads(pool, grouping.block_tokens[0])
         self._queues = queues
         self._prompts: dict[str, StoredPrompt] = {}
@@ -212,8 +216,7 @@ class StoreSide(NoStore):
     def brought(self, request: Any) -> None:
         """Another source has brought the beginning of a prompt. The rest is computed, and all of it put."""
         if request.request_id not in self._prompts:
-            hashes = self._hashes(request, self.grouping.block_tokens[0])
-            self._prompts[request.request_id] = StoredPrompt(request, hashes, 0)
+            self._prompts[request.request_id] = self._stored_prompt(request)
 
     def allocated(self, request: Any, tables: Tables, external_tokens: int) -> None:
         """The engine has blocks for the request; with external tokens it now waits for a report."""
@@ -258,16 +261,21 @@ class StoreSide(NoStore):
     @guarded(returns(None))
     def preempted(self, request_id: str) -> None:
         self.puts.drop(request_id)
+        self.copies.drop(request_id)
 
     @guarded(returns(False))
     def ends_prompts(self, step: int, chunks: Mapping[str, int], tables_of: Callable[[str], Tables]) -> bool:
-        """A step is about to be computed. True: it ends prompts that the store lacks, so its own end must be told."""
-        return self.puts.scheduled(step, chunks, self._prompts, tables_of)
+        """A step is about to be computed. True: it ends prompts, or blocks of answers, that the store lacks, so its own
+        end must be told."""
+        may_copy = self.shelf.provenance.may_write  # else nobody would take them
+        ends_blocks = may_copy and self.copies.scheduled(step, chunks, self._prompts, tables_of)
+        return self.puts.scheduled(step, chunks, self._prompts, tables_of) or ends_blocks
 
     @guarded(returns(None))
     def computed(self, step: int) -> None:
         """Every rank is done with this step, and so with those before it."""
         self.puts.computed(step, self._prompts)
+        self.copies.computed(step)
 
     @guarded(returns(None))
     def finished(self, request: Any, tables: Tables, *, well: bool) -> None:
@@ -277,6 +285,7 @@ class StoreSide(NoStore):
         self._promised.discard(request_id)
         self.second.left(request_id)
         self.puts.drop(request_id)
+        self.copies.drop(request_id)
         self._forget(request_id)
         self.loads.give_up(request_id)
         if prompt is not None and well:
@@ -293,10 +302,11 @@ class StoreSide(NoStore):
     def let_go(self) -> None:
         """Nothing that is under way is loaded, or put: it may be computed on what must not be shared."""
         self.puts.drop_all()
+        self.copies.drop_all()
         self.loads.void()
         for request_id, prompt in self._prompts.items():
             self._forget(request_id)
-            prompt.phase, prompt.is_put = Phase.OVER, True
+            prompt.phase, prompt.is_put, prompt.is_kept = Phase.OVER, True, False
 
     def let_loads_go(self) -> None:
         """Their blocks are needed: what they bring is not."""
@@ -323,6 +333,7 @@ class StoreSide(NoStore):
             "store_puts_total": self.shelf.counters["puts.stored"],
             "store_errors_total": self.shelf.counters["errors"] + late,
             "second_source_total": self.counts["second_source"],
+            "store_copied_blocks_total": self.counts["copied_blocks"],
         }
 
     # --- helpers
@@ -330,10 +341,9 @@ class StoreSide(NoStore):
     def _look_up(self, request: Any, local_tokens: int) -> StoredPrompt:
         """Ask the store, unless the engine itself has all that could be loaded."""
         size = self.grouping.block_tokens[0]
-        hashes = () if getattr(request, "resumable", False) else self._hashes(request, size)
-        usable = min(len(hashes), (request.num_tokens - 1) // size)
-        prompt = StoredPrompt(request, hashes, usable, known=local_tokens // size)
-        self._prompts[request.request_id] = prompt
+        prompt = self._prompts[request.request_id] = self._stored_prompt(request)
+        prompt.usable = min(len(prompt.hashes), (request.num_tokens - 1) // size)
+        prompt.known = local_tokens // size
         if prompt.usable * size <= local_tokens:
             return prompt  # what is here was put, or came from there, when it was computed
         prompt.phase, prompt.known = Phase.ASKING, 0
@@ -352,11 +362,19 @@ class StoreSide(NoStore):
             self._asks[ask] = prompt.request.request_id
             self.counts["lookups"] += 1
 
-    def _hashes(self, request: Any, size: int) -> tuple[bytes, ...]:
+    def _stored_prompt(self, request: Any) -> StoredPrompt:
+        if getattr(request, "resumable", False):
+            return StoredPrompt(request, (), 0, is_kept=False)
+        size = self.grouping.block_tokens[0]
         content = self.requests.content(request, request.num_prompt_tokens)
         if self._generation:
             content = msgspec.structs.replace(content, salt=f"{self._generation} {content.salt}")
-        return tuple(islice(chain(content, size), self.shelf.settings.hashes_max))
+        hashes = tuple(islice(chain(content, size), self.shelf.settings.hashes_max))
+        return StoredPrompt(request, hashes, 0, last_hash=hashes[-1] if hashes else root(content, size))
+
+    def _copied_at_once(self, blocks_total: int) -> int:
+        """A drafter's KV hangs on tokens that may be refused: its answers are not copied."""
+        return 0 if self.grouping.lookahead else int(blocks_total * self.shelf.settings.copies_percent / 100)
 
     def _told(self, told: StoreTold) -> None:
         if told.ask in self.loads:

@@ -40,6 +40,14 @@ class StoredPrompt:
     until: float = 0.0
     is_asked: bool = False
     is_put: bool = False
+    is_kept: bool = True  # what it computes may be shared
+    last_hash: bytes = b""  # of the chain, as far as it was put: of the prompt's last block, then of the answer's
+    copied: int = 0  # blocks of the answer that were put
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the store has, or is being given, all whole blocks of the prompt."""
+        return self.is_kept and (self.is_put or self.known >= len(self.hashes))
 
 
 @dataclass(slots=True)
@@ -115,10 +123,16 @@ class StoredPuts:
             return
         if self.door.put_blocks + len(ids) > self.blocks_total * PINNED_SHARE:
             self.counts["puts.skipped"] += 1
+            prompt.is_kept = False
             return
-        self.pool.touch(ids)  # before anybody knows of them
-        try:
-            self.door.put((ids,), hashes)
-        except Exception:
-            self.pool.unpin(ids)
-            raise
+        put_blocks(self.door, self.pool, ids, hashes)
+
+
+def put_blocks(door: Doorway, pool: PinPool, ids: tuple[int, ...], hashes: tuple[bytes, ...]) -> None:
+    """Blocks that hold what the hashes say, now; pinned until the store has read them."""
+    pool.touch(ids)  # before anybody knows of them
+    try:
+        door.put((ids,), hashes)
+    except Exception:
+        pool.unpin(ids)
+        raise

@@ -218,6 +218,10 @@ SECOND_SOURCE = _counter(
     "second_source", "Failed handoffs whose prompt was loaded from the shared store instead, in whole or in part.",
     _ENGINES,
 )  # fmt: skip
+STORE_COPIED = _counter(
+    "store_copied_blocks", "KV cache blocks of answers that went to the shared store while they were generated.",
+    _ENGINES,
+)  # fmt: skip
 
 # --- the store's own process
 STORE_SERVER_VALUES = _gauge(

@@ -53,6 +53,7 @@ def test_a_store_is_a_place_a_name_and_a_time_out() -> None:
         ({"store": "tcp://"}, "store: "),
         ({"store": "mooncake://a:1?lend=much"}, "store: "),
         ({"store_timeout": 0}, "store_timeout: got"),
+        ({"copies_percent": 25}, "above 0 with a store"),
         ({"store_timeout": 7}, "store_timeout: got 7.0, expected at most 6"),
         ({"store_name": "a b"}, "store_name: got"),
     ],

@@ -81,6 +81,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     store: str = ""  # a shared store: tcp://host:port of a kvbaton store, mooncake://host:port of a mooncake_master
     store_name: str = STORE_NAME  # a kvbaton store's identity in the key directory
     store_timeout: float = 2.0  # of a look-up; a load may take five times as long
+    copies_percent: float = 0.0  # of its blocks, on their way to the store at once as copies of answers; 0: none
     pin_share: float = PIN_SHARE  # of P's cache, that handoffs may pin; 1: no limit
     pin_wait_s: float = PIN_WAIT_S  # how long a request waits for room to pin before it is refused
     transfer_timeout: float = 30.0
@@ -144,6 +145,10 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise _bad("ticket_ttl_s", self.ticket_ttl_s, f"at most {TICKET_LIFE_S_MAX:.0f} s: P refuses older tickets")
         if self.store_timeout > STORE_TIMEOUT_S_MAX:
             raise _bad("store_timeout", self.store_timeout, f"at most {STORE_TIMEOUT_S_MAX} s")
+        if not 0 <= self.copies_percent <= (100 if self.store else 0):  # false for NaN as well
+            raise _bad(
+                "copies_percent", self.copies_percent, "percent of the engine's blocks, 0 to 100; above 0 with a store"
+            )
         _checked("copy_share", self.copy_share, check_share)
         if not 0 < self.pin_share <= 1:  # false for NaN as well
             raise _bad("pin_share", self.pin_share, "a share of the cache, above 0 and at most 1")
@@ -220,6 +225,7 @@ class ConnectorSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             lookup_timeout_s=self.store_timeout,
             get_timeout_s=GET_PER_LOOKUP * self.store_timeout,
             put_timeout_s=min(PUT_S_MAX, self.transfer_timeout),
+            copies_percent=self.copies_percent,
         )
 
     @property

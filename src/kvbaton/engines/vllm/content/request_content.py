@@ -8,6 +8,7 @@ not known in time, or cannot be known, is named by a text that only this process
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -131,6 +132,10 @@ class VllmRequests:
 
     def turn_content(self, request: Any, upto: int) -> Content | None:
         return turn_content(request, upto)
+
+    def tokens(self, request: Any, first: int, last: int) -> Sequence[int]:
+        """With embeddings in the place of tokens none are known."""
+        return () if request.prompt_token_ids is None else list(request.all_token_ids[first:last])
 
     def wants_whole_prompt(self, request: Any) -> bool:
         reads_all = bool(getattr(request, "skip_reading_prefix_cache", False))

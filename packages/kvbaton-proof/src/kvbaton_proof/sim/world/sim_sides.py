@@ -47,6 +47,9 @@ class SimRequests:
     def turn_content(self, request: SimRequest, upto: int) -> Content | None:
         return self.content(request, upto)
 
+    def tokens(self, request: SimRequest, first: int, last: int) -> Sequence[int]:
+        return self.content(request, last).tokens[first:last]
+
     def wants_whole_prompt(self, request: SimRequest) -> bool:
         return False
 
