@@ -19,7 +19,7 @@ from kvbaton.store.content_keys import extend
 
 
 @dataclass(slots=True)
-class _Due:
+class _DueCopy:
     """Whole with this step."""
 
     step: int
@@ -38,7 +38,7 @@ class AnswerCopies:
     blocks_most: int  # on their way at once; 0: none are made
     hashes_most: int  # of one request
     counts: Counter[str]
-    _due: deque[_Due] = field(default_factory=deque)
+    _due: deque[_DueCopy] = field(default_factory=deque)
 
     def scheduled(
         self,
@@ -57,7 +57,7 @@ class AnswerCopies:
             first = len(prompt.hashes) + prompt.copied
             if whole > first and prompt.is_there:
                 [blocks] = self.grouping.cut(tables_of(request_id), (first,), (whole,))
-                self._due.append(_Due(step, prompt, blocks))
+                self._due.append(_DueCopy(step, prompt, blocks))
         return bool(self._due) and self._due[-1].step == step
 
     def computed(self, step: int) -> None:
