@@ -514,18 +514,6 @@ def test_what_was_preempted_is_copied_once(make: Make, monkeypatch: pytest.Monke
     assert 0 < copied(rig) <= 3 * (79 // 8 - 2)
 
 
-def test_the_longest_answers_are_copied_first(make: Make) -> None:
-    rig = make(settings=msgspec.structs.replace(PATIENT, copies_percent=2.0))  # one block of 64
-    for name, length in (("short", 12), ("long", 44)):  # blocks of both are whole with the same steps
-        ask(rig, name, prompt(length, length), 12)
-    rig.rest()
-    assert copied(rig) >= 1 and rig.storing.counts["copies.skipped"] >= 1
-    again = make()
-    ask(again, "long", (*prompt(44, 44), *rig.answer("long")), 1)
-    again.rest()
-    assert again.cached("long") == 48
-
-
 def test_after_a_reset_of_the_cache_an_answer_is_copied_no_more(make: Make) -> None:
     rig = make(settings=COPYING)
     ask(rig, "a", prompt(1, 20), 60)

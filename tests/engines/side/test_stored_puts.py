@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.engines.side.stored_puts import StoredPrompt, StoredPuts
+from kvbaton.engines.side.stored_puts import AnswerCopies, StoredPrompt, StoredPuts
 
 HASHES = tuple(bytes([each]) * 32 for each in range(3))
 TABLE = [[11, 12, 13, 14]]
@@ -26,16 +26,21 @@ class Engine:
             block_tokens=(4,), cut=lambda tables, lo, hi: (tuple(tables[0][lo[0] : hi[0]]),)
         )
         self.counts: Counter[str] = Counter()
-        self.puts = StoredPuts(self, self, grouping, 40, self.counts)  # type: ignore[arg-type]
+        copies = AnswerCopies(self, self, grouping, self, 0, 0, self.counts)  # type: ignore[arg-type]
+        self.puts = StoredPuts(self, self, grouping, 40, self.counts, copies)  # type: ignore[arg-type]
         self.prompts: dict[str, StoredPrompt] = {}
 
     def put(self, blocks: Any, hashes: Any) -> None:
         if self.broken:
             raise RuntimeError("broken")
         self.put_.append((blocks, hashes))
+        self.put_blocks += sum(map(len, blocks))
 
     def touch(self, ids: Any) -> None:
         self.held.update(ids)
+
+    def tokens(self, request: Any, first: int, last: int) -> list[int]:
+        return list(range(first, last))
 
     def unpin(self, ids: Any) -> None:
         self.held.subtract(ids)
@@ -118,3 +123,30 @@ def test_after_a_reset_nothing_is_due(engine: Engine) -> None:
     engine.puts.drop_all()
     engine.puts.computed(1, engine.prompts)
     assert not engine.put_
+
+
+def test_the_longest_answers_are_copied_first_and_the_others_when_there_is_room(engine: Engine) -> None:
+    engine.puts.copies.blocks_most, engine.puts.copies.hashes_most = 1, 99
+    for name, length in (("short", 17), ("long", 21)):  # of both a block of the answer is whole
+        prompt = engine.prompt(name, computed=15)
+        prompt.request.num_tokens, prompt.is_put = length, True
+    assert engine.step(1, short=1, long=1)
+    engine.put_blocks = 0
+    engine.puts.computed(1, engine.prompts)
+    [(blocks, _)] = engine.put_
+    assert blocks == ((14,),) and (engine.prompts["long"].copied, engine.prompts["short"].copied) == (1, 0)
+    engine.put_blocks = 0
+    assert engine.step(2, short=1), "not forgotten"
+    engine.puts.computed(2, engine.prompts)
+    assert engine.prompts["short"].copied == 1
+
+
+def test_nothing_is_copied_behind_what_was_not_put(engine: Engine) -> None:
+    engine.puts.copies.blocks_most, engine.puts.copies.hashes_most = 9, 99
+    engine.prompt(computed=15)
+    engine.step(1, a=1)
+    engine.puts.drop("a")
+    engine.puts.computed(1, engine.prompts)
+    assert not engine.put_
+    engine.prompts["a"].is_put = True
+    assert engine.step(2, a=1), "its prompt is there"

@@ -18,11 +18,10 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.engines.side.answer_copies import AnswerCopies
 from kvbaton.engines.side.guard import guarded, makes, note, returns
 from kvbaton.engines.side.protocols import NOT_YET, NOTHING, Grouping, LoadVerdict, PinPool, SideRequests, Tables
 from kvbaton.engines.side.stored_loads import GRACE_S, StoredLoads
-from kvbaton.engines.side.stored_puts import Phase, StoredPrompt, StoredPuts
+from kvbaton.engines.side.stored_puts import AnswerCopies, Phase, StoredPrompt, StoredPuts
 from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.geometry.layout import needed_blocks
 from kvbaton.ranks.engine_store import AskId, EngineStore, StoreTold
@@ -143,7 +142,7 @@ class StoreSide(NoStore):
     """One engine's prompts, as the shared store knows them. One group of blocks (`rank_values` refuses others)."""
 
     __slots__ = (
-        "_asks", "_generation", "_promised", "_prompts", "_queues", "clock", "copies", "counts", "grouping", "loads",
+        "_asks", "_generation", "_promised", "_prompts", "_queues", "clock", "counts", "grouping", "loads",
         "pool", "puts", "requests", "second", "shelf",
     )  # fmt: skip
 
@@ -167,10 +166,9 @@ class StoreSide(NoStore):
         self.clock = clock
         self.counts: Counter[str] = Counter()
         self.loads = StoredLoads(shelf, pool, self.counts, grouping.block_tokens[0])
-        self.puts = StoredPuts(door, pool, grouping, blocks_total, self.counts)
-        self.copies = AnswerCopies(
-            door, pool, grouping, requests, self._copied_at_once(blocks_total), shelf.settings.hashes_max, self.counts
-        )
+        most = shelf.settings.hashes_max
+        copies = AnswerCopies(door, pool, grouping, requests, self._copied_at_once(blocks_total), most, self.counts)
+        self.puts = StoredPuts(door, pool, grouping, blocks_total, self.counts, copies)
         self.second = SecondLoads(pool, grouping.block_tokens[0])
         self._queues = queues
         self._prompts: dict[str, StoredPrompt] = {}
@@ -261,21 +259,18 @@ class StoreSide(NoStore):
     @guarded(returns(None))
     def preempted(self, request_id: str) -> None:
         self.puts.drop(request_id)
-        self.copies.drop(request_id)
 
     @guarded(returns(False))
     def ends_prompts(self, step: int, chunks: Mapping[str, int], tables_of: Callable[[str], Tables]) -> bool:
         """A step is about to be computed. True: it ends prompts, or blocks of answers, that the store lacks, so its own
         end must be told."""
-        may_copy = self.shelf.provenance.may_write  # else nobody would take them
-        ends_blocks = may_copy and self.copies.scheduled(step, chunks, self._prompts, tables_of)
-        return self.puts.scheduled(step, chunks, self._prompts, tables_of) or ends_blocks
+        self.puts.copies.is_of_use = self.shelf.provenance.may_write  # else nobody would take them
+        return self.puts.scheduled(step, chunks, self._prompts, tables_of)
 
     @guarded(returns(None))
     def computed(self, step: int) -> None:
         """Every rank is done with this step, and so with those before it."""
         self.puts.computed(step, self._prompts)
-        self.copies.computed(step)
 
     @guarded(returns(None))
     def finished(self, request: Any, tables: Tables, *, well: bool) -> None:
@@ -285,7 +280,6 @@ class StoreSide(NoStore):
         self._promised.discard(request_id)
         self.second.left(request_id)
         self.puts.drop(request_id)
-        self.copies.drop(request_id)
         self._forget(request_id)
         self.loads.give_up(request_id)
         if prompt is not None and well:
@@ -302,7 +296,6 @@ class StoreSide(NoStore):
     def let_go(self) -> None:
         """Nothing that is under way is loaded, or put: it may be computed on what must not be shared."""
         self.puts.drop_all()
-        self.copies.drop_all()
         self.loads.void()
         for request_id, prompt in self._prompts.items():
             self._forget(request_id)
