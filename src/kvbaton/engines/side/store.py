@@ -359,7 +359,7 @@ class StoreSide(NoStore):
         if getattr(request, "resumable", False):
             return StoredPrompt(request, (), 0, is_kept=False)
         size = self.grouping.block_tokens[0]
-        content = self.requests.content(request, request.num_prompt_tokens)
+        content = self.requests.content(request, request.num_tokens)  # with a history, which may have been copied
         if self._generation:
             content = msgspec.structs.replace(content, salt=f"{self._generation} {content.salt}")
         hashes = tuple(islice(chain(content, size), self.shelf.settings.hashes_max))

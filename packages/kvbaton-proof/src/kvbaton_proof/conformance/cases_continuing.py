@@ -93,6 +93,21 @@ def what_d_has_of_prompt_and_history_is_not_computed_again(lab: Lab) -> None:
     demand(d.runners[0].computed_of[name] <= 4 + MORE, f"D computed {d.runners[0].computed_of[name]} positions")
 
 
+@case(runner=("v1", "v2"))
+def copies_of_an_answer_are_loaded_by_who_goes_on(lab: Lab, runner: Any) -> None:
+    """Nobody has to compute a whole block of what the dead engine had said; with runner V2 it is no prompt."""
+    shape = EngineShape(blocks=81, runner=runner)
+    p, d = lab.sharing(shape, shape, copies_percent=50)
+    prompt, count = prompt_of(AFTER), 20
+    lab.answered(p, p.add(prompt, max_tokens=count))
+    whole = (len(prompt) + count - 1) // shape.block_tokens
+    lab.until(lambda: lab.stores[-1].values >= whole, "the store to have the answer")
+    name = d.add(prompt, {"history": history(said_after(prompt, count), "d0")}, max_tokens=count + MORE)
+    went_on(lab, d, name)
+    loaded, expected = d.watch.loaded_tokens[name], whole * shape.block_tokens
+    demand(loaded == expected, f"{loaded} tokens were loaded, expected {expected}")
+
+
 @case(mode=MODES)
 def continued_requests_that_are_preempted_go_on_once_more(lab: Lab, mode: str) -> None:
     """D has no room for both: one of them is computed again, with what came behind its history."""
