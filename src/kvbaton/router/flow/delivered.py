@@ -1,0 +1,405 @@
+"""What a client has of one streamed answer, so that another engine can go on with it (decision 0025).
+
+An engine's events go through here on their way to the client. Noted of them are the ids of their tokens and, of each
+text that they build (an answer, reasoning, each tool call's arguments), its length and a digest. After a move the next
+engine tells the answer from its first token. What the client has is left out, and compared; the rest gets the head of
+the first engine's events.
+
+Laws: what the client has is not said again, and what it has not is not left out. Nothing of another engine's answer is
+shown before all that the client has was told again and was the same. A history holds the ids of all tokens of which
+something was shown. Memory is four bytes a token, and bounded. Neither HTTP nor asyncio is known here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from kvbaton.api import sse
+
+_IDS = re.compile(rb',\s*"(?:prompt_)?token_ids":\s*\[[0-9,\s]*\]')
+"""An unescaped quote before a colon ends a name, so no text looks like this."""
+_MARK = b'token_ids":'
+_HEAD = ("id", "object", "created", "model", "system_fingerprint")
+_ONCE = frozenset({"role", "id", "type"})
+"""Texts within a delta that are told whole, once; another engine draws ids of its own."""
+_BROKEN_OFF = ("abort", "error")
+"""Finish reasons of an engine that gave up on an answer which nobody asked it to end."""
+_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_NONE = msgspec.Raw(b"null")
+_Path = tuple[str | int, ...]
+
+
+class SeamError(Exception):
+    """Another engine's answer is not the one that the client has begun to read."""
+
+
+class _ToldChoice(msgspec.Struct):
+    index: int = 0
+    text: str | None = None
+    delta: dict[str, Any] | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: msgspec.Raw = _NONE
+    finish_reason: str | None = None
+
+
+class _ToldFault(msgspec.Struct):
+    code: int | str | None = None
+
+
+class _ToldChunk(msgspec.Struct):
+    choices: list[_ToldChoice] = []
+    prompt_token_ids: msgspec.Raw = _NONE
+    usage: msgspec.Raw = _NONE
+    error: _ToldFault | None = None
+
+
+_chunk = msgspec.json.Decoder(_ToldChunk).decode
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_choices = msgspec.json.Decoder(list[dict[str, Any]]).decode
+
+
+class HistoryRoom:
+    """How many ids may be kept: of one stream, and of all streams of a router."""
+
+    __slots__ = ("held", "of_all", "of_one")
+
+    def __init__(self, of_one: int, of_all: int) -> None:
+        self.of_one = of_one
+        self.of_all = of_all
+        self.held = 0
+
+
+class _SaidText:
+    """One text that events build piece by piece."""
+
+    __slots__ = ("_again", "_digest", "chars", "owed")
+
+    def __init__(self) -> None:
+        self.chars = 0
+        self.owed = 0  # of these, how many the engine that speaks now has yet to repeat
+        self._digest = hashlib.blake2b(digest_size=16)
+        self._again = self._digest
+
+    def say(self, text: str) -> None:
+        self.chars += len(text)
+        self._digest.update(text.encode())
+
+    def begin_again(self) -> None:
+        self.owed = self.chars
+        self._again = hashlib.blake2b(digest_size=16)
+
+    def left(self, text: str) -> str:
+        """What of the next piece the client does not have."""
+        if self.owed:
+            known, text = text[: self.owed], text[self.owed :]
+            self._again.update(known.encode())
+            self.owed -= len(known)
+            if not self.owed and self._again.digest() != self._digest.digest():
+                raise SeamError("its text differs from what the client has")
+        if text:
+            self.say(text)
+        return text
+
+
+class Delivered:
+    """Of one choice of a stream of `/v1/completions` or `/v1/chat/completions`."""
+
+    __slots__ = (
+        "_at", "_begun", "_channels", "_finished", "_head", "_ids", "_ids_wanted", "_once", "_prompt_tokens", "_room",
+        "_usage_due", "broken_off", "stuck",
+    )  # fmt: skip
+
+    def __init__(self, room: HistoryRoom, *, ids_wanted: bool = False, usage_due: bool = False) -> None:
+        """`ids_wanted`, `usage_due`: the client asked for token ids, or for the usage at the end."""
+        self.stuck = ""  # why nobody can go on with it
+        self.broken_off = b""  # the event by which an engine said that it goes no further; not shown
+        self._room = room
+        self._ids_wanted = ids_wanted
+        self._usage_due = usage_due
+        self._ids = array("i")
+        self._at = -1  # after a move: how many of the ids were repeated; before: -1
+        self._begun = 0  # how many ids the client had at the last move
+        self._channels: dict[_Path, _SaidText] = {}
+        self._once: set[_Path] = set()
+        self._head: dict[str, msgspec.Raw] = {}
+        self._prompt_tokens = 0
+        self._finished = False
+
+    @property
+    def history(self) -> tuple[int, ...]:
+        """The tokens that the next engine is to go on behind."""
+        return tuple(self._ids)
+
+    @property
+    def tokens(self) -> int:
+        return len(self._ids)
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether another engine has yet to tell what the client has."""
+        return 0 <= self._at < self._begun or self._owes_text
+
+    @property
+    def _owes_text(self) -> bool:
+        return any(each.owed for each in self._channels.values())
+
+    def moved(self) -> None:
+        """What comes from now on is another engine's, from the answer's first token on."""
+        self._at, self._begun, self.broken_off = 0, len(self._ids), b""
+        for channel in self._channels.values():
+            channel.begin_again()
+
+    def rest(self) -> bytes:
+        """What is left to be said where the engine broke off behind its last word; b"" where there is more to it."""
+        if not self._finished or (self._usage_due and (self.stuck or not self._prompt_tokens)):
+            return b""
+        usage = b""
+        if self._usage_due:
+            prompt, said = self._prompt_tokens, len(self._ids)
+            told = {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
+            usage = sse.event({**self._head, "choices": [], "usage": told})
+        return usage + sse.DONE
+
+    def close(self) -> None:
+        """Forget the ids; nobody can go on then."""
+        self._room.held -= len(self._ids)
+        self._ids = array("i")
+
+    def told(self, events: bytes) -> bytes:
+        """Whole events of the engine, as the client shall see them. `SeamError`: nothing more of this engine."""
+        if not events.endswith(b"\n\n"):  # no engine of ours writes so, and others are not asked to go on
+            if self._at >= 0:
+                raise SeamError("it sent an event that cannot be read")
+            self._get_stuck("unreadable")
+            return events
+        shown = []
+        for event in events.split(b"\n\n"):
+            if event.startswith(b"data: {") and not self.broken_off:
+                event = self._first(event) if self._at < 0 else self._again(event)
+                if not event:
+                    continue
+            elif self.broken_off:  # whatever it says after giving up
+                continue
+            elif self._at >= 0 and event.startswith(b"data: [DONE]") and self.catches_up:
+                raise SeamError("its answer ends before what the client has")
+            shown.append(event)
+        return b"\n\n".join(shown) if len(shown) > 1 else b""
+
+    # --- of the first engine
+
+    def _first(self, event: bytes) -> bytes:
+        payload = event[6:]
+        try:
+            chunk = _chunk(payload)
+        except _UNREADABLE:
+            self._get_stuck("unreadable")
+            return event
+        if self._gives_up(chunk):
+            self.broken_off = event + b"\n\n"
+            return b""
+        self._note(chunk, payload)
+        if self._ids_wanted or _MARK not in event:
+            return event
+        bare = _IDS.sub(b"", event)
+        return bare if _MARK not in bare else _without_ids(payload)
+
+    def _gives_up(self, chunk: _ToldChunk) -> bool:
+        if chunk.error is not None:
+            code = str(chunk.error.code)
+            return not (len(code) == 3 and code[0] == "4" and code.isdigit())  # the client's own fault stays its own
+        return any(choice.finish_reason in _BROKEN_OFF for choice in chunk.choices)
+
+    def _note(self, chunk: _ToldChunk, payload: bytes) -> None:
+        if not self._head:
+            fields = _fields(payload)
+            self._head = {name: fields[name] for name in _HEAD if name in fields}
+            self._note_prompt(chunk)
+        if not chunk.choices:
+            self._usage_due = self._usage_due and not _is_told(chunk.usage)
+            return
+        if len(chunk.choices) > 1 or chunk.choices[0].index:
+            self._get_stuck("choices")
+            return
+        choice = chunk.choices[0]
+        if choice.finish_reason is not None:
+            self._finished = True
+        text, ids = choice.text, choice.token_ids
+        if ids:
+            self._keep(ids)
+        elif text and ids is None:
+            self._get_stuck("no_ids")
+        if text is not None:
+            self._channel(("text",)).say(text)
+        elif choice.delta:
+            for name, value in choice.delta.items():
+                self._note_part(value, (name,), ids)
+
+    def _note_prompt(self, chunk: _ToldChunk) -> None:
+        for told in (chunk.prompt_token_ids, *(choice.prompt_token_ids for choice in chunk.choices)):
+            ids = bytes(told)
+            if ids.startswith(b"[") and ids[1:-1].strip():
+                self._prompt_tokens = ids.count(b",") + 1
+
+    def _note_part(self, value: Any, path: _Path, ids: list[int] | None) -> None:
+        if type(value) is str:
+            if path[-1] in _ONCE:
+                self._once.add(path)
+                return
+            self._channel(path).say(value)
+            if value and ids is None:
+                self._get_stuck("no_ids")
+        elif type(value) is dict:
+            for name, each in value.items():
+                self._note_part(each, (*path, name), ids)
+        elif type(value) is list:
+            for number, each in enumerate(value):
+                self._note_part(each, (*path, _number(each, number)), ids)
+
+    def _keep(self, ids: list[int]) -> None:
+        if self.stuck:
+            return
+        room, count = self._room, len(ids)
+        try:
+            self._ids.extend(ids)
+        except (OverflowError, TypeError):
+            self._get_stuck("unreadable")
+            return
+        room.held += count
+        if len(self._ids) > room.of_one:
+            self._get_stuck("history_max")
+        elif room.held > room.of_all:
+            self._get_stuck("histories_max")
+
+    def _get_stuck(self, why: str) -> None:
+        self.stuck = self.stuck or why
+        self.close()
+
+    def _channel(self, path: _Path) -> _SaidText:
+        found = self._channels.get(path)
+        if found is None:
+            found = self._channels[path] = _SaidText()
+        return found
+
+    # --- of those that follow
+
+    def _again(self, event: bytes) -> bytes:
+        try:
+            payload = event[6:]
+            chunk, fields = _chunk(payload), _fields(payload)
+            choices = _choices(fields["choices"]) if "choices" in fields else []
+        except _UNREADABLE:
+            raise SeamError("it sent an event that cannot be read") from None
+        if self._gives_up(chunk):
+            self.broken_off = event + b"\n\n"
+            return b""
+        if chunk.error is not None:
+            return event
+        if len(choices) > 1 or (choices and choices[0].get("index")):
+            raise SeamError("it answers with several choices")
+        if not choices:
+            if self.catches_up:
+                return b""
+            self._usage_due = self._usage_due and not _is_told(chunk.usage)
+            return self._headed(fields)
+        left = self._left_of(choices[0])
+        if left is None:
+            return b""
+        fields["choices"] = msgspec.Raw(msgspec.json.encode([left]))
+        return self._headed(fields)
+
+    def _headed(self, fields: dict[str, msgspec.Raw]) -> bytes:
+        fields.pop("prompt_token_ids", None)  # the client has them, if it wanted them
+        return sse.event({**fields, **self._head})[:-2]
+
+    def _left_of(self, choice: dict[str, Any]) -> dict[str, Any] | None:
+        """What of a choice the client does not have; None where that is nothing."""
+        ended = choice.get("finish_reason") is not None
+        ids = choice.pop("token_ids", None) or []
+        choice.pop("prompt_token_ids", None)
+        known = self._repeated(ids)
+        new, had = False, self._chars
+        if choice.get("text") is not None:
+            choice["text"] = self._channel(("text",)).left(choice["text"])
+            new = bool(choice["text"])
+        elif choice.get("delta"):
+            left = self._left(choice["delta"], ())
+            new = left is not None
+            choice["delta"] = left or {}
+        if (ended and self.catches_up) or (self._chars > had and self._owes_text):
+            raise SeamError("it goes on before it has told what the client has")
+        if choice.get("logprobs") is not None:
+            choice["logprobs"] = _logprobs_behind(choice["logprobs"], known, len(ids))
+        if self._ids_wanted:
+            choice["token_ids"] = ids[known:]
+        self._finished = self._finished or ended
+        return choice if new or ended or len(ids) > known else None
+
+    @property
+    def _chars(self) -> int:
+        return sum(each.chars for each in self._channels.values())
+
+    def _repeated(self, ids: Sequence[int]) -> int:
+        """How many of these ids the client has; those that follow are noted."""
+        known = min(max(self._begun - self._at, 0), len(ids))
+        if not self.stuck and list(ids[:known]) != list(self._ids[self._at : self._at + known]):
+            raise SeamError("its tokens differ from those that the client has")
+        self._at += len(ids)
+        self._keep(list(ids[known:]))
+        return known
+
+    def _left(self, value: Any, path: _Path) -> Any:
+        if type(value) is str:
+            if path[-1] in _ONCE:
+                if path in self._once:
+                    return None
+                self._once.add(path)
+                return value
+            is_first = path not in self._channels
+            left = self._channel(path).left(value)
+            return left if left or is_first else None
+        if type(value) is dict:
+            found = {name: self._left(each, (*path, name)) for name, each in value.items()}
+            new = {name: each for name, each in found.items() if each is not None}
+            plain = {name: each for name, each in value.items() if not isinstance(each, str | dict | list)}
+            return {**plain, **new} if new else None
+        if type(value) is list:
+            parts = [self._left(each, (*path, _number(each, number))) for number, each in enumerate(value)]
+            return [each for each in parts if each is not None] or None
+        return None
+
+
+def _is_told(value: msgspec.Raw) -> bool:
+    return bytes(value) != b"null"
+
+
+def _number(part: Any, place: int) -> int:
+    """Which of several tool calls a part of a delta is of."""
+    index = part.get("index") if isinstance(part, Mapping) else None
+    return index if type(index) is int else place
+
+
+def _without_ids(payload: bytes) -> bytes:
+    """Where they stand first in their object, so that no comma is before them."""
+    fields = msgspec.json.decode(payload)
+    for each in (fields, *(fields.get("choices") or ())):
+        for name in ("token_ids", "prompt_token_ids"):
+            each.pop(name, None)
+    return sse.event(fields)[:-2]
+
+
+def _logprobs_behind(told: Mapping[str, Any], known: int, count: int) -> Any:
+    """Log probabilities without those of tokens that the client has: another engine has only their places."""
+    if not known:
+        return told
+    if known == count:
+        return None
+    lists = {name: each for name, each in told.items() if isinstance(each, list)}
+    if any(len(each) != count for each in lists.values()):
+        raise SeamError(f"it tells log probabilities of another number of tokens than the {count} beside them")
+    return {**told, **{name: each[known:] for name, each in lists.items()}}
