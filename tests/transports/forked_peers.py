@@ -22,13 +22,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-SCRIPTS = (
-    "peer_process",
-    "device.device_peer",
-    "checksum.checksum_peer_process",
-    "nixl.nixl_peer_process",
-    "mooncake.mooncake_peer",
-)
+SCRIPTS = ("peer_process", "device.device_peer")
 READY_S = 60.0
 """Only a hang takes so long."""
 LOOK_S = 0.001

@@ -15,21 +15,28 @@ import msgspec
 from kvbaton.protocol.geometry.spans import Area
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.security.sealing import Encrypt
+from kvbaton.transports.catalogue import SUMS
+from kvbaton.transports.checksum.checksum_transport import SummedTransport
 from kvbaton.transports.core.shared_memory import Region
 from kvbaton.transports.core.transport import (
     Copy,
     CopyEnded,
     CopyRested,
     Direction,
+    HostTransport,
     LendingTransport,
     Loan,
     Transport,
     TransportEvent,
 )
+from kvbaton.transports.mooncake.mooncake_transport import MooncakeTransport
+from kvbaton.transports.nixl.nixl_transport import UCX, NixlConfig, NixlTransport
 from kvbaton.transports.shm.shm_transport import ShmConfig, ShmTransport
 from kvbaton.transports.tcp.tcp_transport import TcpConfig, TcpTransport
 
-Kind = Literal["shm", "tcp", "tcp_encrypted"]
+Kind = Literal["shm", "tcp", "tcp_encrypted", "nixl", "nixl_tcp", "mooncake", "shm+sums", "tcp+sums", "nixl+sums"]
+WAYS = {"nixl": UCX, "nixl_tcp": {**UCX, "TLS": "tcp"}}
+"""Left alone, UCX copies from process to process on one host; over TCP the peer's own process takes part."""
 
 
 class Call(msgspec.Struct, tag=True):
@@ -102,6 +109,13 @@ class Answer(msgspec.Struct):
 
 
 def make(kind: Kind, peer: PeerId, dial_deadline_s: float = 5.0) -> Transport:
+    if kind.endswith(SUMS):
+        plane = make(cast(Kind, kind.removesuffix(SUMS)), peer, dial_deadline_s)
+        return SummedTransport(cast(HostTransport, plane), peer)
+    if kind in WAYS:
+        return NixlTransport(peer, NixlConfig(ucx=WAYS[kind]))
+    if kind == "mooncake":
+        return MooncakeTransport(peer)
     if kind == "shm":
         return ShmTransport(peer, ShmConfig(dial_deadline_s=dial_deadline_s))
     encrypt: Encrypt = "on" if kind == "tcp_encrypted" else "auto"

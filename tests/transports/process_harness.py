@@ -11,15 +11,20 @@ import select
 import signal
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 
+from kvbaton.protocol.effects import Capabilities
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
 from kvbaton.testing.transport_harness import DEADLINE_S, poll
+from kvbaton.transports.catalogue import SUMS
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import Copy, FenceEnded, Loan, Transport, TransportEvent
+from kvbaton.transports.mooncake import mooncake_transport
+from kvbaton.transports.nixl import nixl_transport
 from kvbaton.transports.shm import shm_transport
 from kvbaton.transports.tcp import tcp_transport
 
@@ -41,10 +46,13 @@ from .peer_process import (
     make,
 )
 
+Make = Callable[[PeerId], Transport]
 CAPABILITIES = {
     "shm": shm_transport.CAPABILITIES,
     "tcp": tcp_transport.CAPABILITIES,
     "tcp_encrypted": tcp_transport.CAPABILITIES,
+    "nixl": nixl_transport.CAPABILITIES,
+    "mooncake": mooncake_transport.CAPABILITIES,
 }
 
 
@@ -133,40 +141,51 @@ class FarTransport:
             self._process.call(Close(self._me))
 
 
+def _capabilities(kind: Kind) -> Capabilities:
+    return CAPABILITIES.get(kind) or CAPABILITIES[kind.partition("_")[0].removesuffix(SUMS)]
+
+
 class ProcessHarness:
-    """`near` here, `far` in another process. Close it when done."""
+    """`near` here, of the given make or the usual one; `far` in another process, with `env`. Close it when done."""
 
     offers = frozenset({"idle", "kill", "pause"})
 
     _process: PeerProcess | None = None
 
-    def __init__(self, kind: Kind, dial_deadline_s: float = 5.0) -> None:
+    def __init__(self, kind: Kind, near: Make | None = None, **env: str) -> None:
         if kind == "tcp_encrypted":
             self.offers = self.offers | {"unproven"}
-        self.capabilities = CAPABILITIES[kind]
+        self.capabilities = _capabilities(kind)
         self._kind: Kind = kind
-        self._dial_deadline_s = dial_deadline_s
+        self._near: Make = near or partial(make, kind)
+        self._env = env
         self._sides: list[Side] = []
         self._regions: list[Region] = []
         self._count = 0
 
-    def pair(self, near_bytes: int, far_bytes: int) -> Pair:
+    def pair(self, near_bytes: int, far_bytes: int, near: Make | None = None) -> Pair:
         if self._process is None or not self._process.alive():
-            self._process = PeerProcess()
+            self._process = PeerProcess(**self._env)
         self._count += 1
         here, there = allocate(near_bytes), allocate(far_bytes)
         near_id, far_id = (PeerId(WorkerId(name), Incarnation(self._count)) for name in ("near", "far"))
-        transport: Transport = make(self._kind, near_id, self._dial_deadline_s)
+        transport = (near or self._near)(near_id)
         transport.register(0, here.view)
-        near = Side(near_id, transport, here.view)
-        far = Side(far_id, FarTransport(self._process, far_id, self._kind, there), there.view)
-        if self.capabilities.lends_reads:
-            lend_everything(near.transport, far_id)
-            lend_everything(far.transport, near_id)
-        near.transport.connect(far_id, far.transport.endpoint(near_id))
-        far.transport.connect(near_id, near.transport.endpoint(far_id))
-        self._sides += [near, far]
+        sides = Side(near_id, transport, here.view), Side(far_id, self._far(far_id, there), there.view)
         self._regions += [here, there]
+        return self._joined(*sides)
+
+    def _far(self, me: PeerId, memory: Region) -> FarTransport:
+        assert self._process is not None
+        return FarTransport(self._process, me, self._kind, memory)
+
+    def _joined(self, near: Side, far: Side) -> Pair:
+        self._sides += [near, far]
+        if self.capabilities.lends_reads:
+            lend_everything(near.transport, far.peer)
+            lend_everything(far.transport, near.peer)
+        near.transport.connect(far.peer, far.transport.endpoint(near.peer))
+        far.transport.connect(near.peer, near.transport.endpoint(far.peer))
         return Pair(near, far)
 
     def wait(self, predicate: Callable[[], bool], deadline_s: float) -> bool:

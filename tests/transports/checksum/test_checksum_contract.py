@@ -17,8 +17,7 @@ from kvbaton.transports.shm import shm_transport
 from kvbaton.transports.shm.shm_transport import ShmTransport
 from kvbaton.transports.tcp import tcp_transport
 from kvbaton.transports.tcp.tcp_transport import TcpTransport
-from tests.transports.checksum.checksum_harness import SummedHarness
-from tests.transports.process_harness import allocated_in
+from tests.transports.process_harness import ProcessHarness, allocated_in
 
 PLANES = {"shm": (ShmTransport, shm_transport.CAPABILITIES), "tcp": (TcpTransport, tcp_transport.CAPABILITIES)}
 MODES = {"shm": (Checksum.FULL, Checksum.SAMPLE), "tcp": tuple(Checksum)}
@@ -53,8 +52,8 @@ THERE = [
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[dict[str, SummedHarness]]:
-    harnesses = {name: SummedHarness(name, capabilities) for name, (_, capabilities) in PLANES.items()}
+def processes() -> Iterator[dict[str, ProcessHarness]]:
+    harnesses = {"shm": ProcessHarness("shm+sums"), "tcp": ProcessHarness("tcp+sums")}
     yield harnesses
     for harness in harnesses.values():
         harness.close()
@@ -68,6 +67,6 @@ def test_within_one_process_the_contract_is_kept(plane: str, mode: Checksum, cas
 @pytest.mark.slow
 @pytest.mark.parametrize(("plane", "case"), THERE)
 def test_a_peer_in_another_process_keeps_the_contract(
-    plane: str, case: Case, processes: dict[str, SummedHarness]
+    plane: str, case: Case, processes: dict[str, ProcessHarness]
 ) -> None:
     case(processes[plane])

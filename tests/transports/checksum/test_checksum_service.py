@@ -31,7 +31,7 @@ from kvbaton.transports.net.transfer_frames import (
 )
 from kvbaton.transports.net.transfer_frames import parse as parse_frame
 from kvbaton.transports.tcp.tcp_transport import TcpEndpoint, TcpTransport
-from tests.transports.checksum.checksum_harness import HeldDigesters
+from tests.transports.checksum.held_digesters import HeldDigesters
 from tests.transports.tcp.blocking import DEADLINE_S, D, P, exactly, is_closed, play, tcp_dial
 
 SIZE = 1 << 20

@@ -46,7 +46,7 @@ from kvbaton.transports.core.transport import (
 from kvbaton.transports.shm.shm_transport import ShmTransport
 from kvbaton.transports.tcp import tcp_transport
 from kvbaton.transports.tcp.tcp_transport import TcpTransport
-from tests.transports.checksum.checksum_harness import HeldDigesters
+from tests.transports.checksum.held_digesters import HeldDigesters
 
 SEGMENT_BYTES = 4096
 SEGMENTS = 64

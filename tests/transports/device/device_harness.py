@@ -13,7 +13,6 @@ from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Pair, Side
 from kvbaton.testing.transport_harness import Drives
 from kvbaton.transports.checksum.checksum_transport import summed
-from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.cuda import cuda_transport
 from kvbaton.transports.cuda.cuda_driver import Gpu
@@ -72,13 +71,6 @@ class DeviceView:
             gpu.drop_stream(stream)
 
 
-class DeviceProcess(PeerProcess):
-    """As its base, with another script."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__("device.device_peer", kind)
-
-
 class FarDevice(FarTransport):
     """A transport in the peer process, and the handle of its memory."""
 
@@ -113,13 +105,7 @@ class DeviceHarness(ProcessHarness):
         near_id, far_id = (PeerId(WorkerId(name), Incarnation(self._count)) for name in ("near", "far"))
         near = self._here(near_id, near_bytes)
         far = self._here(far_id, far_bytes) if self._together else self._there(far_id, far_bytes)
-        if self.capabilities.lends_reads:
-            lend_everything(near.transport, far_id)
-            lend_everything(far.transport, near_id)
-        near.transport.connect(far_id, far.transport.endpoint(near_id))
-        far.transport.connect(near_id, near.transport.endpoint(far_id))
-        self._sides += [near, far]
-        return Pair(near, far)
+        return self._joined(near, far)
 
     def _here(self, me: PeerId, size: int) -> Side:
         transport = make_plane(self._plane, me, self.gpu, self._dial_deadline_s)
@@ -131,7 +117,7 @@ class DeviceHarness(ProcessHarness):
 
     def _there(self, me: PeerId, size: int) -> Side:
         if self._process is None or not self._process.alive():
-            self._process = DeviceProcess(self._kind)
+            self._process = PeerProcess("device.device_peer", self._kind)
         transport = FarDevice(self._process, me, self._plane, size, self._dial_deadline_s)
         with self.gpu as gpu:
             address = gpu.open(transport.handle)

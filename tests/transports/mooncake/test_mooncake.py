@@ -34,28 +34,28 @@ from kvbaton.transports.mooncake.mooncake_engine import (
     parse,
 )
 from kvbaton.transports.mooncake.mooncake_transport import CAPABILITIES, MooncakeConfig, MooncakeTransport
-from tests.transports.mooncake.mooncake_harness import MooncakeHarness
-from tests.transports.process_harness import allocated_in
+from tests.transports.process_harness import ProcessHarness, allocated_in
 
 pytestmark = pytest.mark.library("mooncake")
 
-OFFERED = offered(MooncakeHarness())
+OFFERED = offered(ProcessHarness("mooncake"))
 HERE = [case for case in check_transport.cases if case.needs <= OFFERED - {"kill", "pause"}]
 APART = [case for case in check_transport.cases if case.needs & {"kill", "pause"} and case.needs <= OFFERED]
 FAR = PeerId(WorkerId("far"), Incarnation(1))
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[MooncakeHarness]:
-    harness = MooncakeHarness()
+def processes() -> Iterator[ProcessHarness]:
+    harness = ProcessHarness("mooncake")
     yield harness
     harness.close()
 
 
 @pytest.fixture
-def hasty() -> Iterator[MooncakeHarness]:
+def hasty() -> Iterator[ProcessHarness]:
     """Deadlines that run out in a test's time."""
-    harness = MooncakeHarness(MooncakeConfig(dial_deadline_s=1.0, stall_s=0.5, copies_max=8))
+    config = MooncakeConfig(dial_deadline_s=1.0, stall_s=0.5, copies_max=8)
+    harness = ProcessHarness("mooncake", lambda me: MooncakeTransport(me, config))
     yield harness
     harness.close()
 
@@ -82,7 +82,7 @@ def test_within_one_process_the_contract_is_kept(case: Case, regions: list[Regio
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", APART, ids=str)
-def test_a_peer_in_another_process_keeps_the_contract(case: Case, processes: MooncakeHarness) -> None:
+def test_a_peer_in_another_process_keeps_the_contract(case: Case, processes: ProcessHarness) -> None:
     case(processes)
 
 
@@ -90,7 +90,7 @@ def test_a_peer_in_another_process_keeps_the_contract(case: Case, processes: Moo
 
 
 @pytest.mark.slow
-def test_the_engine_alone_lets_data_land_late(hasty: MooncakeHarness) -> None:
+def test_the_engine_alone_lets_data_land_late(hasty: ProcessHarness) -> None:
     """What the transport must prevent is real: the same reads, on an engine that is not closed."""
     pair = hasty.pair(LARGE_BYTES, LARGE_BYTES)
     fill(pair.far.memory, 2)
@@ -112,7 +112,7 @@ def test_the_engine_alone_lets_data_land_late(hasty: MooncakeHarness) -> None:
 
 @pytest.mark.slow
 def test_a_read_that_timed_out_is_quarantined_until_its_engine_is_closed_and_never_lands(
-    hasty: MooncakeHarness,
+    hasty: ProcessHarness,
 ) -> None:
     pair = hasty.pair(LARGE_BYTES, LARGE_BYTES)
     log = Log(hasty, pair.near)
@@ -134,7 +134,7 @@ def test_a_read_that_timed_out_is_quarantined_until_its_engine_is_closed_and_nev
 
 @pytest.mark.slow
 def test_cancelling_one_copy_of_a_stopped_peer_does_not_fail_the_others(
-    processes: MooncakeHarness, monkeypatch: pytest.MonkeyPatch
+    processes: ProcessHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     targets: list[int] = []
 
@@ -167,7 +167,7 @@ def test_cancelling_one_copy_of_a_stopped_peer_does_not_fail_the_others(
 
 
 @pytest.mark.slow
-def test_copies_in_line_for_a_peer_that_never_answers_end_by_the_dial_deadline(hasty: MooncakeHarness) -> None:
+def test_copies_in_line_for_a_peer_that_never_answers_end_by_the_dial_deadline(hasty: ProcessHarness) -> None:
     pair = hasty.pair(SMALL_BYTES, SMALL_BYTES)
     log = Log(hasty, pair.near)
     hasty.pause(pair.far)  # the library itself would wait for 60 s
@@ -181,7 +181,7 @@ def test_copies_in_line_for_a_peer_that_never_answers_end_by_the_dial_deadline(h
 
 
 @pytest.mark.slow
-def test_a_full_queue_refuses_while_a_peer_is_stopped(hasty: MooncakeHarness) -> None:
+def test_a_full_queue_refuses_while_a_peer_is_stopped(hasty: ProcessHarness) -> None:
     pair = hasty.pair(SMALL_BYTES, SMALL_BYTES)
     log = Log(hasty, pair.near)
     assert pair.near.transport.submit(copy(0, pair.far, READ, [(0, 0, 64)]))
@@ -236,12 +236,12 @@ def test_a_copy_of_thousands_of_slices_never_has_more_than_1024_under_way(
 @pytest.mark.slow
 def test_a_peer_that_was_killed_and_came_back_at_its_port_is_a_new_peer() -> None:
     low = random.randrange(18_000, 31_000)  # not where engines of other tests look for a port, 15000 to 17000
-    before = MooncakeHarness(MC_MIN_RPC_PORT=str(low), MC_MAX_RPC_PORT=str(low + 3))
+    before = ProcessHarness("mooncake", MC_MIN_RPC_PORT=str(low), MC_MAX_RPC_PORT=str(low + 3))
     first = before.pair(SMALL_BYTES, SMALL_BYTES)  # not dialled: a port that was in use stays taken for a minute
     near, log = first.near, Log(before, first.near)
     port = parse(first.far.peer, first.far.transport.endpoint(near.peer)).port
     before.kill(first.far)
-    after = MooncakeHarness(MC_MIN_RPC_PORT=str(port), MC_MAX_RPC_PORT=str(port + 3))
+    after = ProcessHarness("mooncake", MC_MIN_RPC_PORT=str(port), MC_MAX_RPC_PORT=str(port + 3))
     found: list[tuple[PeerId, bytes]] = []
 
     def at_the_same_port() -> bool:
@@ -284,7 +284,7 @@ def test_a_process_with_another_mark_is_not_read_from(regions: list[Region]) -> 
 
 
 @pytest.mark.slow
-def test_a_peer_that_was_killed_in_the_middle_is_reached_again_at_its_new_endpoint(processes: MooncakeHarness) -> None:
+def test_a_peer_that_was_killed_in_the_middle_is_reached_again_at_its_new_endpoint(processes: ProcessHarness) -> None:
     first = processes.pair(LARGE_BYTES, LARGE_BYTES)
     near, log = first.near, Log(processes, first.near)
     assert near.transport.submit(copy(1, first.far, READ, [(0, 0, 64)]))

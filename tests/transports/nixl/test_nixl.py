@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 import pytest
@@ -29,9 +30,8 @@ from kvbaton.testing.transport_case import (
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.nixl import nixl_endpoint
 from kvbaton.transports.nixl.nixl_transport import CAPABILITIES, NixlConfig, NixlTransport
-from tests.transports.nixl.nixl_harness import WAYS, NixlHarness
-from tests.transports.peer_process import Kind
-from tests.transports.process_harness import allocated_in
+from tests.transports.peer_process import WAYS, Kind, make
+from tests.transports.process_harness import ProcessHarness, allocated_in
 
 pytestmark = pytest.mark.library("nixl")
 
@@ -54,30 +54,28 @@ GIVEN_UP = [
 ]
 
 
-@pytest.fixture(scope="module", params=["shm", "tcp"], ids=["one_host", "tcp"])
-def processes(request: pytest.FixtureRequest) -> Iterator[NixlHarness]:
-    harness = NixlHarness(request.param)
+@pytest.fixture(scope="module", params=WAYS)
+def processes(request: pytest.FixtureRequest) -> Iterator[ProcessHarness]:
+    harness = ProcessHarness(request.param)
     yield harness
     harness.close()
 
 
 @pytest.fixture(scope="module")
-def tcp() -> Iterator[NixlHarness]:
-    harness = NixlHarness("tcp")
+def tcp() -> Iterator[ProcessHarness]:
+    harness = ProcessHarness("nixl_tcp")
     yield harness
     harness.close()
 
 
 @pytest.fixture
-def far(tcp: NixlHarness) -> Iterator[NixlHarness]:
+def far(tcp: ProcessHarness) -> Iterator[ProcessHarness]:
     yield tcp
     tcp.reset()
 
 
 def together(kind: Kind, regions: list[Region]) -> InProcessHarness:
-    return InProcessHarness(
-        lambda me: NixlTransport(me, NixlConfig(ucx=WAYS[kind])), allocated_in(regions), CAPABILITIES
-    )
+    return InProcessHarness(partial(make, kind), allocated_in(regions), CAPABILITIES)
 
 
 def near_of(pair: Pair) -> NixlTransport:
@@ -93,7 +91,7 @@ def connected(pair: Pair) -> Log:
     return log
 
 
-def stuck(harness: NixlHarness, pair: Pair, log: Log, job: int, size: int) -> None:
+def stuck(harness: ProcessHarness, pair: Pair, log: Log, job: int, size: int) -> None:
     """A read of the stopped peer, with NIXL's request open."""
     harness.pause(pair.far)
     before = near_of(pair).handles
@@ -104,27 +102,27 @@ def stuck(harness: NixlHarness, pair: Pair, log: Log, job: int, size: int) -> No
 HERE = InProcessHarness(NixlTransport, lambda size: memoryview(bytearray(size)), CAPABILITIES)
 
 
-@pytest.mark.parametrize("kind", ["shm", "tcp"])
+@pytest.mark.parametrize("kind", WAYS)
 @pytest.mark.parametrize("case", TOGETHER, ids=str)
 def test_within_one_process_the_contract_is_kept(kind: Kind, case: Case, regions: list[Region]) -> None:
     case(together(kind, regions))
 
 
 @pytest.mark.parametrize("case", APART, ids=str)
-def test_a_peer_in_another_process_keeps_the_contract(case: Case, processes: NixlHarness) -> None:
+def test_a_peer_in_another_process_keeps_the_contract(case: Case, processes: ProcessHarness) -> None:
     assert case.needs <= offered(processes)
     case(processes)
 
 
 @pytest.mark.parametrize("case", GIVEN_UP, ids=str)
-def test_what_was_given_up_comes_to_rest_by_itself(case: Case, processes: NixlHarness) -> None:
+def test_what_was_given_up_comes_to_rest_by_itself(case: Case, processes: ProcessHarness) -> None:
     try:
         case.run(processes)
     finally:
         processes.reset()
 
 
-def test_a_read_that_was_given_up_lands_late_in_quarantined_memory_alone(far: NixlHarness) -> None:
+def test_a_read_that_was_given_up_lands_late_in_quarantined_memory_alone(far: ProcessHarness) -> None:
     pair = far.pair(LARGE_BYTES, LARGE_BYTES)
     data = fill(pair.far.memory, 2)
     log = connected(pair)
@@ -146,7 +144,7 @@ def test_a_read_that_was_given_up_lands_late_in_quarantined_memory_alone(far: Ni
     assert bytes(pair.near.memory) == data[:4096] + marks[4096:], "bytes landed after rest"
 
 
-def test_a_disconnect_leaves_a_stuck_read_unrested_and_the_peer_can_be_connected_again(far: NixlHarness) -> None:
+def test_a_disconnect_leaves_a_stuck_read_unrested_and_the_peer_can_be_connected_again(far: ProcessHarness) -> None:
     pair = far.pair(LARGE_BYTES, LARGE_BYTES)
     endpoint = pair.far.transport.endpoint(pair.near.peer)
     log = connected(pair)
@@ -161,7 +159,7 @@ def test_a_disconnect_leaves_a_stuck_read_unrested_and_the_peer_can_be_connected
     assert log.end(2).reason is None
 
 
-def test_a_peer_killed_under_a_read_that_was_given_up_brings_it_to_rest(far: NixlHarness) -> None:
+def test_a_peer_killed_under_a_read_that_was_given_up_brings_it_to_rest(far: ProcessHarness) -> None:
     pair = far.pair(LARGE_BYTES, LARGE_BYTES)
     log = connected(pair)
     stuck(far, pair, log, 1, HALF)
@@ -173,7 +171,7 @@ def test_a_peer_killed_under_a_read_that_was_given_up_brings_it_to_rest(far: Nix
     assert log.end(2).reason is Reason.TRANSFER_FAILED
 
 
-def test_a_close_under_a_stuck_read_is_bounded_and_nothing_lands_later(far: NixlHarness) -> None:
+def test_a_close_under_a_stuck_read_is_bounded_and_nothing_lands_later(far: ProcessHarness) -> None:
     pair = far.pair(LARGE_BYTES, LARGE_BYTES)
     log = connected(pair)
     stuck(far, pair, log, 1, LARGE_BYTES)
@@ -188,8 +186,9 @@ def test_a_close_under_a_stuck_read_is_bounded_and_nothing_lands_later(far: Nixl
     far.kill(pair.far)  # it may be dying of it: UCX aborts a process whose reader left while it was stopped
 
 
-def test_a_full_queue_behind_a_stopped_peer_says_so_and_has_room_again_after_a_cancel(far: NixlHarness) -> None:
-    pair = far.pair(LARGE_BYTES, LARGE_BYTES, NixlConfig(copies_max=4, window=2, ucx=WAYS["tcp"]))
+def test_a_full_queue_behind_a_stopped_peer_says_so_and_has_room_again_after_a_cancel(far: ProcessHarness) -> None:
+    config = NixlConfig(copies_max=4, window=2, ucx=WAYS["nixl_tcp"])
+    pair = far.pair(LARGE_BYTES, LARGE_BYTES, lambda me: NixlTransport(me, config))
     log = connected(pair)
     stuck(far, pair, log, 1, HALF)
     spans = [(HALF, 0, 64)]
@@ -204,7 +203,7 @@ def test_a_full_queue_behind_a_stopped_peer_says_so_and_has_room_again_after_a_c
     assert log.end(6).reason is None
 
 
-def test_every_handle_is_released_whatever_became_of_its_copy(processes: NixlHarness) -> None:
+def test_every_handle_is_released_whatever_became_of_its_copy(processes: ProcessHarness) -> None:
     pair = processes.pair(SMALL_BYTES, SMALL_BYTES)
     log = connected(pair)
     lists = near_of(pair).handles  # prepared once, one for each side
@@ -229,7 +228,7 @@ def test_every_handle_is_released_whatever_became_of_its_copy(processes: NixlHar
     processes.reset()
 
 
-def test_metadata_that_nixl_refuses_fails_the_copy_and_a_good_endpoint_mends_it(far: NixlHarness) -> None:
+def test_metadata_that_nixl_refuses_fails_the_copy_and_a_good_endpoint_mends_it(far: ProcessHarness) -> None:
     pair = far.pair(SMALL_BYTES, SMALL_BYTES)
     log = connected(pair)
     good = nixl_endpoint.parse(pair.far.peer, pair.far.transport.endpoint(pair.near.peer))
@@ -240,7 +239,7 @@ def test_metadata_that_nixl_refuses_fails_the_copy_and_a_good_endpoint_mends_it(
         assert log.end(job).reason is reason
 
 
-def test_metadata_of_another_peer_is_refused_and_does_that_peer_no_harm(far: NixlHarness) -> None:
+def test_metadata_of_another_peer_is_refused_and_does_that_peer_no_harm(far: ProcessHarness) -> None:
     """NIXL knows agents by name alone: what is loaded under a known name replaces what is there."""
     pair = far.pair(SMALL_BYTES, SMALL_BYTES)
     log = connected(pair)

@@ -19,8 +19,7 @@ from kvbaton.transports.checksum.checksum_transport import BYTES_MAX, SumConfig,
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import Direction
 from kvbaton.transports.nixl.nixl_transport import CAPABILITIES, NixlTransport
-from tests.transports.checksum.checksum_harness import SummedHarness
-from tests.transports.process_harness import allocated_in
+from tests.transports.process_harness import ProcessHarness, allocated_in
 
 pytestmark = pytest.mark.library("nixl")
 
@@ -39,8 +38,8 @@ APART = [
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[SummedHarness]:
-    harness = SummedHarness("nixl", CAPABILITIES)
+def processes() -> Iterator[ProcessHarness]:
+    harness = ProcessHarness("nixl+sums")
     yield harness
     harness.close()
 
@@ -64,7 +63,7 @@ def test_within_one_process_the_contract_is_kept(case: Case, regions: list[Regio
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", APART, ids=str)
-def test_a_peer_in_another_process_keeps_the_contract(case: Case, processes: SummedHarness) -> None:
+def test_a_peer_in_another_process_keeps_the_contract(case: Case, processes: ProcessHarness) -> None:
     try:
         case.run(processes)
     finally:
