@@ -31,6 +31,7 @@ from kvbaton.ranks.store_trust import bind_store
 from kvbaton_proof.sim.hardship.world_plan import FAULTY_S
 from kvbaton_proof.sim.promises import NEEDLESS, WRONG, Broken
 from kvbaton_proof.sim.world.life import Life
+from kvbaton_proof.sim.world.sim_memory import Words
 from kvbaton_proof.sim.world.sim_pool import Prefixes
 from kvbaton_proof.sim.world.sim_rank_store import hashes_of
 from kvbaton_proof.sim.world.sim_request import SimRequest
@@ -269,7 +270,7 @@ class MemberPrefixes(Prefixes):
     def __init__(self, shape: Any, reuses: Any, view: View) -> None:
         super().__init__(shape, reuses)
         self._view = view
-        self._rests: dict[tuple[int, int], Rests] = {}  # by content and block of the prompt
+        self._rests: dict[tuple[Words, int], Rests] = {}  # by content and block of the prompt
 
     def publish(self, request: SimRequest, computed: int | None = None) -> None:
         if self._view.is_spoilt(request):

@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import msgspec
 
+from kvbaton.api.params import HistoryWay
 from kvbaton.node.cluster_node import discarded
 from kvbaton.node.doorway import DoorwayConfig
 from kvbaton.node.epochs import EpochTable
@@ -36,6 +37,7 @@ from kvbaton_proof.sim.promises import DEATH, HANG, LEAK, Broken
 from kvbaton_proof.sim.world.rank_links import EXCUSED, LinkedRanks, RankTraits
 from kvbaton_proof.sim.world.sim_doorway import WatchedDoorway
 from kvbaton_proof.sim.world.sim_engine import SimEngine
+from kvbaton_proof.sim.world.sim_generation import GeneratingEngine
 from kvbaton_proof.sim.world.sim_memory import Shape
 from kvbaton_proof.sim.world.sim_network import Network, SimControl
 from kvbaton_proof.sim.world.sim_rank_store import RankStore
@@ -83,6 +85,7 @@ class Character(msgspec.Struct, frozen=True):
     versions: Versions = SPOKEN
     store_fails: float = 0.0
     wall_skew_s: float = 0.0
+    continues: str | None = None  # how it goes on with another's answer; None: its answers are not made of tokens
     ranks: RankTraits | None = None  # its ranks are processes of their own, behind rank links
 
 
@@ -144,9 +147,7 @@ class Life:
         self.store = SimStore(world, character.store_fails, character.stores_read_on)
         self.store.set_waker(self.wake)
         self.node = self._make_node()
-        self.engine = SimEngine(
-            world, str(character.name), character.shape, self.doorway, self.memory, character.policy
-        )
+        self.engine = self._make_engine()
         engine = self.engine
         engine.depth, engine.defers = character.depth, character.defers
         engine.preempt = character.preempt
@@ -344,6 +345,15 @@ class Life:
         doorway.wake_node = self.wake
         doorway.wake_engine = self._wake_with_news
         return doorway
+
+    def _make_engine(self) -> SimEngine:
+        character = self.character
+        parts = self.world, str(character.name), character.shape, self.doorway, self.memory, character.policy
+        if character.continues is None:
+            return SimEngine(*parts)
+        engine = GeneratingEngine(*parts)
+        engine.way = HistoryWay(character.continues)
+        return engine
 
     def _make_node(self) -> Node:
         character = self.character

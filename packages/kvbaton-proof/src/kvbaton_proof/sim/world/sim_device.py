@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from kvbaton.engines.side.protocols import Leaving
 from kvbaton_proof.sim.promises import WRONG, Broken
-from kvbaton_proof.sim.world.sim_memory import Shape, page_stamp, same_tokens, state_stamp
+from kvbaton_proof.sim.world.sim_memory import Shape, Words, page_stamp, same_tokens, state_stamp
 from kvbaton_proof.sim.world.sim_request import SimRequest
 from kvbaton_proof.sim.world.world import World
 
@@ -132,7 +132,7 @@ class Device:
             memory[:] = b"\xaa" * len(memory)
 
     def write(
-        self, content: int, blocks: Sequence[Sequence[int]], first: int, stop: int, rank: int, layer: int
+        self, content: Words, blocks: Sequence[Sequence[int]], first: int, stop: int, rank: int, layer: int
     ) -> None:
         """Put the KV of tokens `first` to `stop` where it belongs; the rest of a block that is begun is nobody's."""
         shape, memory, blank = self.shape, self.memory[rank], self.blank[rank]
@@ -156,7 +156,7 @@ class Device:
 
     def check(
         self,
-        content: int,
+        content: Words,
         blocks: Tables,
         tokens: int,
         ranks: Sequence[int],
@@ -182,7 +182,7 @@ class Device:
                         what = f"rank {rank} layer {layer} block {index} is not this prompt's"
                         raise Broken(WRONG, f"{self.name}: {who}: {what}")
 
-    def _check_state(self, content: int, layer: int, block: int, tokens: int, ranks: Sequence[int], who: str) -> None:
+    def _check_state(self, content: Words, layer: int, block: int, tokens: int, ranks: Sequence[int], who: str) -> None:
         offset = self.shape.page(layer, block)
         for rank in ranks:
             if layer in self.shape.own_layers[rank]:

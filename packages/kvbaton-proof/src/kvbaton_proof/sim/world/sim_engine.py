@@ -268,7 +268,7 @@ class SimEngine:
         self.on_wake()
 
     def _allocate(self, request: SimRequest) -> bool:
-        counts = self.sides.grouping.needed(request.tokens + 1)
+        counts = self.sides.grouping.needed(request.most_tokens)
         if len(self.pool.free) < sum(counts):
             self.world.touch("no_room", *request.handoffs)
             return False

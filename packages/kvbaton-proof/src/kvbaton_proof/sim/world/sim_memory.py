@@ -11,6 +11,7 @@ import functools
 import itertools
 import struct
 from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 
@@ -18,6 +19,33 @@ from kvbaton.protocol.events import NO_BLOCK
 from kvbaton.protocol.geometry.layout import Cell, EngineLayout, Group, GroupKind, Per, Place, Rank, Share, planes
 
 CELL_BYTES = 4
+
+
+class Said(NamedTuple):
+    """A prompt and what was answered: for each token of that, what stands for it and for all tokens before it."""
+
+    prompt: int
+    tokens: int  # of the prompt
+    chain: tuple[int, ...] = ()
+
+    def and_then(self, token: int) -> Said:
+        before = self.chain[-1] if self.chain else self.prompt
+        return self._replace(chain=(*self.chain, (before * 1000003 + token * 7919 + 1) % (1 << 61)))
+
+    def upto(self, tokens: int) -> Said:
+        return self._replace(chain=self.chain[: max(tokens - self.tokens, 0)])
+
+
+Words = int | Said
+"""What prompts are made of: a number for all tokens of one, or prompt and answer."""
+
+
+def word_at(words: Words, token: int) -> int:
+    """What stands for a token and for all before it."""
+    if isinstance(words, int):
+        return words
+    said = token - words.tokens
+    return words.prompt if said < 0 else words.chain[said] if said < len(words.chain) else 0
 
 
 class Shape(msgspec.Struct, frozen=True, dict=True):
@@ -204,7 +232,7 @@ class Shape(msgspec.Struct, frozen=True, dict=True):
 
 
 @functools.lru_cache(maxsize=65536)
-def page_stamp(shape: Shape, content: int, layer: int, index: int, rank: int, valid: int) -> bytes:
+def page_stamp(shape: Shape, content: Words, layer: int, index: int, rank: int, valid: int) -> bytes:
     """What a page holds: `valid` tokens of block `index` of a prompt, for the heads of a rank."""
     first = index * shape.block_tokens
     cells = []
@@ -216,7 +244,7 @@ def page_stamp(shape: Shape, content: int, layer: int, index: int, rank: int, va
     else:
         listed = [(head, token) for token in tokens for head in heads]
     for head, token in listed:
-        cells.append(_stamp(content, number, head, token) if token - first < valid else 0)
+        cells.append(_stamp(word_at(content, token), number, head, token) if token - first < valid else 0)
     page = struct.pack(f"<{len(cells)}I", *cells)
     if not shape.order.startswith("P"):
         return page
@@ -225,11 +253,11 @@ def page_stamp(shape: Shape, content: int, layer: int, index: int, rank: int, va
 
 
 @functools.lru_cache(maxsize=4096)
-def state_stamp(shape: Shape, content: int, layer: int, rank: int, tokens: int) -> bytes:
+def state_stamp(shape: Shape, content: Words, layer: int, rank: int, tokens: int) -> bytes:
     """What a page of states holds after so many tokens of a prompt, for the heads of a rank."""
     first, words, number = shape.head_start(rank), shape.block_tokens, shape.layer_number(layer)
     cells = [
-        _stamp(content, number, (first + k // words) * words + k % words, tokens)
+        _stamp(word_at(content, tokens - 1), number, (first + k // words) * words + k % words, tokens)
         for k in range(shape.rank_heads * words)
     ]
     return struct.pack(f"<{len(cells)}I", *cells)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvbaton.node.doorway import Doorway, ForgetCached
 from kvbaton_proof.sim.promises import LEAK, NEEDLESS, Broken
-from kvbaton_proof.sim.world.sim_memory import Shape
+from kvbaton_proof.sim.world.sim_memory import Shape, word_at
 from kvbaton_proof.sim.world.sim_request import SimRequest
 
 
@@ -108,13 +108,13 @@ class Prefixes:
     def __init__(self, shape: Shape, reuses: Sequence[int]) -> None:
         self._shape = shape
         self._reuses = reuses  # of each block: the engine's own truth, whatever the core believes
-        self._found: dict[tuple[int, int, int], tuple[int, int]] = {}  # (content, group, index) -> (block, reuses)
+        self._found: dict[tuple[int, int, int], tuple[int, int]] = {}  # (word at its end, group, index): block, reuses
 
     def publish(self, request: SimRequest, computed: int | None = None) -> None:
         """Whole blocks are found by others as soon as they are issued: whoever finds them computes behind them."""
         for group, ids in enumerate(request.blocks) if not self._shape.states else ():
             for index in range((request.computed if computed is None else computed) // self._shape.block_tokens):
-                self._found[request.content, group, index] = ids[index], self._reuses[ids[index]]
+                self._found[self._name(request, index), group, index] = ids[index], self._reuses[ids[index]]
 
     def of(self, request: SimRequest) -> list[list[int]]:
         """Leading whole blocks of this prompt, per group; one token is always left to compute. Never of states."""
@@ -123,7 +123,8 @@ class Prefixes:
         groups, most = range(len(self._shape.group_layers)), (request.tokens - 1) // self._shape.block_tokens
         found: list[list[int]] = [[] for _ in groups]
         for index in range(most):
-            listed = [self._found.get((request.content, group, index), (0, -1)) for group in groups]
+            name = self._name(request, index)
+            listed = [self._found.get((name, group, index), (0, -1)) for group in groups]
             if any(self._reuses[block] != reuses for block, reuses in listed):
                 break
             for ids, (block, _) in zip(found, listed, strict=True):
@@ -132,6 +133,10 @@ class Prefixes:
 
     def forget(self) -> None:
         self._found.clear()
+
+    def _name(self, request: SimRequest, index: int) -> int:
+        """Of a block: what stands for its last token and all before it."""
+        return word_at(request.content, (index + 1) * self._shape.block_tokens - 1)
 
 
 def nothing_to_forget(duty: ForgetCached) -> None:

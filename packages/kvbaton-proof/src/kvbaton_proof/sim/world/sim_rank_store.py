@@ -38,6 +38,7 @@ from kvbaton.store.value_header import ALONE, StoreTrust
 from kvbaton_proof.sim.promises import DEATH, HANG, LEAK, NEEDLESS, WRONG, Broken
 from kvbaton_proof.sim.world.rank_channel import SimCarrier, SimProcess
 from kvbaton_proof.sim.world.sim_device import Device
+from kvbaton_proof.sim.world.sim_memory import Words, word_at
 from kvbaton_proof.sim.world.sim_pool import Pool
 from kvbaton_proof.sim.world.sim_request import SimRequest
 from kvbaton_proof.sim.world.sim_store import Fetch, Fetching
@@ -325,9 +326,11 @@ def make_shelf(ranks: Sequence[RemoteRankStore], store: RankStore) -> EngineStor
     )
 
 
-def hashes_of(content: int, count: int, block_tokens: int) -> list[bytes]:
+def hashes_of(content: Words, count: int, block_tokens: int) -> list[bytes]:
     """What stands for the first `count` blocks of a prompt."""
-    return [hashlib.blake2b(b"%d %d %d" % (content, at, block_tokens), digest_size=32).digest() for at in range(count)]
+    ends = [word_at(content, (at + 1) * block_tokens - 1) for at in range(count)]
+    named = [b"%d %d %d" % (word, at, block_tokens) for at, word in enumerate(ends)]
+    return [hashlib.blake2b(each, digest_size=32).digest() for each in named]
 
 
 def values_of(block_tokens: int, request: SimRequest, blocks: Groups) -> tuple[Groups, tuple[bytes, ...]]:

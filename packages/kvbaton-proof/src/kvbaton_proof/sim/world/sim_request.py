@@ -5,12 +5,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvbaton.protocol.content import Content, digest
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.ids import HandoffId, RequestId
+from kvbaton_proof.sim.world.sim_memory import Words, word_at
 from kvbaton_proof.sim.world.touches import handoff_of
+
+if TYPE_CHECKING:
+    from kvbaton_proof.sim.world.sim_generation import Generation
 
 
 class Phase(enum.Enum):
@@ -26,7 +31,7 @@ class SimRequest:
     """What an engine knows of a request. `computed` is what has been issued; the device may not be done with it."""
 
     id: RequestId
-    content: int
+    content: Words
     tokens: int
     role: str  # "prefill", "decode", "both"
     on_end: Callable[[str, str], None]
@@ -54,6 +59,8 @@ class SimRequest:
     rests: frozenset[str] = frozenset()  # on whose KV its own was computed, where members are removed
     era: int = 0  # how often its engine's cache had been forgotten when it got its blocks
 
+    generation: Generation | None = None  # where its answer is made of tokens
+
     @property
     def request_id(self) -> str:
         return self.id
@@ -66,6 +73,11 @@ class SimRequest:
     def num_tokens(self) -> int:
         """What is said of the answer is the same token over and over."""
         return self.tokens
+
+    @property
+    def most_tokens(self) -> int:
+        """Of prompt and answer: it gets blocks for all of them at once."""
+        return self.tokens + 1 if self.generation is None else self.generation.most_tokens
 
     @property
     def num_computed_tokens(self) -> int:
@@ -87,5 +99,5 @@ def digest_of(request: SimRequest) -> bytes:
     return digest_for(request.content, request.tokens)
 
 
-def digest_for(content: int, tokens: int) -> bytes:
-    return digest(Content((content, tokens), tokens))
+def digest_for(content: Words, tokens: int) -> bytes:
+    return digest(Content((word_at(content, tokens - 1), tokens), tokens))

@@ -20,7 +20,7 @@ from kvbaton.protocol.ids import LeaseId
 from kvbaton_proof.sim.promises import DEATH, HANG, WRONG, Broken
 from kvbaton_proof.sim.world.sim_device import Device, Step
 from kvbaton_proof.sim.world.sim_doorway import WatchedDoorway
-from kvbaton_proof.sim.world.sim_memory import Shape
+from kvbaton_proof.sim.world.sim_memory import Shape, word_at
 from kvbaton_proof.sim.world.sim_pool import Pool
 from kvbaton_proof.sim.world.sim_request import Phase, SimRequest
 from kvbaton_proof.sim.world.world import World
@@ -39,7 +39,7 @@ class SimRequests:
         return request.tokens
 
     def content(self, request: SimRequest, position: int) -> Content:
-        return Content((request.content, position), position)
+        return Content((word_at(request.content, position - 1), position), position)
 
     def ended_turn(self, request: SimRequest) -> EndedTurn | None:
         return EndedTurn(request.keep, request.tokens) if request.keep else None

@@ -17,6 +17,7 @@ from kvbaton.protocol.events import NO_BLOCK, Groups, StoreEnded
 from kvbaton.protocol.ids import PutId
 from kvbaton_proof.sim.promises import WRONG, Broken
 from kvbaton_proof.sim.world.sim_device import Device
+from kvbaton_proof.sim.world.sim_memory import Words
 from kvbaton_proof.sim.world.sim_pool import Pool
 from kvbaton_proof.sim.world.sim_request import SimRequest
 from kvbaton_proof.sim.world.world import InjectedFault, World
@@ -115,7 +116,7 @@ class Fetch:
 
     request: SimRequest
     turn: int
-    content: int
+    content: Words
     blocks: tuple[list[int], ...]
     held: tuple[int, ...]
     pieces_left: int
