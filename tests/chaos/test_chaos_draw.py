@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from kvbaton_proof.chaos.chaos_plan import Plan, from_json, to_json
-from kvbaton_proof.chaos.draw import GAP_S, RESTARTING, Size, draw
-from kvbaton_proof.chaos.fault_catalogue import BY_NAME, FAULTS, Moment, Target
+from kvbaton_proof.chaos.draw import GAP_S, RESTARTING, STREAM_FAULTS, Size, draw, draw_streams
+from kvbaton_proof.chaos.fault_catalogue import BY_NAME, FAULTS, ON_STREAMS, Moment, Target
 from kvbaton_proof.chaos.injuries import CHANGES, INJURIES
 
 TWO = Size(2, 2)
@@ -103,7 +103,7 @@ def test_only_the_faults_that_were_asked_for() -> None:
 
 
 def test_every_fault_of_the_catalogue_can_be_done() -> None:
-    assert set(INJURIES) == set(BY_NAME)
+    assert set(INJURIES) == {*BY_NAME, *(fault.name for fault in ON_STREAMS)}
 
 
 def test_a_plan_is_the_same_after_json() -> None:
@@ -138,3 +138,23 @@ def test_a_bad_file_is_refused_by_its_field(text: bytes, said: str) -> None:
 
 def test_moments_have_names_that_a_plan_can_hold() -> None:
     assert [str(moment) for moment in Moment] == ["any", "before-claim", "mid-copy", "before-commit", "mid-stream"]
+
+
+def test_streams_are_cut_in_every_way_at_every_d_and_also_with_a_p() -> None:
+    plan = draw_streams(1, 120.0, TWO, 64)
+    assert {step.fault for step in plan.steps} == set(STREAM_FAULTS)
+    assert {step.target for step in plan.steps} == {"d0", "d1", ""}
+    assert {step.moment for step in plan.steps if step.fault in ("kill", "stop")} == {Moment.MID_STREAM}
+    assert {step.fault for step in plan.steps if step.detail.startswith("with p")} == {"kill", "roll"}
+    assert plan == from_json(to_json(plan))
+
+
+@pytest.mark.parametrize(
+    ("size", "faults", "said"),
+    [(Size(1, 1), None, "decode: got 1, expected 2"), (TWO, ["flood"], "faults: got flood, expected some of kill")],
+)
+def test_streams_need_another_d_and_faults_that_they_can_outlive(
+    size: Size, faults: list[str] | None, said: str
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        draw_streams(1, 60.0, size, 8, faults)

@@ -15,7 +15,7 @@ from kvbaton_proof.chaos.fault_catalogue import KNOWN, Moment, Target
 from kvbaton_proof.chaos.liars import lies
 from kvbaton_proof.rig.connectors import CONNECTORS
 
-STEPS_MAX = 100_000
+STEPS_MAX = 120_000
 SECONDS_MAX = 5 * 86400
 """A plan of that length has fewer steps than `STEPS_MAX`."""
 LIES_MAX = 64
@@ -53,13 +53,16 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A whole run."""
 
-    name: str  # random or standard
+    name: str  # random, standard or streams
     seed: int
     engine: Literal["embedded", "vllm"]
     connector: str = "kvbaton"  # of `rig.connectors`
     prefills: Annotated[int, Meta(ge=1, le=16)] = 2
     decodes: Annotated[int, Meta(ge=1, le=16)] = 2
     seconds: Seconds = 180.0
+    streams: Annotated[int, Meta(ge=0, le=1024)] = 0  # long ones, kept open all the time
+    copies_percent: Annotated[float, Meta(ge=0, le=100)] = 0.0  # of a D's blocks, as copies of answers in the store
+    streams_continue: bool = True  # else the router lets them die with their D: the check must see it
     steps: Annotated[tuple[Step, ...], Meta(max_length=STEPS_MAX)] = ()
 
     def __post_init__(self) -> None:

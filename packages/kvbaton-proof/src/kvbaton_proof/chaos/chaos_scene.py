@@ -31,6 +31,7 @@ from kvbaton_proof.chaos.judged_request import Board, Prompt, Verdict, Way, ask
 from kvbaton_proof.chaos.liars.lies import Tally
 from kvbaton_proof.chaos.members import DEADLINE_S, ROUTER
 from kvbaton_proof.chaos.network.networks import Network
+from kvbaton_proof.chaos.streams.stream_load import StreamLoad
 
 CLIENTS = 12
 THINK_S = 0.02
@@ -45,6 +46,8 @@ LONG = (300, 420, 640)
 FRESH = 0.7
 """Share of requests whose KV nobody has."""
 SALTS = ("", "one", "two")
+FLOWING_PART, FLOWING_S = 4, 15.0
+"""A quarter of all streams, or as many as there are then."""
 _WORDS = ("amber", "basil", "clove", "dune", "ember", "frost", "gale", "harp", "iris", "jade", "knoll", "loam")
 
 
@@ -70,8 +73,14 @@ def _text(rng: random.Random, length: int) -> str:
 class Load:
     """The clients. `pause` waits until nothing is under way."""
 
-    def __init__(self, url: str, prompts: Sequence[Prompt], board: Board, rng: random.Random) -> None:
+    def __init__(
+        self, url: str, prompts: Sequence[Prompt], board: Board, rng: random.Random, clients: int = CLIENTS,
+        late_s: float = LATE_S,
+    ) -> None:  # fmt: skip
         self._url = url
+        self._clients = clients
+        self._late_s = late_s
+        self.streams: StreamLoad | None = None  # long ones, beside these
         self._prompts = prompts
         self._board = board
         self._rng = rng
@@ -85,7 +94,8 @@ class Load:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Clients, paused at first; gone after the context."""
-        self._tasks = [asyncio.create_task(self._client(random.Random(self._rng.random()))) for _ in range(CLIENTS)]
+        rngs = [random.Random(self._rng.random()) for _ in range(self._clients)]
+        self._tasks = [asyncio.create_task(self._client(rng)) for rng in rngs]
         try:
             yield
         finally:
@@ -115,7 +125,7 @@ class Load:
             while True:
                 await self._may.wait()
                 prompt, salt = self.prompt(rng)
-                way = Way(self._url, rng.choice(list(Mode)), rng.random() < 0.5, salt, LATE_S)
+                way = Way(self._url, rng.choice(list(Mode)), rng.random() < 0.5, salt, self._late_s)
                 self._under_way += 1
                 self._idle.clear()
                 try:
@@ -150,6 +160,18 @@ class Scene:
     numbers: itertools.count[int] = field(default_factory=itertools.count)
     lies: Tally = field(default_factory=Tally)
     moments: dict[str, int] = field(default_factory=lambda: {"reached": 0, "missed": 0})
+
+    async def cut(self, name: str) -> str:
+        """Somebody is hurt from now on; how many streams that cuts, in words."""
+        if self.load.streams is None or self.fleet.specs[name].role != "decode":
+            return ""
+        others = [each for each in self.fleet.engines if self.fleet.specs[each].role == "decode" and each != name]
+        return f"{self.load.streams.board.hurt(name, others)} streams cut"
+
+    async def flowing(self, name: str) -> None:
+        """Wait, bounded, until a good part of the streams is at this D."""
+        if self.load.streams is not None and self.fleet.specs[name].role == "decode":
+            await self.load.streams.flowing(name, self.load.streams.count // FLOWING_PART, FLOWING_S)
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -7,6 +7,7 @@ step that could not be done is a problem. Whatever happens, processes, wires and
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import signal
 import tempfile
@@ -19,11 +20,13 @@ import msgspec
 from kvbaton.api.params import Mode
 from kvbaton.control import keyring
 from kvbaton.engines.embedded.embedded_worker import reference_answers
+from kvbaton.observe.metrics.exposition import samples
 from kvbaton_proof.chaos import members, rest_oracle
 from kvbaton_proof.chaos.breakpoints import BreakpointServer
 from kvbaton_proof.chaos.chaos_plan import Plan, Step
-from kvbaton_proof.chaos.chaos_scene import WIRES, Load, Scene, make_prompts
-from kvbaton_proof.chaos.fault_catalogue import BY_NAME
+from kvbaton_proof.chaos.chaos_scene import CLIENTS, SLACK_S, WIRES, Load, Scene, make_prompts
+from kvbaton_proof.chaos.draw import STREAM_FAULTS
+from kvbaton_proof.chaos.fault_catalogue import KNOWN
 from kvbaton_proof.chaos.fleet import Fleet, FleetError
 from kvbaton_proof.chaos.injuries import INJURIES, Done
 from kvbaton_proof.chaos.judged_request import Board, Prompt, Verdict, ask
@@ -31,6 +34,7 @@ from kvbaton_proof.chaos.liars import lies
 from kvbaton_proof.chaos.network import rooms
 from kvbaton_proof.chaos.network.networks import Network
 from kvbaton_proof.chaos.outcome import AtRest, Finds, Row, Sample, Seen, seen
+from kvbaton_proof.chaos.streams.stream_load import EMBEDDED, StreamLoad, learned
 
 PROMPTS = 120
 SLOW_ANSWERS, SLOW_TOKENS = 4, 120
@@ -44,6 +48,11 @@ SAMPLE_S = 2.0
 SAMPLES_MAX = 100_000
 STEP_S_MAX = 300.0
 """The longest that one fault takes, its recovery included: starting an engine again takes at most `fleet.START_S`."""
+SHORT_CLIENTS = 2
+"""Beside long streams."""
+STREAM_TEXTS, STREAM_TOKENS = 3, 240
+MOVES = "kvbaton_router_moves_total"
+DECODES = "a D, beside which another lives"
 _WIRE_FAULTS = frozenset({"partition", "one-way", "delay", "loss"})
 
 Say = Callable[[str], None]
@@ -62,6 +71,7 @@ class Run:
         self.current: dict[str, None] = {}
         self.samples: dict[str, list[Sample]] = {}
         self.begun_at = 0.0
+        self.deadline_s = members.STREAM_DEADLINE_S if plan.streams else members.DEADLINE_S
 
     async def go(self) -> Seen:
         rng = random.Random(self.plan.seed)
@@ -94,6 +104,10 @@ class Run:
             disk=str(home / "disk"),
             has_rooms=rooms.are_allowed(),
             transport="auto" if self.network.kind == "namespaces" else "tcp",
+            deadline_s=self.deadline_s,
+            streams=self.plan.streams,
+            copies_percent=self.plan.copies_percent,
+            streams_continue=self.plan.streams_continue,
         )
 
     async def _with(self, fleet: Fleet, breakpoints: BreakpointServer, rng: random.Random) -> Seen:
@@ -105,10 +119,25 @@ class Run:
         timeout = aiohttp.ClientTimeout(None)
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-            load = Load(fleet.router_url, prompts, self.board, rng)
+            clients = SHORT_CLIENTS if self.plan.streams else CLIENTS
+            load = Load(fleet.router_url, prompts, self.board, rng, clients, self.deadline_s + SLACK_S)
             async with load.running():
                 scene = Scene(fleet, self.network, breakpoints, load, self.board, session, rng, slow, self.say)
+                if self.plan.streams:
+                    scene.load.streams = await self._streams(scene)
                 return await self._judged(scene)
+
+    async def _streams(self, scene: Scene) -> StreamLoad:
+        """With what one engine answers: a D that is asked whole, at its own door, and does all of it alone."""
+        name = next(name for name, spec in scene.fleet.specs.items() if spec.role == "decode")
+        self.say(f"{name} alone answers {STREAM_TEXTS} prompts in {len(EMBEDDED)} ways")
+        texts = [f"{number} {prompt.text[:60]}" for number, prompt in enumerate(scene.answers[:STREAM_TEXTS])]
+        url, headers = scene.fleet.specs[name].url, scene.fleet.pass_for(name)
+        asked = await learned(scene.session, url, headers, EMBEDDED, texts, STREAM_TOKENS)
+        late_s = self.deadline_s + SLACK_S
+        load = StreamLoad(scene.fleet.router_url, asked, self.plan.streams, self.board, late_s, scene.rng)
+        load.board.must_go_on = self.plan.name == "streams"  # among other faults a router, or every D, may be gone
+        return load
 
     async def _judged(self, scene: Scene) -> Seen:
         before = await self._warm(scene)
@@ -116,12 +145,14 @@ class Run:
         watching = [asyncio.create_task(self._sample(scene.fleet)), asyncio.create_task(self._tell(scene))]
         try:
             scene.load.resume()
-            await self._carry_out(scene)
+            async with scene.load.streams.running() if scene.load.streams is not None else contextlib.nullcontext():
+                await self._carry_out(scene)
             await scene.load.pause()
         finally:
             for task in watching:
                 task.cancel()
         seconds = scene.now() - self.begun_at
+        streams = None if scene.load.streams is None else scene.load.streams.board.counts(await self._moves(scene))
         self.say(f"{seconds:.0f} s: the load has ended; waiting until everybody is at rest")
         _, problems = await rest_oracle.at_rest(scene.fleet)
         handoffs = await self._handoffs(scene)
@@ -139,11 +170,16 @@ class Run:
             },
             samples=self.samples,
             deaths=scene.fleet.deaths,
-            problems=[*scene.problems, *problems],
+            problems=[
+                *scene.problems,
+                *problems,
+                *(scene.load.streams.board.said if scene.load.streams is not None else ()),
+            ],
             handoffs=handoffs,
             moments=scene.moments,
             lies=lies.figures(scene.lies),
             stolen=scene.lies.stolen,
+            streams=streams,
         )
         return seen(self.plan, self.board, finds, self.begun_at)
 
@@ -174,6 +210,7 @@ class Run:
 
     async def _injure(self, scene: Scene, step: Step) -> None:
         key = WIRES if step.fault in _WIRE_FAULTS else step.target or step.fault
+        key = DECODES if self.plan.streams and step.fault in STREAM_FAULTS else key
         async with scene.locks[key]:
             begun_at, deaths = scene.now(), len(scene.fleet.deaths)
             title = step.title()
@@ -192,7 +229,7 @@ class Run:
             self.rows.append(
                 Row(
                     at_s=round(begun_at - self.begun_at, 2), title=title, fault=step.fault,
-                    promises=BY_NAME[step.fault].promises, requests=counts.requests, right=counts.right,
+                    promises=KNOWN[step.fault].promises, requests=counts.requests, right=counts.right,
                     errors=counts.errors, wrong=counts.wrong, late=counts.late,
                     dead=len(scene.fleet.deaths) - deaths,
                     left_over=None,  # others are asked for at the same time: seen at rest, at the end
@@ -238,6 +275,12 @@ class Run:
     async def _delivered(self, scene: Scene) -> int:
         stats = [await scene.fleet.ask(name, "/stats") for name in scene.fleet.engines]
         return sum(each["delivered_total"] for each in stats if each is not None)
+
+    async def _moves(self, scene: Scene) -> dict[str, int]:
+        """Streams that went on at another D, by reason, as the router counts them."""
+        async with scene.session.get(f"{scene.fleet.router_url}/metrics") as response:
+            page = await response.text()
+        return {labels["reason"]: int(value) for name, labels, value in samples(page) if name == MOVES}
 
     # --- looking on
 

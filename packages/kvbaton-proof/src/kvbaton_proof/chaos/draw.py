@@ -38,7 +38,7 @@ LASTS: dict[str, tuple[float, float]] = {
 """Seconds, from and to, of faults that last; the others take what they take."""
 SOAK_S = 300.0
 """From here on the last P and the last D live from beginning to end: whether memory is level shows within a life."""
-RESTARTING = ("kill", "reconfigure", "full-shm")
+RESTARTING = ("kill", "drain", "reconfigure", "full-shm")
 FALSE: Mapping[str, Sequence[str]] = {"false-registry": tuple(false_registry.LIES), "false-writes": false_worker.WRITES}
 """What sort of a lie it is."""
 OF_DECODE = ("tp 2", "blocks of 8")
@@ -83,6 +83,44 @@ def draw(seed: int, seconds: float, size: Size, faults: Sequence[str] | None = N
         name="random", seed=seed, engine="embedded", prefills=size.prefills, decodes=size.decodes, seconds=seconds,
         steps=tuple(sorted(placed, key=lambda step: step.at_s)),
     )  # fmt: skip
+
+
+STREAM_FAULTS = ("kill", "stop", "drain", "roll")
+STREAM_GAP_S = 6.0
+STREAM_STOP_S = (4.0, 6.0)
+"""Longer than the router waits for a token that it is owed."""
+
+
+def draw_streams(seed: int, seconds: float, size: Size, streams: int, faults: Sequence[str] | None = None) -> Plan:
+    """Only what a stream must outlive, of one D at a time, so that there is another: in turn, and as often as fits."""
+    rng = random.Random(seed)
+    chosen = [name for name in STREAM_FAULTS if faults is None or name in faults]
+    unknown = [name for name in faults or () if name not in STREAM_FAULTS]
+    if unknown or not chosen:
+        raise ValueError(f"faults: got {', '.join(unknown) or 'none'}, expected some of {', '.join(STREAM_FAULTS)}")
+    if size.decodes < 2:
+        raise ValueError(f"decode: got {size.decodes}, expected 2 or more: a stream that goes on needs another D")
+    rounds = (_stream_round(chosen, number, size, rng) for number in itertools.count())
+    count = max(1, int((seconds - FIRST_S) / STREAM_GAP_S))
+    steps = itertools.islice(itertools.chain.from_iterable(rounds), count)
+    placed = [msgspec.structs.replace(step, at_s=FIRST_S + n * STREAM_GAP_S) for n, step in enumerate(steps)]
+    return Plan(
+        name="streams", seed=seed, engine="embedded", prefills=size.prefills, decodes=size.decodes, seconds=seconds,
+        streams=streams, steps=tuple(placed),
+    )  # fmt: skip
+
+
+def _stream_round(chosen: Sequence[str], number: int, size: Size, rng: random.Random) -> list[Step]:
+    """Each fault once, every second time with a P that is killed too."""
+    found: list[Step] = []
+    for name in chosen:
+        whom = "" if name == "roll" else f"d{(number + len(found)) % size.decodes}"
+        moment = Moment.MID_STREAM if name in ("kill", "stop") else Moment.ANY
+        lasts = round(rng.uniform(*STREAM_STOP_S), 1) if name == "stop" else 0.0
+        has_p = number % 2 == 1 and name in ("kill", "roll")
+        detail = f"with p{rng.randrange(size.prefills)}" if has_p else ""
+        found.append(Step(0.0, name, whom, moment, lasts, detail))
+    return found
 
 
 def _size(fault: Fault, size: Size, seconds: float) -> Size:

@@ -16,6 +16,7 @@ PROMISES: Mapping[int, str] = {
     3: "no leak",
     4: "no engine death",
     5: "no stranger let in",
+    6: "no lost stream",
 }
 
 
@@ -58,9 +59,11 @@ class Fault(msgspec.Struct, frozen=True):
 _ENGINES = (Target.PREFILL, Target.DECODE)
 
 FAULTS: tuple[Fault, ...] = (
-    Fault("kill", "kill -9, then start again at the same address", _ENGINES, (1, 2, 3, 4), EVERY_MOMENT, vllm=True),
+    Fault("kill", "kill -9, then start again at the same address", _ENGINES, (1, 2, 3, 4, 6), EVERY_MOMENT,
+          vllm=True),
     Fault("kill-router", "kill -9 of the router, then start it again", (Target.ROUTER,), (2, 3, 4), EVERY_MOMENT),
-    Fault("stop", "SIGSTOP for some seconds, then SIGCONT", _ENGINES, (1, 2, 3), EVERY_MOMENT, vllm=True),
+    Fault("stop", "SIGSTOP for some seconds, then SIGCONT", _ENGINES, (1, 2, 3, 6), EVERY_MOMENT, vllm=True),
+    Fault("drain", "an orderly end under load, then start again at the same address", _ENGINES, (1, 2, 3, 6)),
     Fault("stop-router", "SIGSTOP of the router for some seconds, then SIGCONT", (Target.ROUTER,), (2, 3),
           EVERY_MOMENT),
     Fault("reconfigure", "restart at the same address with other weights or another shape of KV", _ENGINES, (1, 4),
@@ -90,6 +93,12 @@ FAULTS: tuple[Fault, ...] = (
           (2, 4, 5), vllm=True),
 )  # fmt: skip
 
+ON_STREAMS: tuple[Fault, ...] = (
+    Fault("roll", "an orderly end of every D, one after the other, each started again", (Target.MACHINE,),
+          (1, 2, 3, 6)),
+)  # fmt: skip
+"""In the plan `streams` alone: in a soak of the random one, a D lives from beginning to end."""
+
 ON_VLLM: tuple[Fault, ...] = (
     Fault("reset", "the prefix cache is reset, with all that runs and all that is leased", _ENGINES, (1, 2, 3, 4),
           vllm=True),
@@ -97,4 +106,4 @@ ON_VLLM: tuple[Fault, ...] = (
 """What only vLLM can be told to do; in plans of `kvbaton_proof.gpu_test`."""
 
 BY_NAME: Mapping[str, Fault] = {fault.name: fault for fault in FAULTS}
-KNOWN: Mapping[str, Fault] = {**BY_NAME, **{fault.name: fault for fault in ON_VLLM}}
+KNOWN: Mapping[str, Fault] = {**BY_NAME, **{fault.name: fault for fault in (*ON_STREAMS, *ON_VLLM)}}

@@ -169,6 +169,21 @@ class Fleet:
         life.signal(signal.SIGKILL)
         await asyncio.wait_for(life.child.process.wait(), STOP_S)
 
+    async def drain(self, name: str, within_s: float) -> float:
+        """Ask it to end in order, and wait until it has; how long that took. FleetError: too long."""
+        life, clock = self.lives[name], asyncio.get_running_loop().time
+        if life.child is None:
+            return 0.0
+        begun_at = clock()
+        life.is_hurt = True
+        life.signal(signal.SIGTERM)
+        try:
+            await asyncio.wait_for(life.child.process.wait(), within_s)
+        except TimeoutError:
+            await self.kill(name)
+            raise FleetError(f"{name} did not drain within {within_s:g} s: {self.last_lines(name)}") from None
+        return clock() - begun_at
+
     def stop(self, name: str) -> None:
         self.lives[name].is_stopped = True
         self.lives[name].signal(signal.SIGSTOP)

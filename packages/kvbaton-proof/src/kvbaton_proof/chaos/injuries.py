@@ -27,6 +27,10 @@ LOSS = 0.2
 CLOCK_OFF_S = 2 * 3600.0
 UNDER_WAY_S = 0.3
 """For a value that was being written when the disk became full."""
+WITH = "with "
+"""Before the name of who is killed at the same time, in a step's detail."""
+DRAIN_S_MAX = 10.0
+"""However long the streams are: they go on elsewhere."""
 AT_ONCE = 24
 """Strangers at a time."""
 
@@ -50,10 +54,18 @@ Injury = Callable[[Scene, Step], Awaitable[Done]]
 
 
 async def kill(scene: Scene, step: Step) -> Done:
+    also = step.detail.removeprefix(WITH) if step.detail.startswith(WITH) else ""
+    await scene.flowing(step.target)
     async with scene.at(step) as note:
-        await scene.fleet.kill(step.target)
+        cut = await scene.cut(step.target)
+        await asyncio.gather(*(scene.fleet.kill(name) for name in (step.target, also) if name))
     await asyncio.sleep(step.seconds)
-    return await _back(scene, step.target, note)
+    if also:
+        await scene.fleet.start(also)
+    done = await _back(scene, step.target, ", ".join(filter(None, (note, cut))))
+    if also:
+        await scene.fleet.wait_listed(also)
+    return done
 
 
 async def kill_router(scene: Scene, step: Step) -> Done:
@@ -61,13 +73,45 @@ async def kill_router(scene: Scene, step: Step) -> Done:
 
 
 async def stop(scene: Scene, step: Step) -> Done:
+    await scene.flowing(step.target)
     async with scene.at(step) as note:
+        cut = await scene.cut(step.target)
         scene.fleet.stop(step.target)
     try:
         await asyncio.sleep(step.seconds)
     finally:
         scene.fleet.go_on(step.target)
+    note = ", ".join(filter(None, (note, cut)))
     return Done(scene.now(), "" if step.target == ROUTER else step.target, note)
+
+
+async def drain(scene: Scene, step: Step) -> Done:
+    note = await _drained(scene, step.target)
+    return await _back(scene, step.target, note)
+
+
+async def roll(scene: Scene, step: Step) -> Done:
+    """Each D in turn, also with a P that is killed meanwhile: `detail` says which."""
+    also = step.detail.removeprefix(WITH) if step.detail.startswith(WITH) else ""
+    notes = []
+    for name in [each for each in scene.fleet.engines if scene.fleet.specs[each].role == "decode"]:
+        async with scene.locks[step.target or name]:
+            ending = asyncio.create_task(_drained(scene, name))
+            if also:
+                await scene.fleet.kill(also)
+                await scene.fleet.start(also)
+            notes.append(await ending)
+            await _back(scene, name)
+            if also:
+                await scene.fleet.wait_listed(also)
+    return Done(scene.now(), note="; ".join(notes))
+
+
+async def _drained(scene: Scene, name: str) -> str:
+    await scene.flowing(name)
+    cut = await scene.cut(name)
+    seconds = await scene.fleet.drain(name, DRAIN_S_MAX)
+    return f"{name} drained in {seconds:.1f} s" + (f", {cut}" if cut else "")
 
 
 async def reconfigure(scene: Scene, step: Step) -> Done:
@@ -190,6 +234,8 @@ INJURIES: Mapping[str, Injury] = {
     "kill-router": kill_router,
     "stop": stop,
     "stop-router": stop,
+    "drain": drain,
+    "roll": roll,
     "reconfigure": reconfigure,
     "partition": partition,
     "one-way": one_way,

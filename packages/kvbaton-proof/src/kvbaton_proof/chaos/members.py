@@ -31,7 +31,12 @@ CLAIM_S = 2.0
 DEFER_S = 4.0
 """Short, so that a fault of some seconds is longer than each of them."""
 
+STREAM_DEADLINE_S = 120.0
+"""Where streams are long, and one D has those of two."""
 BLOCKS = 256
+STREAM_BLOCKS = 32
+"""Of one stream: prompt and answer."""
+SEQS_MAX = 32
 WAITING_MAX = 96
 IN_FLIGHT_MAX = 96
 """A flood must meet bounds."""
@@ -75,6 +80,10 @@ class Surroundings(msgspec.Struct, frozen=True):
     disk: str  # where the store keeps values
     has_rooms: bool
     transport: str
+    deadline_s: float = DEADLINE_S
+    streams: int = 0  # long ones that the engines must have room for
+    copies_percent: float = 0.0
+    streams_continue: bool = True
 
 
 def specs(prefills: int, decodes: int, network: Network, rng: random.Random) -> dict[str, Spec]:
@@ -126,7 +135,7 @@ def _router_words(spec: Spec, all_specs: Mapping[str, Spec], around: Surrounding
         "router", "--keys", around.keys, "--host", spec.host, "--port", str(spec.ports.front),
         "--registry", _place(all_specs[FALSE_REGISTRY]), "--own-registry", "--registry-host", spec.host,
         "--registry-port", str(spec.ports.back), "--show-pair", "--no-same-host",
-        "--fallback", "local", "--deadline-s", str(DEADLINE_S), "--first-byte-s", str(FIRST_BYTE_S),
+        "--fallback", "local", "--deadline-s", str(around.deadline_s), "--first-byte-s", str(FIRST_BYTE_S),
         "--connect-s", "2", "--in-flight-max", str(IN_FLIGHT_MAX),
     ]  # fmt: skip
 
@@ -160,7 +169,9 @@ def options_of(spec: Spec, all_specs: Mapping[str, Spec], around: Surroundings) 
         claim_timeout=CLAIM_S,
         defer_timeout=DEFER_S,
         transfer_timeout=DEFER_S,
-        blocks=BLOCKS,
+        blocks=max(BLOCKS, STREAM_BLOCKS * around.streams),
+        max_num_seqs=max(SEQS_MAX, around.streams),
+        copies_percent=around.copies_percent if role == "decode" else 0.0,
         waiting_max=WAITING_MAX,
         store=f"tcp://{store.host}:{store.ports.front}",
         store_timeout=0.5,

@@ -23,6 +23,8 @@ from kvbaton_proof.chaos.judged_request import Board, Verdict
 from kvbaton_proof.chaos.liars.lies import BY_NAME
 from kvbaton_proof.chaos.members import STORE
 from kvbaton_proof.chaos.rest_oracle import Usage
+from kvbaton_proof.chaos.streams.stream_judge import Fate
+from kvbaton_proof.chaos.streams.stream_load import Counts
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,12 +89,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     moments: dict[str, int] = {}  # named ones that were reached, and missed
     stolen: int = 0  # prompts that reached a process which no one should have sent them to
     lies: dict[str, dict[str, int]] = {}  # of a liar, by name: how often told, refused and believed
+    streams: Counts | None = None  # long ones that were kept open
     network: str = ""  # namespaces or relay
     replay: str = ""  # the command that repeats it
 
     @property
     def ok(self) -> bool:
         broken = self.wrong or self.late or self.dead or self.left_over or self.stolen or self.problems
+        broken = broken or (self.streams is not None and not self.streams.ok)
         return not broken and all(row.ok for row in self.rows)
 
 
@@ -149,6 +153,7 @@ class Finds(msgspec.Struct, frozen=True, kw_only=True):
     moments: Mapping[str, int] = {}
     lies: Mapping[str, Mapping[str, int]] = {}
     stolen: int = 0
+    streams: Counts | None = None
 
 
 def seen(plan: Plan, board: Board, finds: Finds, begun_at: float) -> Seen:
@@ -169,7 +174,7 @@ def seen(plan: Plan, board: Board, finds: Finds, begun_at: float) -> Seen:
         rows=tuple(sorted(finds.rows, key=lambda row: row.at_s)),
         members=tuple(_member(name, rest, finds.samples.get(name, ())) for name, rest in finds.at_rest.items()),
         problems=tuple(dict.fromkeys(problems)), errors_by_kind=dict(sorted(board.kinds.items())),
-        network=finds.network, handoffs=dict(finds.handoffs), moments=dict(finds.moments),
+        streams=finds.streams, network=finds.network, handoffs=dict(finds.handoffs), moments=dict(finds.moments),
         stolen=finds.stolen, lies={name: dict(count) for name, count in finds.lies.items()},
     )  # fmt: skip
     return Seen(
@@ -233,7 +238,21 @@ def headline(outcome: Outcome) -> str:
         f"{outcome.requests} requests in {outcome.seconds:.0f} s under {len(outcome.rows)} faults: "
         f"{outcome.right} right, {outcome.errors} errors, {outcome.wrong} wrong, {outcome.stolen} stolen, "
         f"{outcome.late} late, {outcome.dead} dead, {outcome.left_over} left over"
-    )
+    ) + ("" if outcome.streams is None else f"\n{streams_line(outcome.streams)}")
+
+
+FATES: Mapping[Fate, str] = {
+    Fate.LOST: "lost", Fate.WRONG: "wrong", Fate.TWICE: "with a token twice", Fate.MISSING: "with one missing",
+    Fate.LATE: "late", Fate.ENDED: "ended by the error event, as their kind must", Fate.REFUSED: "refused",
+}  # fmt: skip
+
+
+def streams_line(counts: Counts) -> str:
+    """Of the long streams, in one line."""
+    gap = f"; silent after a cut: p50 {counts.gap_p50_s} s, p99 {counts.gap_p99_s} s" if counts.gap_p50_s else ""
+    said = ", ".join(f"{counts.fates[fate]} {words}" for fate, words in FATES.items())
+    moved = ", ".join(f"{count} {reason}" for reason, count in counts.moves.items()) or "none"
+    return f"{counts.streams} long streams, {counts.cut} cut ({counts.cuts} cuts): {said}{gap}; moves: {moved}"
 
 
 def markdown(seen: Seen) -> str:
@@ -251,6 +270,7 @@ def markdown(seen: Seen) -> str:
         *_section("Deaths", [f"- {_safe(each)}" for each in seen.deaths]),
         *_section("Faults", _rows(outcome.rows)),
         *_section("Timeline", _timeline(seen)),
+        *_section("Long streams", _streams(outcome.streams)),
         *_section("Lies", _lies(outcome.lies)),
         *_section("Processes at rest, before and after", _members(outcome.members)),
         *_section("Errors by kind", [f"- {_safe(kind)}: {count}" for kind, count in outcome.errors_by_kind.items()]),
@@ -292,6 +312,16 @@ def _members(members: Sequence[Member]) -> list[str]:
             f"{each.rss_mib[0]:.0f} → {each.rss_mib[1]:.0f} | {slope} | {each.pins} | {each.used_blocks} |"
         )
     return lines
+
+
+def _streams(counts: Counts | None) -> list[str]:
+    if counts is None:
+        return []
+    names = ("streams", "cut", *(fate for fate in Fate))
+    lines = [f"| kind | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for kind, row in counts.by_kind.items():
+        lines.append(f"| {kind} | {' | '.join(str(row.get(name, 0)) for name in names)} |")
+    return [f"{streams_line(counts)}.", "", *lines]
 
 
 def _lies(found: Mapping[str, Mapping[str, int]]) -> list[str]:

@@ -26,11 +26,13 @@ from kvbaton.cli.screen import stdout
 from kvbaton.processes.open_files import raise_file_limit
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.chaos import chaos_plan as plans
-from kvbaton_proof.chaos.fault_catalogue import BY_NAME, FAULTS, PROMISES
+from kvbaton_proof.chaos.fault_catalogue import BY_NAME, FAULTS, ON_STREAMS, PROMISES
 from kvbaton_proof.chaos.outcome import Outcome
 from kvbaton_proof.rig.connectors import CONNECTORS
 
 SIZE_MAX = 16
+STREAMS, STREAMS_MAX = 64, 512
+PLANS = ("random", "standard", "streams")
 
 _note = functools.partial(note, "chaos")
 
@@ -41,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=whole(0, (1 << 31) - 1), default=None, metavar="S", help="seed of the plan (default: random)")
     add("--engine", choices=("embedded", "vllm"), default="embedded", help="which engines")
     add("--connector", choices=tuple(CONNECTORS), default="kvbaton", help="with vllm: the connector to test")
-    add("--plan", choices=("random", "standard"), default=None, help="random for embedded engines, standard for vllm")
+    add("--plan", choices=PLANS, default=None, help="random for embedded engines, standard for vllm; or streams")
+    add("--streams", type=whole(1, STREAMS_MAX), default=None, metavar="N", help="long streams kept open (streams: 64)")
+    add("--copies-percent", type=float, default=0.0, metavar="P", help="of a D's blocks, as copies of its answers")
+    add("--no-continue", action="store_true", help="the router lets streams die with their D: the check must fail")
     add("--faults", default=None, metavar="A,B", help="only these; kvbaton chaos --list names them")
     add("--prefill", type=whole(1, SIZE_MAX), default=2, metavar="N", help="embedded prefill workers")
     add("--decode", type=whole(1, SIZE_MAX), default=2, metavar="N", help="embedded decode workers")
@@ -95,8 +100,20 @@ def _plan(args: argparse.Namespace) -> plans.Plan | None:
     if 60 * args.minutes > plans.SECONDS_MAX:
         raise CommandError(f"argument --minutes: got {args.minutes:g}, at most {plans.SECONDS_MAX // 60}")
     draw = importlib.import_module("kvbaton_proof.chaos.draw")
-    drawn: plans.Plan = draw.draw(args.seed, 60 * args.minutes, draw.Size(args.prefill, args.decode), faults)
-    return drawn
+    size, seconds = draw.Size(args.prefill, args.decode), 60 * args.minutes
+    try:
+        if args.plan == "streams":
+            drawn: plans.Plan = draw.draw_streams(args.seed, seconds, size, args.streams or STREAMS, faults)
+        else:
+            drawn = draw.draw(args.seed, seconds, size, faults)
+        return msgspec.structs.replace(
+            drawn,
+            streams=args.streams or drawn.streams,
+            copies_percent=args.copies_percent,
+            streams_continue=not args.no_continue,
+        )
+    except ValueError as error:
+        raise CommandError(f"argument --{error}") from None
 
 
 def _faults(args: argparse.Namespace) -> list[str] | None:
@@ -104,7 +121,7 @@ def _faults(args: argparse.Namespace) -> list[str] | None:
         return None
     names: list[str] = [name.strip() for name in args.faults.split(",") if name.strip()]
     for name in names:
-        if name not in BY_NAME and args.engine == "embedded":
+        if name not in BY_NAME and args.engine == "embedded" and args.plan != "streams":
             raise CommandError(f"argument --faults: got {name!r}, expected some of {', '.join(BY_NAME)}")
     if not names:
         raise CommandError("argument --faults: names no fault; see: kvbaton chaos --list")
@@ -188,7 +205,7 @@ def _listed() -> list[dict[str, Any]]:
             "fault": fault.name, "what": fault.what, "targets": list(fault.targets), "moments": list(fault.moments),
             "promises": {str(number): PROMISES[number] for number in fault.promises}, "vllm": fault.vllm,
         }
-        for fault in FAULTS
+        for fault in (*FAULTS, *ON_STREAMS)
     ]  # fmt: skip
 
 
@@ -199,7 +216,7 @@ def _list_as_json() -> str:
 
 def _list_as_text() -> str:
     lines = []
-    for fault in FAULTS:
+    for fault in (*FAULTS, *ON_STREAMS):
         moments = "" if len(fault.moments) == 1 else f"; at {', '.join(fault.moments)}"
         lines.append(f"{fault.name:<13} {fault.what}")
         lines.append(f"{'':<13} to {', '.join(fault.targets)}{moments}")
