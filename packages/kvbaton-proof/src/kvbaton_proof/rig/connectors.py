@@ -36,7 +36,7 @@ for part in ("_bindings", "_api", "logging", "_utils"):
 class Seat(msgspec.Struct, frozen=True, kw_only=True):
     """One engine of a pair, as its connector has to know it."""
 
-    name: str  # P or D
+    name: str  # P or D, or another D behind a router of ours
     home: Path  # of the pair: keys, shims
     device: Device
     port: int  # HTTP
@@ -86,8 +86,8 @@ def _kvbaton(seat: Seat) -> Parts:
     role = "kv_producer" if seat.name == P else "kv_consumer"
     if seat.turn_s:
         extra["turn_s"] = seat.turn_s
-        if seat.name == P:  # it loads too, and vLLM must know
-            role, extra["role"] = "kv_both", "prefill"
+    if seat.name == P and (seat.turn_s or "store" in seat.settings):  # it loads too, and vLLM must know
+        role, extra["role"] = "kv_both", "prefill"
     return launching.kv_transfer_config(role, "recompute", extra), {}
 
 

@@ -1,5 +1,5 @@
-"""Groups of vLLM servers by specification: one alone, or a P and a D and what stands before them. Started all at once,
-gone afterwards.
+"""Groups of vLLM servers by specification: one alone, or a P, one D or several and what stands before them. Started all
+at once, gone afterwards.
 
 Laws: a server is a plain `python -m vllm.entrypoints.openai.api_server`; P and D differ from one that does all alone in
 their `--kv-transfer-config` and in nothing else. Servers that share a GPU are given their cache in bytes: vLLM's own
@@ -31,7 +31,9 @@ READY_S = 330.0
 LOG_LINES, LOG_CHARS = 6, 1500
 SHARE = "0.05"
 """The share of the GPU that vLLM wants free at its start whatever it needs; the cache is given in bytes."""
-ALONE, ROUTER = "alone", "router"
+ALONE, ROUTER, STORE = "alone", "router", "store"
+SECOND, OPERATOR = "router-2", "operator"
+REGISTRY, SIDE = "registry", "side"
 MISPLACE = "misplace"
 TELL_CACHED = "--enable-prompt-tokens-details"  # so that an answer says whether its prompt was handed over
 CUDA_VARIABLES: Mapping[str, str] = {
@@ -73,6 +75,10 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     connector: str = ""  # of `CONNECTORS`
     front: Literal["", "kvbaton"] = ""  # what stands before a pair
     front_args: tuple[str, ...] = ()
+    front_variables: Mapping[str, str] = {}
+    second_front: Mapping[str, str] | None = None  # another router of the same workers, and its variables
+    decoders: int = 1  # d0, d1, …: several only behind a router of ours
+    store: str = ""  # the size of a store of ours that all of them use
     variant: Variant = EAGER
     dtype: str = "float32"
     backend: str = "TRITON_ATTN"
@@ -85,6 +91,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     d_blocks: int = 0
     has_control: bool = False  # D can be told to misplace blocks; costs every copy a thread's turn: not for timing
     settings: Mapping[str, Mapping[str, Any]] = {}  # kv_connector_extra_config besides who it is, by connector
+    own_settings: Mapping[str, Mapping[str, Any]] = {}  # the same of one engine, by its name
     turn_s: float = 0.0  # how long D keeps turns of conversations
     args: tuple[str, ...] = ()  # more words of every engine; MODEL_OF in them is a tiny model's directory
     p_args: tuple[str, ...] = ()  # of P alone
@@ -159,6 +166,8 @@ class Group:
     spec: Spec
     engines: dict[str, Engine]
     flag: Path  # while it is there, D's blocks land misplaced
+    registry: str = ""  # in the router
+    store: str = ""
     problem: str = ""
 
     @property
@@ -192,8 +201,13 @@ class Group:
 
     @property
     def workers(self) -> dict[str, Engine]:
-        """All but the router."""
-        return {name: engine for name, engine in self.engines.items() if name != ROUTER}
+        """Those that compute."""
+        others = (ROUTER, SECOND, STORE)
+        return {name: engine for name, engine in self.engines.items() if name not in others}
+
+    @property
+    def keys(self) -> Path:
+        return self.flag.parent / "keys"
 
     def commands(self) -> list[str]:
         """As they can be typed elsewhere: where this machine keeps things is left out."""
@@ -215,51 +229,63 @@ def made(site: Site, spec: Spec) -> Group:
     home = site.directory / spec.name
     home.mkdir(parents=True, exist_ok=True)
     group = Group(spec, {}, home / MISPLACE)
-    p_port, d_port, p_side, d_side, front_port, registry_port = free_ports(6)
+    decoders = [f"{D[0]}{number}" for number in range(spec.decoders)]
+    names = [P, *decoders, ROUTER, SECOND, REGISTRY, STORE, *(f"{name} {SIDE}" for name in (P, *decoders))]
+    ports = dict(zip(names, free_ports(len(names)), strict=True))
 
-    def engine(name: str, port: int, words: Sequence[str], more: Mapping[str, str], side_port: int = 0) -> None:
+    def engine(name: str, words: Sequence[str], more: Mapping[str, str] = {}, side_port: int = 0) -> None:
         log = site.logs / (f"{spec.name}.log" if name == ALONE else f"{spec.name}-{name}.log")
-        variables = {} if name == ROUTER else {**site.variables(spec), **more}
-        group.engines[name] = Engine(name, port, words, variables, log, side_port)
+        group.engines[name] = Engine(name, ports.get(name, ports[P]), words, more, log, side_port)
 
     if not spec.connector:
-        engine(ALONE, p_port, site.words(spec, p_port, spec.d_blocks), {})
+        engine(ALONE, site.words(spec, ports[P], spec.d_blocks), site.variables(spec))
         return group
-    connector = CONNECTORS[spec.connector]
+    connector, keys = CONNECTORS[spec.connector], ["--keys", str(group.keys)]
     if connector.registers:
         roles = ("both", "both") if spec.turn_s else ("prefill", "decode")  # of keys: turns go the other way as well
-        keyring.mint(home / "keys", [ROUTER, f"{P}:{roles[0]}", f"{D}:{roles[1]}"])
+        members = [f"{P}:{roles[0]}", *(f"{name}:{roles[1]}" for name in decoders)]
+        keyring.mint(group.keys, [ROUTER, f"{SECOND}:{ROUTER}", OPERATOR, STORE, *members])
+        group.registry = f"tcp://{launching.HOST}:{ports[REGISTRY]}" if spec.front else ""
     if spec.front:
-        if connector.registers:
-            known = ["--keys", str(home / "keys"), "--registry-port", str(registry_port)]
-        else:
+        known = [*keys, "--registry-port", str(ports[REGISTRY])]
+        if not connector.registers:
             url = f"http://{launching.HOST}"
-            known = ["--prefill-url", f"{url}:{p_port}", "--decode-url", f"{url}:{d_port}"]
-        words = [*KVBATON_ARGV, "router", "--port", str(front_port), "--fallback", "strict", *known]
-        words += ["--turn-s", str(spec.turn_s)] if spec.turn_s else []
-        engine(ROUTER, front_port, [*words, *spec.front_args], {})
-    shared: dict[str, Any] = {"home": home, "device": site.device, "turn_s": spec.turn_s}
-    if spec.front and connector.registers:
-        shared["registry"] = f"tcp://{launching.HOST}:{registry_port}"
-    for name, port, side, other, blocks, own in (
-        (P, p_port, p_side, d_side, spec.p_blocks, spec.p_args),
-        (D, d_port, d_side, p_side, spec.d_blocks, spec.d_args),
-    ):  # fmt: skip
+            known = ["--prefill-url", f"{url}:{ports[P]}", "--decode-url", f"{url}:{ports[D]}"]
+        engine(ROUTER, _router(spec, ports[ROUTER], known), spec.front_variables)
+    if spec.second_front is not None:
+        known = [*keys, "--name", SECOND, "--registry", group.registry]
+        engine(SECOND, _router(spec, ports[SECOND], known), spec.second_front)
+    if spec.store:
+        words = ["store", *keys, "--port", str(ports[STORE]), "--bytes", spec.store]
+        engine(STORE, [*KVBATON_ARGV, *words])
+        group.store = f"tcp://{launching.HOST}:{ports[STORE]}"
+    for name in (P, *decoders):
+        side, other = ports[f"{name} {SIDE}"], ports[f"{D if name == P else P} {SIDE}"]
         seat = Seat(
-            name=name, port=port, side_port=side, other_side_port=other, settings=_settings(site, spec, name, group),
-            **shared,
+            name=name, home=home, device=site.device, port=ports[name], side_port=side, other_side_port=other,
+            registry=group.registry, settings=_settings(site, spec, name, group), turn_s=spec.turn_s,
         )  # fmt: skip
         config, more = connector.parts(seat)
         if spec.beside:
             config = together(site, spec, name, config)
-        words = [*site.words(spec, port, blocks, own), "--kv-transfer-config", msgspec.json.encode(config).decode()]
-        engine(name, port, words, more, side)
+        blocks, own = (spec.p_blocks, spec.p_args) if name == P else (spec.d_blocks, spec.d_args)
+        words = [*site.words(spec, ports[name], blocks, own)]
+        words += ["--kv-transfer-config", msgspec.json.encode(config).decode()]
+        engine(name, words, {**site.variables(spec), **more}, side)
     return group
+
+
+def _router(spec: Spec, port: int, known: Sequence[str]) -> list[str]:
+    words = [*KVBATON_ARGV, "router", "--port", str(port), "--fallback", "strict", *known]
+    words += ["--turn-s", str(spec.turn_s)] if spec.turn_s else []
+    return [*words, *spec.front_args]
 
 
 def _settings(site: Site, spec: Spec, name: str, group: Group) -> dict[str, Any]:
     """The settings of one engine's connector."""
-    own = dict(spec.settings.get(spec.connector, {}))
+    own = {**spec.settings.get(spec.connector, {}), **spec.own_settings.get(name, {})}
+    if group.store:
+        own["store"] = group.store
     if name == D and spec.has_control:
         own["fault_misplace_while"] = str(group.flag)
     if spec.is_dummy and site.device != "cpu" and spec.connector == "kvbaton":
@@ -302,8 +328,9 @@ async def _all_up(groups: Mapping[str, Group], session: aiohttp.ClientSession, s
     async def up(group: Group) -> None:
         try:
             await asyncio.gather(*(engine.ready(session, ready_s) for engine in group.workers.values()))
-            if ROUTER in group.engines:  # it says 200 once both have registered
-                await group.router.ready(session, 30.0)
+            for name in (ROUTER, SECOND):
+                if name in group.engines:  # it says 200 once both have registered
+                    await group.engines[name].ready(session, 30.0)
         except EngineError as error:
             group.problem = str(error).split(":", 1)[0]
             for name, engine in group.engines.items():
