@@ -20,7 +20,6 @@ import msgspec
 from kvbaton.api.params import Mode
 from kvbaton.control import keyring
 from kvbaton.engines.embedded.embedded_worker import reference_answers
-from kvbaton.observe.metrics.exposition import samples
 from kvbaton_proof.chaos import members, rest_oracle
 from kvbaton_proof.chaos.breakpoints import BreakpointServer
 from kvbaton_proof.chaos.chaos_plan import Plan, Step
@@ -34,7 +33,7 @@ from kvbaton_proof.chaos.liars import lies
 from kvbaton_proof.chaos.network import rooms
 from kvbaton_proof.chaos.network.networks import Network
 from kvbaton_proof.chaos.outcome import AtRest, Finds, Row, Sample, Seen, seen
-from kvbaton_proof.chaos.streams.stream_load import EMBEDDED, StreamLoad, learned
+from kvbaton_proof.chaos.streams.stream_load import EMBEDDED, StreamLoad, learned, moves_of
 
 PROMPTS = 120
 SLOW_ANSWERS, SLOW_TOKENS = 4, 120
@@ -51,7 +50,6 @@ STEP_S_MAX = 300.0
 SHORT_CLIENTS = 2
 """Beside long streams."""
 STREAM_TEXTS, STREAM_TOKENS = 3, 240
-MOVES = "kvbaton_router_moves_total"
 DECODES = "a D, beside which another lives"
 _WIRE_FAULTS = frozenset({"partition", "one-way", "delay", "loss"})
 
@@ -278,9 +276,8 @@ class Run:
 
     async def _moves(self, scene: Scene) -> dict[str, int]:
         """Streams that went on at another D, by reason, as the router counts them."""
-        async with scene.session.get(f"{scene.fleet.router_url}/metrics") as response:
-            page = await response.text()
-        return {labels["reason"]: int(value) for name, labels, value in samples(page) if name == MOVES}
+        stats = await scene.fleet.ask(members.ROUTER, "/stats") or {}
+        return moves_of(stats)
 
     # --- looking on
 

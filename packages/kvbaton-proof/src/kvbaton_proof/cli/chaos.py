@@ -31,7 +31,7 @@ from kvbaton_proof.chaos.outcome import Outcome
 from kvbaton_proof.rig.connectors import CONNECTORS
 
 SIZE_MAX = 16
-STREAMS, STREAMS_MAX = 64, 512
+STREAMS, VLLM_STREAMS, STREAMS_MAX = 64, 24, 512
 PLANS = ("random", "standard", "streams")
 
 _note = functools.partial(note, "chaos")
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engine", choices=("embedded", "vllm"), default="embedded", help="which engines")
     add("--connector", choices=tuple(CONNECTORS), default="kvbaton", help="with vllm: the connector to test")
     add("--plan", choices=PLANS, default=None, help="random for embedded engines, standard for vllm; or streams")
-    add("--streams", type=whole(1, STREAMS_MAX), default=None, metavar="N", help="long streams kept open (streams: 64)")
+    add("--streams", type=whole(1, STREAMS_MAX), default=None, metavar="N", help="long streams kept open (64, vllm 24)")
     add("--copies-percent", type=float, default=0.0, metavar="P", help="of a D's blocks, as copies of its answers")
     add("--no-continue", action="store_true", help="the router lets streams die with their D: the check must fail")
     add("--faults", default=None, metavar="A,B", help="only these; kvbaton chaos --list names them")
@@ -133,7 +133,15 @@ def _on_vllm(args: argparse.Namespace) -> tuple[Outcome, Path]:
     report = importlib.import_module("kvbaton_proof.chaos.outcome")
     out = _folder(args)
     try:
-        outcome: Outcome = vllm.run(args.connector, args.seed, _note, out, _faults(args), args.vllm_python)
+        if args.plan == "streams":
+            streams = importlib.import_module("kvbaton_proof.chaos.vllm.vllm_streams")
+            plan = streams.plan_of(args.seed, args.minutes, args.streams or VLLM_STREAMS, _faults(args))
+            plan = msgspec.structs.replace(plan, streams_continue=not args.no_continue)
+            outcome: Outcome = vllm.run_streams(plan, _note, out, args.vllm_python)
+        else:
+            outcome = vllm.run(args.connector, args.seed, _note, out, _faults(args), args.vllm_python)
+    except ValueError as error:
+        raise CommandError(f"argument --{error}") from None
     except vllm.VllmRunError as error:
         raise CommandError(f"{error}; the logs are in {out}") from None
     report.write(out, report.bare(outcome))

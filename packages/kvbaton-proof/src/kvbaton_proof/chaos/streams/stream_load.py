@@ -11,7 +11,7 @@ import contextlib
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from kvbaton.api.params import Mode
 from kvbaton.router.openai_api import MODE_HEADER, PAIR_HEADER
 from kvbaton_proof.chaos.judged_request import Board, Ended, Verdict
 from kvbaton_proof.chaos.streams.stream_judge import BAD, Fate, Right, judge
-from kvbaton_proof.chaos.streams.stream_reader import StreamReader, whole
+from kvbaton_proof.chaos.streams.stream_reader import Choice, StreamReader, whole
 from kvbaton_proof.rig.client import percentile
 
 LEARN_AT_ONCE = 16
@@ -60,16 +60,18 @@ EMBEDDED: tuple[Kind, ...] = (
     Kind("two choices", fields={**SEEDED, "n": 2, **USAGE}),
     Kind("token ids", fields={**SEEDED, "return_token_ids": True}),
     Kind("no seed", fields={"temperature": 0.9}, is_one_text=False),
-    Kind("seed forbidden", fields={"temperature": 0.9, "seed": None}, is_one_text=False, goes_on=False),
+    Kind("seed forbidden", fields={"temperature": 0.9, "seed": None}, is_one_text=False),
     Kind("chat", BodyKind.CHAT, {"temperature": 0, **USAGE}),
     Kind("chat, log probabilities", BodyKind.CHAT, {**SEEDED, "logprobs": True, "top_logprobs": 2}),
     Kind("chat, stop text", BodyKind.CHAT, SEEDED, stops=True),
-    Kind("responses", BodyKind.RESPONSES, SEEDED),
-    Kind("messages", BodyKind.MESSAGES, {"temperature": 0}),
+    Kind("responses", BodyKind.RESPONSES, SEEDED, goes_on=False),
+    Kind("messages", BodyKind.MESSAGES, {"temperature": 0}, goes_on=False),
 )  # fmt: skip
 VLLM: tuple[Kind, ...] = (
     Kind("greedy", fields={"temperature": 0, **USAGE}),
-    Kind("two prompts at once", fields={"temperature": 0, "n": 1, "logprobs": 0}),
+    Kind("log probabilities", fields={"temperature": 0, "logprobs": 1, **USAGE}),
+    Kind("stop text", fields={"temperature": 0}, stops=True),
+    Kind("token ids", fields={"temperature": 0, "return_token_ids": True}),
     Kind("chat", BodyKind.CHAT, {"temperature": 0, **USAGE}),
     Kind("seeded", fields=SEEDED, goes_on=False),
     Kind("penalties", fields={"temperature": 0, "presence_penalty": 1.2, "repetition_penalty": 1.1}, goes_on=False),
@@ -99,13 +101,17 @@ def body_of(kind: Kind, text: str, tokens: int) -> dict[str, Any]:
 
 async def learned(
     session: aiohttp.ClientSession, url: str, headers: Mapping[str, str], kinds: Sequence[Kind], texts: Sequence[str],
-    tokens: int, sure: Callable[[Mapping[str, Any]], int | None] = lambda answer: None,
+    tokens: int, margin: float = 0.0,
 ) -> list[Asked]:  # fmt: skip
-    """Every kind of every text, and what one engine answers to it at its own door, where nothing is handed over."""
+    """Every kind of every text, and what one engine answers to it at its own door, where nothing is handed over.
+
+    With a `margin`, texts are compared up to the first token that was less than that likelier than the next.
+    """
     room = asyncio.Semaphore(LEARN_AT_ONCE)
 
     async def whole_of(kind: Kind, body: Mapping[str, Any]) -> Any:
-        call = session.post(url + kind.api.value, json=body, headers=headers)
+        said = {name: value for name, value in body.items() if name != "stream_options"}  # of streams alone
+        call = session.post(url + kind.api.value, json=said, headers=headers)
         async with room, asyncio.timeout(LEARN_S), call as answer:
             told = await answer.json(content_type=None)
             if answer.status != 200:
@@ -121,9 +127,36 @@ async def learned(
             body["stop_sequences" if kind.api is BodyKind.MESSAGES else "stop"] = [found[at : at + 5]]
             told = await whole_of(kind, body)
         choices, usage = whole(kind.api, told)
-        return Asked(kind, body, Right(choices, usage, sure(told), kind.is_one_text))
+        sure = await sure_chars(kind, body) if margin else None
+        return Asked(kind, body, Right(choices, usage, sure, kind.is_one_text))
+
+    async def sure_chars(kind: Kind, body: Mapping[str, Any]) -> int:
+        more = {"logprobs": 2} if kind.api is BodyKind.COMPLETION else {"logprobs": True, "top_logprobs": 2}
+        return sure_of(whole(kind.api, await whole_of(kind, {**body, **more}))[0][0], margin)
 
     return await asyncio.gather(*(one(kind, text, n) for n, text in enumerate(texts) for kind in kinds))
+
+
+def sure_of(choice: Choice, margin: float) -> int:
+    """Characters before the first near tie."""
+    count = 0
+    for each in choice.logprobs:
+        text, top = (each[0], each[2].values()) if isinstance(each, list) else (each["token"], _top(each))
+        best = sorted(top, reverse=True)
+        if len(best) < 2 or best[0] - best[1] < margin:
+            break
+        count += len(text)
+    return min(count, len(choice.text))
+
+
+def _top(each: Mapping[str, Any]) -> list[float]:
+    return [one["logprob"] for one in each["top_logprobs"]]
+
+
+def moves_of(stats: Mapping[str, Any]) -> dict[str, int]:
+    """Streams that went on at another D, by reason, and those that could not, as the router counts them."""
+    failed = {f"not, {reason}": count for reason, count in stats.get("moves_failed_total", {}).items()}
+    return {**stats.get("moves_total", {}), **failed}
 
 
 class Counts(msgspec.Struct, frozen=True):

@@ -18,10 +18,11 @@ from pathlib import Path
 import msgspec
 
 from kvbaton.engines.vllm.launch import launching
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.chaos.chaos_plan import Plan, Step
 from kvbaton_proof.chaos.outcome import Member, Outcome, Row
 from kvbaton_proof.chaos.rest_oracle import usage
-from kvbaton_proof.chaos.vllm import vllm_judge
+from kvbaton_proof.chaos.vllm import vllm_judge, vllm_streams
 from kvbaton_proof.chaos.vllm.vllm_judge import Pair, examined, row_of
 from kvbaton_proof.chaos.vllm.vllm_steps import DO, Scene, standard
 from kvbaton_proof.rig import meters
@@ -56,6 +57,14 @@ def run(
             return asyncio.run(_carried_out(plan, python, Path(directory), logs, say))
         except (ValueError, launching.LaunchError, EngineError) as error:
             raise VllmRunError(str(error)) from error
+
+
+def run_streams(plan: Plan, say: Say, out: Path, vllm_python: str | None = None) -> Outcome:
+    """The plan `streams`, through kvbaton's router; VllmRunError if its engines do not come up."""
+    try:
+        return asyncio.run(vllm_streams.carried_out(plan, launching.find_python(vllm_python), out, say))
+    except (ValueError, CommandError, launching.LaunchError) as error:
+        raise VllmRunError(str(error)) from error
 
 
 async def _carried_out(plan: Plan, python: str, directory: Path, logs: Path, say: Say) -> Outcome:
