@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,6 +28,8 @@ from kvbaton_proof.sim.liars.liar_watch import Company
 from kvbaton_proof.sim.member_removals import Members
 from kvbaton_proof.sim.promises import WRONG, Broken
 from kvbaton_proof.sim.world.life import Character, Life, request_name
+from kvbaton_proof.sim.world.sim_generation import Generation
+from kvbaton_proof.sim.world.sim_memory import Words
 from kvbaton_proof.sim.world.sim_network import Network, NetworkFaults
 from kvbaton_proof.sim.world.sim_request import SimRequest, digest_for
 from kvbaton_proof.sim.world.sim_router import Errand, Router
@@ -42,6 +45,9 @@ PROBE_APART_S = 2.0
 PROBE_LIES_S = 8.0
 STRANGERS = 0.3
 """Of pulls, those that are asked for without a ticket of this cluster."""
+
+if TYPE_CHECKING:
+    from kvbaton_proof.sim.world.sim_streams import StreamRouter
 
 Told = Callable[[str, str], None]
 """How a leg ended, and the detail; `left` comes before that, when the client goes."""
@@ -82,6 +88,7 @@ class Cluster:
         self.router.late = plan.stray
         self.talk = Conversations(self) if plan.talks else None
         self.members = Members(self) if plan.removals else None
+        self.streams: list[StreamRouter] = []  # where answers are generated
         self.draining: set[WorkerId] = set()
         self.healed = False
         self.every_life: list[Life] = []
@@ -309,7 +316,7 @@ class Cluster:
         self,
         index: int,
         life: Life,
-        content: int,
+        content: Words,
         tokens: int,
         role: str,
         then: Told,
@@ -321,6 +328,7 @@ class Cluster:
         prefers: tuple[int, ...] = (),
         keep: str = "",
         offer: tuple[str, int] | None = None,
+        generation: Generation | None = None,
     ) -> None:
         leg = Leg(index, life, then)
         self.legs.append(leg)
@@ -343,6 +351,7 @@ class Cluster:
             prefers=prefers,
             keep=keep,
             offer=offer,
+            generation=generation,
         )
         self.causes.begun(request.handoffs)
         self.world.tell(f"{life.peer.worker} {name} {role} {mode} content {content} tokens {tokens}")

@@ -9,6 +9,7 @@ from kvbaton.protocol.ids import PeerId, WorkerId
 from kvbaton.protocol.machines.pairing_state import LinkState
 from kvbaton.protocol.marks import Step
 from kvbaton_proof.sim.checks import rank_checks
+from kvbaton_proof.sim.checks.answer_checks import check_streams
 from kvbaton_proof.sim.checks.tables import check_tables
 from kvbaton_proof.sim.cluster import Cluster
 from kvbaton_proof.sim.promises import HANG, LEAK, NEEDLESS, RULE, Broken
@@ -26,6 +27,7 @@ def check_at_rest(cluster: Cluster) -> None:
     for life in cluster.lives.values():
         _check_life(life)
         cluster.step_invariants[life].record.check_at_rest()
+    check_streams(cluster.streams)
     heard = cluster.version_checks
     for life in cluster.every_life:
         if life.character.name in heard.liars:

@@ -88,14 +88,18 @@ class WorkerFaults:
         rng = self.world.rng
         life = self.cluster.lives[rng.choice(sorted(self.cluster.lives))]
         if life.alive and not life.paused:
-            self.world.faults["retired"] += 1
-            self.world.tell(f"{life.peer} drains")
-            life.node.tell(DrainStarted())
-            life.wake()
-            self.cluster.draining.add(life.peer.worker)
-            soon_s, patience_s = rng.choice(((rng.uniform(0, 2.0), 0.0), (0.0, DRAIN_S)))
-            self.world.touch("draining", life.peer.worker, lasts_s=soon_s)
-            self.world.after(soon_s, partial(self._leave, life, self.world.now + patience_s))
+            self.drain(life)
+
+    def drain(self, life: Life) -> None:
+        rng = self.world.rng
+        self.world.faults["retired"] += 1
+        self.world.tell(f"{life.peer} drains")
+        life.node.tell(DrainStarted())
+        life.wake()
+        self.cluster.draining.add(life.peer.worker)
+        soon_s, patience_s = rng.choice(((rng.uniform(0, 2.0), 0.0), (0.0, DRAIN_S)))
+        self.world.touch("draining", life.peer.worker, lasts_s=soon_s)
+        self.world.after(soon_s, partial(self._leave, life, self.world.now + patience_s))
 
     def _leave(self, life: Life, patient_until: float) -> None:
         if not life.alive:
@@ -126,8 +130,11 @@ class WorkerFaults:
     def _pause(self) -> None:
         rng = self.world.rng
         life = self.cluster.lives[rng.choice(sorted(self.cluster.lives))]
-        if not life.alive or life.paused:
-            return
+        if life.alive and not life.paused:
+            self.stop(life)
+
+    def stop(self, life: Life) -> None:
+        rng = self.world.rng
         what = rng.choice(("process", "process", "loop", "engine"))
         self.world.tell(f"{life.peer} pauses: {what}")
         life.pause(what)

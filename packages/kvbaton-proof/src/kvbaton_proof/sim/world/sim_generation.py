@@ -10,10 +10,13 @@ before the token in front of it is known. Of a history's last token nobody has t
 
 from __future__ import annotations
 
+import random
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 
@@ -25,6 +28,8 @@ from kvbaton_proof.sim.world.sim_memory import Said, word_at
 from kvbaton_proof.sim.world.sim_request import Phase, SimRequest
 
 VOCABULARY, EOS = 24, 0
+HALVES = frozenset((5, 11, 17))
+"""Tokens that are half a character: nothing is shown of them before the next one."""
 STATES = 7
 """Of a grammar, and of each all but every third token is forbidden."""
 SCORES = 1 << 16
@@ -48,6 +53,48 @@ class Task(msgspec.Struct, frozen=True):
         for token in answer:
             found = found.and_then(token)
         return found
+
+    def as_vllm(self) -> SimpleNamespace:
+        """As vLLM has it, for what its adapter refuses."""
+        return SimpleNamespace(
+            max_tokens=self.max_tokens, min_tokens=0, stop_token_ids=(), ignore_eos=False,
+            temperature=0.0 if self.greedy else 1.0, presence_penalty=1.0 if self.penalty else 0.0,
+            structured_outputs="json" if self.grammar else None,
+        )  # fmt: skip
+
+
+def drawn_fields(rng: random.Random, prompts: int) -> dict[str, Any]:
+    """A client's body. Few prompts, so that several answers to one are under way, and in one cache."""
+    prompt = rng.randint(1, prompts)
+    fields: dict[str, Any] = {
+        "prompt": [prompt] * (1 + prompt % 7), "max_tokens": rng.randint(1, 14), "stream": True,
+        "temperature": rng.choice((0, 1.0, 1.0)),
+    }  # fmt: skip
+    if fields["temperature"] and rng.random() < 0.5:
+        fields["seed"] = rng.randint(0, 3)
+    if rng.random() < 0.3:
+        fields["presence_penalty"] = 1.0
+    if rng.random() < 0.3:
+        fields["response_format"] = {"type": "json_object"}
+    if rng.random() < 0.5:
+        fields["return_token_ids"] = True
+    if rng.random() < 0.5:
+        fields["stream_options"] = {"include_usage": True}
+    return fields
+
+
+def task_of(fields: Mapping[str, Any]) -> Task:
+    """A body as an engine reads it."""
+    prompt, greedy = fields["prompt"], not fields["temperature"]
+    return Task(
+        prompt[0], len(prompt), fields["max_tokens"], fields.get("seed", 0 if greedy else None), greedy,
+        bool(fields.get("presence_penalty")), "response_format" in fields,
+    )  # fmt: skip
+
+
+def letters(tokens: Iterable[int]) -> str:
+    """What a client reads."""
+    return "".join(chr(ord("a") - 1 + token) for token in tokens)
 
 
 class Sampler:
@@ -121,6 +168,11 @@ class Generation:
     def given(self) -> int:
         """What of them has its KV before the next token is sampled: all but an answer's last one."""
         return self.known - (1 if self.answer else 0)
+
+    @property
+    def whole_characters(self) -> int:
+        """Tokens of the answer that can be shown now."""
+        return len(self.answer) - (1 if self.answer and self.answer[-1] in HALVES else 0)
 
     @property
     def most_tokens(self) -> int:
