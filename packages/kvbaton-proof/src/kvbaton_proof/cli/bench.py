@@ -9,12 +9,24 @@ from __future__ import annotations
 import argparse
 
 from kvbaton.cli.arguments import HelpFormatter, Parser, add_common
-from kvbaton_proof.cli import bench_router, bench_serve, bench_store, bench_transfer, bench_turns, bench_vllm
+from kvbaton_proof.cli import (
+    bench_goodput,
+    bench_router,
+    bench_serve,
+    bench_store,
+    bench_transfer,
+    bench_turns,
+    bench_vllm,
+)
 
 KINDS = {
     "transfer": (bench_transfer, "segments of 4 to 256 KiB, then whole handoffs"),
     "store": (bench_store, "puts and gets of shared stores, and what a hit saves a request"),
     "serve": (bench_serve, "client-side latency under load: modes and aggregated engines in turn, or running servers"),
+    "goodput": (
+        bench_goodput,
+        "right answers within objectives, by rate: a trace on several targets, with faults beside",
+    ),
     "vllm": (bench_vllm, "aggregated vLLM, pairs with kvbaton and a pair with NIXL, under vLLM's own load generator"),
     "router": (bench_router, "the router's cost per request, compared with vllm-router and a toy proxy"),
     "turns": (bench_turns, "time to first token of a conversation's turns, kept by D or not, and aggregated"),

@@ -49,7 +49,7 @@ class Given(msgspec.Struct, frozen=True):
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    _where(parser.add_argument_group("targets: running servers, or a cluster started for this"))
+    add_where(parser.add_argument_group("targets: running servers, or a cluster started for this"))
     _load(parser.add_argument_group("load"))
     option = parser.add_argument
     option(
@@ -61,7 +61,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     option("--warmup", type=whole(0, WARMUPS_MAX), metavar="N", help="uncounted requests before a part (default: 4, or "
            "two per pair)")  # fmt: skip
-    option("--slo", type=_slo, metavar="A=S,B=S", help="objectives for goodput, in seconds: ttft, tpot, itl, e2e")
+    option(
+        "--slo", type=slo, metavar="A=S,B=S", help="objectives for goodput, in seconds: ttft, tpot, itl, itl_p99, e2e"
+    )
     option("--timeout-s", type=seconds, default=120.0, metavar="SECONDS", help="timeout of one request")
     option("--part-s", type=seconds, default=600.0, metavar="SECONDS", help="deadline of a part")
     option("--record", metavar="FILE", help="write the requests as a trace, for --trace")
@@ -70,7 +72,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     option("--json", action="store_true", help="print one object with the figures")
 
 
-def _where(group: argparse._ArgumentGroup) -> None:
+def add_where(group: argparse._ArgumentGroup) -> None:
     option = group.add_argument
     option("--url", type=url, action="append", default=[], metavar="URL", help="a server; several are compared")
     option("--target", type=_target, action="append", default=[], metavar="NAME=URL[#MODE]",
@@ -103,28 +105,29 @@ def _load(group: argparse._ArgumentGroup) -> None:
     option("--prefix-len", type=whole(1, 1 << 20), metavar="TOKENS", help="additional shared prefix")
     option("--prefixes", type=whole(1, 4096), metavar="K", help="number of shared prefixes (default: 1)")
     option("--trace", metavar="FILE", help="a recorded load: JSON lines in Mooncake's trace format, or --record's")
-    option("--trace-speed", type=_factor, metavar="X", help="replay X times as fast (default: 1)")
-    option("--length-scale", type=_factor, metavar="X", help="scale a trace's lengths, for small engines (default: 1)")
+    option("--trace-speed", type=factor, metavar="X", help="replay X times as fast (default: 1)")
+    option("--length-scale", type=factor, metavar="X", help="scale a trace's lengths, for small engines (default: 1)")
     option("--seed", type=whole(0, (1 << 32) - 1), default=0, metavar="N", help="seed of all random draws")
 
 
 def check(args: argparse.Namespace) -> None:
     """Fill in the defaults; refuse what does not go together."""
-    args.targets = _targets(args)
-    if args.targets:
-        for name in _OWN:
-            if getattr(args, name) is not None:
-                raise CommandError(f"argument --{_flag(name)}: running servers are not started; remove --url and "
-                                   "--target to start a cluster")  # fmt: skip
-    else:
-        _check_own(args)
+    check_where(args)
     _check_load(args)
     if args.concurrency is None and args.rate is None and args.trace is None:
         args.concurrency = CONCURRENCY
-    if args.name is not None and not _NAME.fullmatch(args.name):
-        raise CommandError(f"argument --name: got {args.name!r}, expected letters, digits, '.', '_' and '-'")
-    if args.name is not None and args.out is None:
-        raise CommandError("argument --name: it names the files of --out DIR; give that too")
+
+
+def check_where(args: argparse.Namespace) -> None:
+    """Which targets are asked, or started."""
+    args.targets = _targets(args)
+    if not args.targets:
+        _check_own(args)
+        return
+    for name in _OWN:
+        if getattr(args, name) is not None:
+            raise CommandError(f"argument --{_flag(name)}: running servers are not started; remove --url and "
+                               "--target to start a cluster")  # fmt: skip
 
 
 def _check_load(args: argparse.Namespace) -> None:
@@ -181,7 +184,7 @@ def _target(text: str) -> Given:
     return Given(name, url(where), mode or None)
 
 
-def _number(text: str, is_right: Callable[[float], bool], expected: str) -> float:
+def number(text: str, is_right: Callable[[float], bool], expected: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -192,11 +195,11 @@ def _number(text: str, is_right: Callable[[float], bool], expected: str) -> floa
 
 
 def _rate(text: str) -> float:
-    return _number(text, lambda rate: 0 < rate <= 100_000 or rate == float("inf"), "requests/s above 0, or inf")
+    return number(text, lambda rate: 0 < rate <= 100_000 or rate == float("inf"), "requests/s above 0, or inf")
 
 
-def _factor(text: str) -> float:
-    return _number(text, lambda factor: 1e-6 <= factor <= 1e6, "a number above 0, such as 0.5")
+def factor(text: str) -> float:
+    return number(text, lambda value: 1e-6 <= value <= 1e6, "a number above 0, such as 0.5")
 
 
 def _lengths(text: str) -> Lengths:
@@ -206,7 +209,7 @@ def _lengths(text: str) -> Lengths:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _slo(text: str) -> Any:
+def slo(text: str) -> Any:
     from kvbaton_proof.bench.serve.serve_parts import Slo  # brings numpy, which --help can do without
 
     try:
@@ -225,7 +228,7 @@ def run(args: argparse.Namespace) -> int:
     from kvbaton_proof.bench.vllm.vllm_levels import versions
 
     check(args)
-    files, record = _files(args), new_file("record", args.record)
+    files, record = page_files(args, "serve"), new_file("record", args.record)
     work = serve_run.work_of(args)
     server = None if args.targets else serve_clusters.server_of(args)
     raise_file_limit()
@@ -241,20 +244,29 @@ def run(args: argparse.Namespace) -> int:
     findings = serve_report.findings(report, files[1].name if files else "")
     show(findings, report, as_json=args.json, page=files[0] if files else None)
     if files:
-        files[1].write_text(serve_report.plot(report))
-        files[2].write_text(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
+        write_beside(files, serve_report.plot(report), report)
     if report.stopped:
         return INTERRUPTED
     return 0 if report.ok else 1
 
 
-def _files(args: argparse.Namespace) -> tuple[Path, ...]:
+def write_beside(files: tuple[Path, ...], plot: str, report: msgspec.Struct) -> None:
+    """What belongs to a page: its picture, and the figures."""
+    files[1].write_text(plot)
+    files[2].write_text(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
+
+
+def page_files(args: argparse.Namespace, what: str) -> tuple[Path, ...]:
     """Page, plot and figures; nothing is overwritten."""
     from kvbaton_proof.bench.kit import run_facts
 
+    if args.name is not None and not _NAME.fullmatch(args.name):
+        raise CommandError(f"argument --name: got {args.name!r}, expected letters, digits, '.', '_' and '-'")
+    if args.name is not None and args.out is None:
+        raise CommandError("argument --name: it names the files of --out DIR; give that too")
     if args.out is None:
         return ()
-    name = args.name or f"{run_facts.today()}-serve"
+    name = args.name or f"{run_facts.today()}-{what}"
     if not Path(args.out).is_dir():
         raise CommandError(f"argument --out: {args.out} is not a directory; create it first")
     files = tuple(Path(args.out) / f"{name}{suffix}" for suffix in SUFFIXES)

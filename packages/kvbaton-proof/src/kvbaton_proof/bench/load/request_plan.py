@@ -4,18 +4,26 @@
 
 is a line of a recorded load, as Mooncake's traces have them. `hash_ids` name blocks of 512 tokens: equal ids are equal
 tokens, so prefixes that were shared are shared again; what they do not cover is this request's own. `pieces` (ours:
-names and lengths) take their place where they stand, since 512 cannot say every length.
+names and lengths) take their place where they stand, since 512 cannot say every length. A file that begins with
 
-Laws: pure. A line that cannot be meant is refused by its number and field. A seed decides everything, and every target
-gets the same plan in every round. Prompts are token ids that every tokenizer has, so that a length is what was
-asked for in tokens, whatever the model.
+    TIMESTAMP,ContextTokens,GeneratedTokens
+
+is one of Azure's: a date, and two lengths; nothing is shared. Both may be compressed (`.gz`).
+
+Laws: pure, but for `read_file`. A line that cannot be meant is refused by its number and field. A seed decides
+everything, and every target gets the same plan in every round. Prompts are token ids that every tokenizer has, so that
+a length is what was asked for in tokens, whatever the model.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import math
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -109,6 +117,7 @@ def prompt(ask: Ask, seed: int, mark: str = "") -> list[int]:
 
 
 BLOCK_TOKENS = 512
+CSV_HEAD = b"TIMESTAMP,ContextTokens,GeneratedTokens"
 LINE_BYTES_MAX = 1 << 20
 PIECES_MAX = 65_536
 
@@ -133,17 +142,30 @@ _decode = msgspec.json.Decoder(Line).decode
 _encode = msgspec.json.Encoder().encode
 
 
+def read_file(path: Path, *, speed: float = 1.0, scale: float = 1.0, requests_max: int = REQUESTS_MAX) -> list[Ask]:
+    """The requests of a trace's file, also of a compressed one."""
+    with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as lines:
+        try:
+            return read(lines, speed=speed, scale=scale, requests_max=requests_max)
+        except (gzip.BadGzipFile, EOFError) as error:
+            raise TraceError(f"it ends in .gz and cannot be unpacked: {error}") from None
+
+
 def read(
     lines: Iterable[bytes], *, speed: float = 1.0, scale: float = 1.0, requests_max: int = REQUESTS_MAX
 ) -> list[Ask]:
     """The requests of a trace by their time, the first at 0; times divided by `speed`, lengths times `scale`."""
     timed: list[tuple[float, Line]] = []
+    parse = _parsed
     for number, data in enumerate(lines, 1):
         if not data.strip():
             continue
+        if number == 1 and data.strip() == CSV_HEAD:
+            parse = _row
+            continue
         if len(timed) >= requests_max:
             break
-        timed.append(_parsed(number, data))
+        timed.append(parse(number, data))
     if not timed:
         raise TraceError("it is empty: expected a line of JSON for each request")
     timed.sort(key=lambda each: each[0])
@@ -177,6 +199,33 @@ def _parsed(number: int, data: bytes) -> tuple[float, Line]:
     if line.pieces and sum(piece.tokens for piece in line.pieces) != line.input_length:
         raise TraceError(f"line {number}: pieces: their tokens are not input_length {line.input_length} together")
     return line.timestamp, line
+
+
+def _row(number: int, data: bytes) -> tuple[float, Line]:
+    """A line of Azure's traces."""
+    cells = data.decode(errors="replace").strip().split(",")
+    with contextlib.suppress(ValueError):
+        date, prompt_tokens, answer_tokens = cells
+        at = datetime.fromisoformat(date).timestamp() * 1e3
+        lengths = {"input_length": int(prompt_tokens), "output_length": int(answer_tokens)}
+        return at, msgspec.convert({"timestamp": at, **lengths}, Line)
+    raise TraceError(
+        f"line {number}: got {','.join(cells)[:80]!r}, expected a date and two lengths of 1 to {TOKENS_MAX}"
+    )
+
+
+def shorter(asks: Sequence[Ask], tokens_max: int) -> list[Ask]:
+    """Those whose prompt and answer have at most that many tokens together."""
+    return [ask for ask in asks if ask.input_tokens + ask.output_tokens <= tokens_max]
+
+
+def at_rate(asks: Sequence[Ask], rate: float) -> list[Ask]:
+    """The same requests in the same rhythm, so many a second on the mean."""
+    begun, lasts = asks[0].due_s, asks[-1].due_s - asks[0].due_s
+    if lasts <= 0:
+        raise TraceError("timestamp: all requests have the same; expected times that differ")
+    stretch = (len(asks) - 1) / rate / lasts
+    return [msgspec.structs.replace(ask, due_s=(ask.due_s - begun) * stretch) for ask in asks]
 
 
 def _pieces(index: int, line: Line, scale: float) -> Iterator[Piece]:

@@ -36,7 +36,18 @@ from kvbaton.local_cluster.vllm_engine import (
     tiny_model,
 )
 from kvbaton.observe.metrics.exposition import figures
-from kvbaton.processes.child_process import GUARD, KVBATON_ARGV, Child, Program, Say, end, free_ports, ready, start
+from kvbaton.processes.child_process import (
+    GUARD,
+    KVBATON_ARGV,
+    Child,
+    Program,
+    Say,
+    end,
+    end_group,
+    free_ports,
+    ready,
+    start,
+)
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton_proof.bench.kit import cpu_meter
 from kvbaton_proof.bench.kit.cpu_meter import Cpu, family
@@ -59,10 +70,11 @@ def site_of(target: str) -> str:
 class Site:
     """A cluster that serves, and what can be read of it."""
 
-    def __init__(self, name: str, url: str, children: Sequence[Child], engines: Mapping[str, str], vllm: bool) -> None:
+    def __init__(self, name: str, url: str, children: list[Child], engines: Mapping[str, str], vllm: bool) -> None:
         self.name = name
         self.url = url
         self._children = children
+        self.engines = tuple(engines)
         self._engines = engines  # URL by name
         self._vllm = vllm
         self._watched = {
@@ -70,6 +82,18 @@ class Site:
             "router": tuple(pid for child in children if child.name == "router" for pid in family(child.pid)),
             "client": (os.getpid(),),
         }
+
+    async def kill(self, name: str) -> None:
+        """`kill -9` of an engine and of what it started; it is started again at once."""
+        at = next(at for at, child in enumerate(self._children) if child.name == name)
+        killed = self._children[at]
+        end_group(killed.pid)
+        await killed.process.wait()
+        self._children[at] = await start(killed.program, killed.log)
+
+    async def whole(self, within_s: float, say: Say, stop: asyncio.Event) -> None:
+        """Wait until every engine serves."""
+        await _registered(self.url, self._children, within_s, say, stop)
 
     def commands(self) -> dict[str, str]:
         return {f"{self.name} {child.name}": child.command for child in self._children}

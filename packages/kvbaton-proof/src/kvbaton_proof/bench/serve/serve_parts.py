@@ -28,40 +28,51 @@ TIMES: Mapping[str, Callable[[Answer], Sequence[float]]] = {
 """The values of each time that one answer has, in seconds."""
 
 
+_UNITS = (("ms", 1e-3), ("s", 1.0), ("", 1.0))
+
+
 class Slo(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds that a request may take to count as good: to its first token, for each further one on the mean, for
-    the longest gap between two, and altogether.
+    the longest gap between two, for 99 % of its gaps, and altogether.
     """
 
     ttft: float | None = None
     tpot: float | None = None
     itl: float | None = None
+    itl_p99: float | None = None
     e2e: float | None = None
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """`ttft=0.5,itl=0.05`. ValueError says what is wrong."""
+        """`ttft=0.5,itl=50ms`: seconds, or with a unit. ValueError says what is wrong."""
         given: dict[str, float] = {}
         for word in text.split(","):
             name, _, value = word.strip().partition("=")
-            if name not in TIMES:
-                raise ValueError(f"got {word!r}, expected NAME=SECONDS with a name of {', '.join(TIMES)}")
+            if name not in cls.__struct_fields__:
+                known = ", ".join(cls.__struct_fields__)
+                raise ValueError(f"got {word!r}, expected NAME=SECONDS with a name of {known}")
+            unit, factor = next(each for each in _UNITS if value.endswith(each[0]))
             try:
-                given[name] = float(value)
+                given[name] = float(value.removesuffix(unit)) * factor
             except ValueError:
-                raise ValueError(f"{name}: got {value!r}, expected seconds") from None
+                raise ValueError(f"{name}: got {value!r}, expected seconds, such as 0.5, 2s or 25ms") from None
             if not 0 < given[name] < float("inf"):
                 raise ValueError(f"{name}: got {value}, expected seconds above 0")
         return cls(**given)
 
     def met_by(self, answer: Answer) -> bool:
-        for name, limit in msgspec.structs.asdict(self).items():
-            if limit is not None and max(TIMES[name](answer), default=0.0) > limit:
-                return False
-        return True
+        limits = msgspec.structs.asdict(self).items()
+        return all(limit is None or _limited(name, answer) <= limit for name, limit in limits)
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value:g} s" for name, value in msgspec.structs.asdict(self).items() if value)
+
+
+def _limited(name: str, answer: Answer) -> float:
+    """What an objective is about, of one request."""
+    if name == "itl_p99":
+        return float(np.percentile(answer.gaps_s, 99)) if answer.gaps_s else 0.0
+    return max(TIMES[name](answer), default=0.0)
 
 
 class Figures(msgspec.Struct, frozen=True):

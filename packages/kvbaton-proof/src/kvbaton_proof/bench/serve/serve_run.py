@@ -115,8 +115,9 @@ def work_of(args: argparse.Namespace) -> Work:
 def _trace(args: argparse.Namespace) -> list[Ask]:
     bound = args.requests or REQUESTS_MAX
     try:
-        with open(args.trace, "rb") as lines:
-            return request_plan.read(lines, speed=args.trace_speed, scale=args.length_scale, requests_max=bound)
+        return request_plan.read_file(
+            Path(args.trace), speed=args.trace_speed, scale=args.length_scale, requests_max=bound
+        )
     except request_plan.TraceError as error:
         raise CommandError(f"argument --trace: {args.trace}: {error}; see docs/bench.md for the format") from None
     except OSError as error:
@@ -132,9 +133,9 @@ async def measure(
             if args.targets:
                 targets = [ServeTarget(each.name, each.url, each.mode, model=args.model) for each in args.targets]
             else:
-                targets = await _started(args, server, stack, say, stop)
+                targets = await started(args, server, stack, say, stop)
             for target in targets:
-                await _probe(target, work)
+                await probe(target, work.longest)
             for number in range(1, work.rounds + 1):
                 for target in targets:
                     if not stop.is_set():
@@ -148,7 +149,7 @@ async def measure(
     return measured
 
 
-async def _started(
+async def started(
     args: argparse.Namespace,
     server: ServerOptions | None,
     stack: contextlib.AsyncExitStack,
@@ -168,12 +169,12 @@ async def _started(
     return targets
 
 
-async def _probe(target: ServeTarget, work: Work) -> None:
+async def probe(target: ServeTarget, longest: int) -> None:
     served = await ask_for_models(target.name, target.url)
     target.model = target.model or served.model
-    if served.tokens_max is not None and work.longest > served.tokens_max:
+    if served.tokens_max is not None and longest > served.tokens_max:
         raise CommandError(
-            f"argument --input-len: prompt and answer have up to {work.longest} tokens together, {target.name} accepts "
+            f"argument --input-len: prompt and answer have up to {longest} tokens together, {target.name} accepts "
             f"{served.tokens_max}; use shorter ones (with a trace: --length-scale)"
         )
 
@@ -195,11 +196,11 @@ async def _part(
             tell(f"{done} {load.failed} failed" if load.failed else done)
 
         load = Load(aim, work.pace, on_end=show)
-        if not await _unless_stopped(warm_up(aim, work.warmups), stop):
+        if not await ran_to_its_end(warm_up(aim, work.warmups), stop):
             return
         if target.site is not None:
             handed_over, before = await target.site.handed_over(), target.site.cpu()
-        await _unless_stopped(load.run(work.asks()), stop)
+        await ran_to_its_end(load.run(work.asks()), stop)
     used = Used()
     if target.site is not None and before is not None:
         rest_s = HURRIED_S if stop.is_set() else serve_clusters.REST_S
@@ -214,7 +215,7 @@ async def _part(
     say(f"round {number} of {work.rounds}: {_short(serve_parts.part_of(turn, work.slo))}")
 
 
-async def _unless_stopped(coroutine: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
+async def ran_to_its_end(coroutine: Coroutine[Any, Any, None], stop: asyncio.Event) -> bool:
     """Whether it ran to its end."""
     try:
         await unless_stopped(coroutine, stop)

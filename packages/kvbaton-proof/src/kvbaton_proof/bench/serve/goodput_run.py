@@ -1,0 +1,224 @@
+"""One run of `kvbaton bench goodput`: the right answers first, then rate after rate, target by target, with faults.
+
+Laws: all targets get the same requests in the same rhythm, and take turns. Answers are compared with those that the
+first target gave without load and without faults. An engine that is killed is started again at once, and the next part
+begins only when all engines serve. Every wait has a deadline; whoever stops the run gets what was measured until then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from kvbaton.local_cluster.vllm_engine import ServerOptions
+from kvbaton.processes.child_process import Say
+from kvbaton.processes.operator_control import told_to_stop
+from kvbaton.processes.operator_errors import CommandError
+from kvbaton.router.openai_api import MODE_HEADER
+from kvbaton_proof.bench.kit import run_facts
+from kvbaton_proof.bench.kit.run_facts import RunFacts
+from kvbaton_proof.bench.load import request_plan
+from kvbaton_proof.bench.load.open_loop import Aim, Load, Pace, warm_up
+from kvbaton_proof.bench.load.request_plan import REQUESTS_MAX, Ask
+from kvbaton_proof.bench.serve import goodput
+from kvbaton_proof.bench.serve.goodput import SHARES, GoodputReport, Level
+from kvbaton_proof.bench.serve.serve_clusters import Site
+from kvbaton_proof.bench.serve.serve_parts import Slo
+from kvbaton_proof.bench.serve.serve_run import WARMUPS, ServeTarget, Shown, probe, ran_to_its_end, started
+
+REFERENCES_AT_ONCE = 4
+BACK_S = 300.0  # for a killed engine to serve again
+
+
+class Kill(msgspec.Struct, frozen=True):
+    """Engines of one role, one of them killed so often."""
+
+    role: str  # as engines' names begin: `p` or `d`
+    every_s: float
+
+
+class Sweep(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be measured."""
+
+    asks: Sequence[Ask]
+    slo: Slo
+    rates: Sequence[float]
+    levels_max: int
+    pace: Pace
+    timeout_s: float
+    seed: int
+    in_prompt: bool
+    kill: Kill | None
+
+
+@dataclass(slots=True)
+class Swept:
+    """What has been measured so far."""
+
+    references: Mapping[int, bytes] = field(default_factory=dict)
+    levels: list[Level] = field(default_factory=list)
+    commands: dict[str, str] = field(default_factory=dict)
+    engines: dict[str, int] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+    stopped: bool = False
+
+    def of(self, target: str, number: int = 0) -> list[Level]:
+        return [each for each in self.levels if each.target == target and number in (0, each.round)]
+
+
+def trace_of(path: Path, *, scale: float, requests: int | None, tokens_max: int | None) -> tuple[list[Ask], int]:
+    """The requests to replay, and how many of the trace were left out because they are too long."""
+    try:
+        read = request_plan.read_file(path, scale=scale)
+    except request_plan.TraceError as error:
+        raise CommandError(f"argument --trace: {path}: {error}; see docs/bench.md for the formats") from None
+    except OSError as error:
+        raise CommandError(f"argument --trace: {path}: {error.strerror}; name a trace's file") from None
+    asks = read if tokens_max is None else request_plan.shorter(read, tokens_max)
+    if len(asks) < 2:
+        raise CommandError(f"argument --tokens-max: {len(asks)} of {len(read)} requests of the trace have at most "
+                           f"{tokens_max} tokens; raise it, or give a smaller --length-scale")  # fmt: skip
+    kept = asks[: requests or REQUESTS_MAX]
+    try:
+        request_plan.at_rate(kept, 1.0)
+    except request_plan.TraceError as error:
+        raise CommandError(f"argument --trace: {path}: {error}") from None
+    return kept, len(read) - len(asks)
+
+
+async def measure(
+    args: argparse.Namespace, sweep: Sweep, swept: Swept, server: ServerOptions | None, say: Say, shown: Shown
+) -> None:
+    longest = max(ask.input_tokens + ask.output_tokens for ask in sweep.asks)
+    with told_to_stop() as stop:
+        async with contextlib.AsyncExitStack() as stack:
+            if args.targets:
+                targets = [ServeTarget(each.name, each.url, each.mode, model=args.model) for each in args.targets]
+            else:
+                targets = await started(args, server, stack, say, stop)
+            for target in targets:
+                await probe(target, longest)
+                if target.site is not None:
+                    swept.engines[target.name] = len(target.site.engines)
+            if args.judged:
+                swept.references = await _right_answers(targets[0], sweep, stop, say, shown)
+            for number in range(1, args.rounds + 1):
+                await _round(number, targets, sweep, swept, stop, say, shown)
+            if stop.is_set():
+                say("stopped; these are the measurements so far")
+                swept.stopped = True
+            for site in {id(each.site): each.site for each in targets if each.site is not None}.values():
+                swept.commands |= site.commands()
+                swept.failures += site.dead()
+
+
+async def _round(
+    number: int, targets: Sequence[ServeTarget], sweep: Sweep, swept: Swept, stop: asyncio.Event, say: Say, shown: Shown
+) -> None:
+    left = list(targets)
+    while left and not stop.is_set():
+        for target in list(left):
+            # The second round measures what the first has found worth measuring, so that rounds can be compared.
+            rates = sweep.rates if number == 1 else sorted({each.rate for each in swept.of(target.name, 1)})
+            rate = goodput.next_rate(swept.of(target.name, number), rates, sweep.levels_max)
+            if rate is None:
+                left.remove(target)
+            elif not stop.is_set():
+                await _level(number, rate, target, sweep, swept, stop, say, shown)
+
+
+async def _right_answers(
+    target: ServeTarget, sweep: Sweep, stop: asyncio.Event, say: Say, shown: Shown
+) -> Mapping[int, bytes]:
+    load = Load(_aim(target, sweep, "reference"), msgspec.structs.replace(sweep.pace, concurrency=REFERENCES_AT_ONCE))
+    with shown("right answers") as tell:
+        tell(f"of {target.name}, without load")
+        at_once = [msgspec.structs.replace(ask, due_s=0.0) for ask in sweep.asks]
+        await ran_to_its_end(load.run(at_once), stop)
+    failed = [each.error for each in load.records if each.error]
+    if failed and not stop.is_set():
+        raise CommandError(f"target {target.name}: {len(failed)} of {len(sweep.asks)} requests failed without load, "
+                           f"the first with {failed[0]!r}; they cannot be judged")  # fmt: skip
+    say(f"{len(load.records)} right answers, from {target.name} without load")
+    return {each.ask.index: each.answer.digest for each in load.records if each.answer is not None}
+
+
+def _aim(target: ServeTarget, sweep: Sweep, part: str) -> Aim:
+    return Aim(
+        url=target.url, headers={} if target.mode is None else {MODE_HEADER: target.mode}, model=target.model,
+        salt=f"{sweep.seed}-{part}-{target.name}-{time.time_ns()}", in_prompt=sweep.in_prompt, seed=sweep.seed,
+        timeout_s=sweep.timeout_s,
+    )  # fmt: skip
+
+
+async def _level(
+    number: int,
+    rate: float,
+    target: ServeTarget,
+    sweep: Sweep,
+    swept: Swept,
+    stop: asyncio.Event,
+    say: Say,
+    shown: Shown,
+) -> None:
+    aim = _aim(target, sweep, f"{number}-{rate:g}")
+    asks = request_plan.at_rate(sweep.asks, rate)
+    gc.collect()
+    with shown(f"{target.name} at {rate:g}/s") as tell:
+        load = Load(aim, sweep.pace, on_end=lambda: tell(f"{load.ended} of {len(asks)}"))
+        if not await ran_to_its_end(warm_up(aim, WARMUPS), stop):
+            return
+        done, killed = asyncio.Event(), list[str]()
+        killer = asyncio.create_task(_kill(sweep, target.site, f"{sweep.seed}/{number}/{rate}", done, killed))
+        try:
+            await ran_to_its_end(load.run(asks), stop)
+        finally:
+            done.set()
+            await killer
+    if target.site is not None and killed and not stop.is_set():
+        await target.site.whole(BACK_S, say, stop)
+    if stop.is_set() and not load.records:
+        return
+    level = goodput.level_of(
+        load.records, swept.references, sweep.slo, number=number, target=target.name, rate=rate, killed=len(killed)
+    )
+    swept.levels.append(level)
+    faults = f", {level.killed} engines killed" if level.killed else ""
+    say(f"{target.name} at {rate:g}/s: {level.good} of {level.sent} good, {level.late} late, {level.wrong} wrong, "
+        f"{level.failed} failed{faults}")  # fmt: skip
+
+
+async def _kill(sweep: Sweep, site: Site | None, seed: str, done: asyncio.Event, killed: list[str]) -> None:
+    """The same engines at the same times for each target of a round."""
+    if sweep.kill is None or site is None:
+        return
+    draw = random.Random(seed)
+    names = [name for name in site.engines if name.startswith(sweep.kill.role)]
+    while names and not done.is_set():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(done.wait(), sweep.kill.every_s)
+            return
+        killed.append(draw.choice(names))
+        await site.kill(killed[-1])
+
+
+def report_of(
+    sweep: Sweep, swept: Swept, facts: RunFacts, options: Mapping[str, object], notes: Sequence[str]
+) -> GoodputReport:
+    names = list(dict.fromkeys(each.target for each in swept.levels))
+    wrong = [*swept.failures, *goodput.complaints(swept.levels)]
+    return GoodputReport(
+        **msgspec.structs.asdict(facts), ok=not wrong and not swept.stopped, wrong=wrong, notes=notes,
+        stopped=swept.stopped, slo=str(sweep.slo), options=options, engines=swept.engines, levels=swept.levels,
+        capacities={name: [goodput.capacity(swept.of(name), share) for share in SHARES] for name in names},
+        commands={name: run_facts.public(line) for name, line in swept.commands.items()},
+    )  # fmt: skip

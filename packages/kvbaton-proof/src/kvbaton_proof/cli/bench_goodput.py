@@ -1,0 +1,144 @@
+"""`kvbaton bench goodput`: how many requests a second of a trace are answered right and within their objectives.
+
+Laws: an invalid value is refused by its name, before anything is started. The exit status is the verdict on answers,
+never on speed: 1 if an answer was wrong or an engine ended by itself. Ctrl-C prints what was measured until then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from pathlib import Path
+
+import msgspec
+
+from kvbaton.api.http.server_loop import run as run_loop
+from kvbaton.cli import progress
+from kvbaton.cli.arguments import seconds, whole
+from kvbaton.processes.open_files import raise_file_limit
+from kvbaton.processes.operator_errors import CommandError, StoppedError
+from kvbaton_proof.bench.kit.run_facts import AGGREGATED
+from kvbaton_proof.cli import bench_serve
+from kvbaton_proof.cli.bench_results import show
+
+SAMPLES = {"mooncake-sample": "mooncake_sample.jsonl", "azure-sample": "azure_sample.csv"}
+"""Synthetic, of the two forms; by the names under which they come with this package."""
+SAMPLES_AT = Path(__file__).parents[1] / "bench" / "load"
+GAPS = {"p99": "itl_p99", "mean": "tpot", "max": "itl"}
+"""What an objective `itl` is about, of each request."""
+SLO, EMBEDDED_SLO = "ttft=2s,itl=25ms", "ttft=1s,itl=100ms"
+EMBEDDED_SCALE = 1 / 32  # the samples' prompts are then of 200 tokens, which a model in NumPy reads in milliseconds
+LEVELS_MAX = 10
+QUICK = {"rates": (4.0, 16.0, 64.0), "requests": 32, "rounds": 1, "compare": (AGGREGATED, "stream")}
+ROLES = {"prefill": "p", "decode": "d"}
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    bench_serve.add_where(parser.add_argument_group("targets: running servers, or a cluster started for this"))
+    option = parser.add_argument_group("load").add_argument
+    option("--trace", metavar="FILE", help=f"in Mooncake's or Azure's form, also .gz, or {' or '.join(SAMPLES)} "
+           "(default: the first)")  # fmt: skip
+    option("--rates", type=_rates, metavar="R,R", help="requests/s to offer (default: found by doubling and halving)")
+    option("--levels", type=whole(2, 100), default=LEVELS_MAX, metavar="N", help="at most N rates without --rates")
+    option("--requests", type=whole(2, 100_000), metavar="N", help="the first N of the trace (default: all)")
+    option("--tokens-max", type=whole(2, 1 << 20), metavar="N", help="leave out requests with more tokens than N")
+    option("--length-scale", type=bench_serve.factor, metavar="X",
+           help="scale the trace's lengths (default: 1; embedded engines: 1/32)")  # fmt: skip
+    option("--seed", type=whole(0, (1 << 32) - 1), default=0, metavar="N", help="seed of prompts and faults")
+    option = parser.add_argument
+    option("--slo", type=bench_serve.slo, metavar="A=T,B=T",
+           help=f"objectives (default: {SLO}; embedded engines: {EMBEDDED_SLO})")  # fmt: skip
+    option("--itl", choices=GAPS, default="p99", help="what an objective itl is about: of each request's own gaps "
+           "between tokens the p99 (default), the mean or the longest")  # fmt: skip
+    option("--kill", type=_kill, metavar="ROLE:SECONDS", help="kill -9 one prefill or decode engine so often, and "
+           "start it again")  # fmt: skip
+    option("--no-judge", action="store_true", help="do not compare answers, where engines do not repeat themselves")
+    option("--rounds", type=whole(1, 100), metavar="N", help="repeat the rates (default: 1)")
+    option("--quick", action="store_true", help="two targets, three rates, 32 requests each")
+    option("--timeout-s", type=seconds, default=120.0, metavar="SECONDS", help="timeout of one request")
+    option("--part-s", type=seconds, default=600.0, metavar="SECONDS", help="deadline of a target at one rate")
+    option("--out", metavar="DIR", help="write a page, a plot and the figures there, as in docs/lab")
+    option("--name", metavar="NAME", help="base name of these files (default: DATE-goodput)")
+    option("--json", action="store_true", help="print one object with the figures")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Fill in the defaults; refuse what does not go together."""
+    if args.quick:
+        for name, value in QUICK.items():
+            if getattr(args, name) is None and not (name == "compare" and (args.url or args.target)):
+                setattr(args, name, value)
+    bench_serve.check_where(args)
+    if args.kill is not None and args.targets:
+        raise CommandError("argument --kill: running servers are not killed; remove --url and --target")
+    is_tiny = not args.targets and args.engine == "embedded"
+    args.rounds, args.rates = args.rounds or 1, args.rates or ()
+    args.length_scale = args.length_scale or (EMBEDDED_SCALE if is_tiny else 1.0)
+    slo = args.slo or bench_serve.slo(EMBEDDED_SLO if is_tiny else SLO)
+    if slo.itl is not None:
+        slo = msgspec.structs.replace(slo, **{"itl": None, GAPS[args.itl]: slo.itl})
+    args.slo = slo
+    # Servers without cache_salt get marked prompts, other ones in each part: those have no right answer to compare.
+    args.judged = not (args.no_judge or args.no_salt)
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    found = [
+        bench_serve.number(word, lambda rate: 0 < rate <= 100_000, "requests/s above 0, such as 1,2,4")
+        for word in text.split(",")
+    ]
+    return tuple(sorted(set(found)))
+
+
+def _kill(text: str) -> tuple[str, float]:
+    role, _, every = text.partition(":")
+    if role not in ROLES:
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected prefill:SECONDS or decode:SECONDS")
+    every_s = bench_serve.number(
+        every.removesuffix("s"), lambda value: 0.5 <= value <= 86_400, "at least half a second, such as decode:20s"
+    )
+    return ROLES[role], every_s
+
+
+def run(args: argparse.Namespace) -> int:
+    from kvbaton_proof.bench.kit import run_facts
+    from kvbaton_proof.bench.load.open_loop import UNDER_WAY_MAX, Pace
+    from kvbaton_proof.bench.serve import goodput, goodput_run, serve_clusters
+    from kvbaton_proof.bench.vllm.vllm_levels import versions
+
+    check(args)
+    files = bench_serve.page_files(args, "goodput")
+    name = args.trace or next(iter(SAMPLES))
+    path = SAMPLES_AT / SAMPLES[name] if name in SAMPLES else Path(name)
+    asks, left_out = goodput_run.trace_of(
+        path, scale=args.length_scale, requests=args.requests, tokens_max=args.tokens_max
+    )
+    sweep = goodput_run.Sweep(
+        asks=asks, slo=args.slo, rates=args.rates, levels_max=args.levels,
+        pace=Pace(concurrency=UNDER_WAY_MAX, deadline_s=args.part_s, timed=True), timeout_s=args.timeout_s,
+        seed=args.seed, in_prompt=args.no_salt, kill=None if args.kill is None else goodput_run.Kill(*args.kill),
+    )  # fmt: skip
+    swept = goodput_run.Swept()
+    server = None if args.targets else serve_clusters.server_of(args)
+    raise_file_limit()
+    watch, say = run_facts.Stopwatch(), functools.partial(progress.note, "bench")
+    run_loop(goodput_run.measure(args, sweep, swept, server, say, progress.shown))
+    if not swept.levels:
+        raise StoppedError
+    own = run_facts.own_versions("uvloop", "aiohttp")
+    facts = watch.facts(run_facts.shown(sys.argv[1:]), own if server is None else {**own, **versions(server.python)})
+    options = {
+        "trace": path.name, "requests": len(asks), "left out as too long": left_out, "lengths times": args.length_scale,
+        "seed": args.seed, "engine": "-" if args.targets else args.engine,
+        "killed": "nobody" if sweep.kill is None else f"a {sweep.kill.role} every {sweep.kill.every_s:g} s",
+    }  # fmt: skip
+    notes = [] if args.judged else ["Answers were not compared: wrong ones count as good."]
+    report = goodput_run.report_of(sweep, swept, facts, options, notes)
+    findings = goodput.findings(report, files[1].name if files else "")
+    show(findings, report, as_json=args.json, page=files[0] if files else None)
+    if files:
+        bench_serve.write_beside(files, goodput.plot(report), report)
+    if report.stopped:
+        return bench_serve.INTERRUPTED
+    return 0 if report.ok else 1
