@@ -224,6 +224,8 @@ class StoreSide(NoStore):
         if prompt is not None:
             prompt.phase = Phase.OVER  # whatever fails from here on, it is not matched again
         self.second.allocated(request, external_tokens)
+        if external_tokens == 0:
+            self._runs(request)
         if prompt is None or external_tokens == 0:
             return
         size = self.grouping.block_tokens[0]
@@ -330,6 +332,18 @@ class StoreSide(NoStore):
         }
 
     # --- helpers
+
+    def _runs(self, request: Any) -> None:
+        """One whose prompt came whole from elsewhere was not looked up. What the store has of it is not put again; its
+        answer is copied behind what the store has."""
+        if request.request_id in self._prompts or not self.puts.copies.blocks_most:
+            return
+        prompt = self._prompts[request.request_id] = self._stored_prompt(request)
+        if prompt.hashes:
+            prompt.phase, prompt.until = Phase.ASKING, self.clock() + self.shelf.settings.lookup_timeout_s + GRACE_S
+            self._ask(prompt)
+            if not prompt.is_asked:  # no room: a copy that is not made costs computing
+                prompt.phase, prompt.is_put, prompt.is_kept = Phase.OVER, True, False
 
     def _look_up(self, request: Any, local_tokens: int) -> StoredPrompt:
         """Ask the store, unless the engine itself has all that could be loaded."""

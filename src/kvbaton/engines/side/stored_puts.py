@@ -192,7 +192,11 @@ class StoredPuts:
 
     def _is_whole(self, prompt: StoredPrompt, computed_tokens: int) -> bool:
         whole = len(prompt.hashes)
-        return prompt.known < whole and computed_tokens >= whole * self.grouping.block_tokens[0]
+        return (
+            prompt.phase is not Phase.ASKING
+            and prompt.known < whole
+            and computed_tokens >= whole * self.grouping.block_tokens[0]
+        )
 
     def _blocks(self, prompt: StoredPrompt, tables: Tables) -> tuple[int, ...]:
         [blocks] = self.grouping.cut(tables, (0,), (len(prompt.hashes),))

@@ -5,6 +5,7 @@ makes of it with either model runner, and that nothing goes on without the route
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from kvbaton.control import keyring
@@ -40,15 +41,17 @@ def said_after(prompt: list[int], count: int) -> list[int]:
 
 def goes_on(lab: Lab, mode: str, prompt: list[int], said: list[int], *, more: int = MORE) -> tuple[str, str]:
     """Both are told what was said; returns the names there."""
-    p, d = lab.engines["p0"], lab.engines["d0"]
-    ticket, most = router_ticket(), len(said) + more
-    at_p = p.add(prompt, {**p_params(mode, ticket), "history": history(said, "p0")}, max_tokens=1)
+    return hand_over(lab, mode, prompt, len(said) + more, said)
+
+
+def hand_over(lab: Lab, mode: str, prompt: list[int], most: int, said: Sequence[int] = ()) -> tuple[str, str]:
+    p, d, ticket = lab.engines["p0"], lab.engines["d0"], router_ticket()
+    behind = {name: {"history": history(list(said), name)} if said else {} for name in ("p0", "d0")}
+    at_p = p.add(prompt, {**p_params(mode, ticket), **behind["p0"]}, max_tokens=1)
     if mode == "pull":
         lab.ended(p, at_p)
-        given = p.outcomes[at_p].params or {}
-        return at_p, d.add(prompt, {**given, "history": history(said, "d0")}, max_tokens=most)
-    at_d = d.add(prompt, {**d_params(mode, ticket), "history": history(said, "d0")}, max_tokens=most)
-    return at_p, at_d
+        return at_p, d.add(prompt, {**(p.outcomes[at_p].params or {}), **behind["d0"]}, max_tokens=most)
+    return at_p, d.add(prompt, {**d_params(mode, ticket), **behind["d0"]}, max_tokens=most)
 
 
 def went_on(lab: Lab, engine: LabEngine, name: str, more: int = MORE) -> None:
@@ -106,6 +109,19 @@ def copies_of_an_answer_are_loaded_by_who_goes_on(lab: Lab, runner: Any) -> None
     went_on(lab, d, name)
     loaded, expected = d.watch.loaded_tokens[name], whole * shape.block_tokens
     demand(loaded == expected, f"{loaded} tokens were loaded, expected {expected}")
+
+
+@case(mode=MODES)
+def an_answer_behind_a_prompt_of_ps_is_copied(lab: Lab, mode: str) -> None:
+    """D has not looked its prompt up: P had it."""
+    p, d = lab.sharing(SHAPES["one group"], EngineShape(blocks=81), copies_percent=50)
+    prompt, count = prompt_of(AFTER), 20
+    at_p, at_d = hand_over(lab, mode, prompt, count)
+    lab.answered(d, at_d)
+    demand(d.watch.loads[at_d] == 1, f"D loaded {d.watch.loads[at_d]} times")
+    whole = (len(prompt) + count - 1) // d.shape.block_tokens
+    lab.until(lambda: lab.stores[-1].values >= whole, "the store to have the answer")
+    lab.ended(p, at_p)
 
 
 @case(mode=MODES)

@@ -242,7 +242,8 @@ def made(site: Site, spec: Spec) -> Group:
         return group
     connector, keys = CONNECTORS[spec.connector], ["--keys", str(group.keys)]
     if connector.registers:
-        roles = ("both", "both") if spec.turn_s else ("prefill", "decode")  # of keys: turns go the other way as well
+        # Of keys: turns go the other way as well, and a store takes nothing that a decode key wrote.
+        roles = ("both", "both") if spec.turn_s or spec.store else ("prefill", "decode")
         members = [f"{P}:{roles[0]}", *(f"{name}:{roles[1]}" for name in decoders)]
         keyring.mint(group.keys, [ROUTER, f"{SECOND}:{ROUTER}", OPERATOR, STORE, *members])
         group.registry = f"tcp://{launching.HOST}:{ports[REGISTRY]}" if spec.front else ""
