@@ -18,7 +18,7 @@ from kvbaton.api.bodies import BodyKind
 from kvbaton.api.http import http_client, http_types
 from kvbaton.api.params import FIELD
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.router.flow import kv_params, worker_calls
+from kvbaton.router.flow import kv_params, worker_calls, worker_leg
 from kvbaton.router.flow.hops import Hops
 from kvbaton.router.openai_api import OpenAiApi
 from kvbaton.router.router_settings import RouterSettings
@@ -169,12 +169,10 @@ def bare_answer(data: bytes) -> None:
         assert FIELD not in msgspec.json.decode(kv_params.without_params(data))
     stats = RouterStats()
     for status in (400, 429, 500):
-        error = worker_calls._refusal(
-            worker_calls.Leg("decode", WORKER, "/v1/completions", (), b""), status, data, None
-        )
+        error = worker_leg.refusal(worker_leg.Leg("decode", WORKER, "/v1/completions", (), b""), status, data, None)
         assert 400 <= error.fault.status < 600 and len(error.fault.message) < 2400
         count(stats.failures, f"decode:{error.fault.code}")
-    assert worker_calls._status_in(data) in range(400, 600) and len(stats.failures) <= LABELS_MAX
+    assert worker_leg.status_in(data) in range(400, 600) and len(stats.failures) <= LABELS_MAX
 
 
 def bare_seeds() -> list[bytes]:
@@ -232,11 +230,11 @@ class Answering(http_client.Pool):
 
 async def _leg(chunks: Sequence[bytes]) -> None:
     deadline = asyncio.get_running_loop().time() + 60
-    leg = worker_calls.Leg("decode", WORKER, "/v1/completions", (), b"{}")
+    leg = worker_leg.Leg("decode", WORKER, "/v1/completions", (), b"{}")
     for streams in (False, True):
         pool = Answering(chunks)
         sender = worker_calls.Legs(pool, SETTINGS, Hops())
-        with contextlib.suppress(worker_calls.LegError):
+        with contextlib.suppress(worker_leg.LegError):
             if streams:
                 stream = await sender.stream(leg, deadline, 60.0)
                 try:

@@ -16,7 +16,7 @@ from kvbaton.api.params import Mode
 from kvbaton.api.tokens import is_loopback
 from kvbaton.cli.arguments import host_port, networks, port, registries, seconds, seconds_or_off, whole
 from kvbaton.cli.flags import log as log_flags
-from kvbaton.cli.flags import router_access, traces
+from kvbaton.cli.flags import router_access, streams, traces
 from kvbaton.control import keyring
 from kvbaton.control.joining.join_door import door_bind
 from kvbaton.control.plain import Fleet, PlainSettings
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_sources(parser.add_argument_group("worker sources (at least one)"))
     _add_choices(parser.add_argument_group("routing"))
     _add_bounds(parser.add_argument_group("bounds"))
+    streams.add_arguments(parser.add_argument_group("streams that outlive their decode worker"))
     parser.add_argument("--host", default="127.0.0.1", help="address for clients")
     parser.add_argument("--port", type=port, default=8000, help="port for clients, 0 for a free one")
     parser.add_argument(
@@ -269,6 +270,7 @@ def settings_of(args: argparse.Namespace) -> RouterSettings:
         show_pair=args.show_pair,
         operator_pages=OperatorPages(args.operator_pages),
         **router_access.cors_of(args),
+        **streams.settings_of(args),
         trace=bool(args.otlp_endpoint),
         trace_sample=args.trace_sample,
     )

@@ -28,8 +28,10 @@ from kvbaton.observe.flight.collector import Gathering
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.flow.dialect_table import TicketMinter
 from kvbaton.router.flow.hops import Hops
+from kvbaton.router.flow.owned_streams import OwnedStreams
 from kvbaton.router.flow.request_flow import Discard, Flow
-from kvbaton.router.flow.worker_calls import LegError, Legs
+from kvbaton.router.flow.worker_calls import Legs
+from kvbaton.router.flow.worker_leg import LegError
 from kvbaton.router.front_access import AUTHORIZATION, OPEN_PATHS, Cors, FrontKeys
 from kvbaton.router.front_secrets import FrontSecrets
 from kvbaton.router.openai_api import NOT_TO_WORKERS, OpenAiApi
@@ -315,7 +317,8 @@ async def router_app(
         desk = OperatorApi(roster, legs, parts.loads, settings, stats, draining, hides_keys)
         board = Board(gathering, desk.shown, desk.numbers, settings, desk.health)
         more = {"/flights": FlightsPage(gathering, show).answer, **({} if pages is None else pages(board))}
-        caring = asyncio.create_task(WorkerCare(roster, legs, settings, stats, probes=parts.probes).run())
+        care = WorkerCare(roster, legs, settings, stats, flow.streams, probes=parts.probes)
+        caring = asyncio.create_task(care.run())
         try:
             yield Router(
                 front, desk, settings, stats, minter, gathering, more, passing, keys, parts.operators, parts.hops
@@ -334,6 +337,7 @@ class WorkerCare:
         legs: Legs,
         settings: RouterSettings,
         stats: RouterStats,
+        streams: OwnedStreams | None,
         *,
         probes: bool = True,
     ) -> None:
@@ -343,6 +347,7 @@ class WorkerCare:
         self._legs = legs
         self._settings = settings
         self._stats = stats
+        self._streams = streams
         self._probes: dict[PeerId, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -364,6 +369,8 @@ class WorkerCare:
             self._stats.dropped += count
             if count:
                 log.warning("[worker-gone] %s left the list: %d requests to it are broken off", peer, count)
+        if self._streams is not None:
+            self._streams.drain()
         if not self._may_probe:
             return
         self._news.look(

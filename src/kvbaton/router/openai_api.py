@@ -14,6 +14,7 @@ import itertools
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -34,9 +35,12 @@ from kvbaton.router.flow.request_admission import UnderWay, check_request, check
 from kvbaton.router.flow.request_flow import Flow
 from kvbaton.router.flow.worker_calls import RANK_HEADER
 from kvbaton.router.router_settings import RouterSettings
-from kvbaton.router.router_stats import RouterStats, count
+from kvbaton.router.router_stats import RouterStats
 
 _COUNT = re.compile(rb'"(?:completion_tokens|output_tokens)"\s*:\s*([0-9]{1,9})')
+
+
+_Served = TypeVar("_Served")
 
 
 class StreamMeter:
@@ -226,12 +230,12 @@ class OpenAiApi:
             raise bad_field(MODE_HEADER, f"got {wanted[:40]!r}, expected one of {', '.join(allowed)}")
         return (Mode(wanted),)
 
-    async def _served(self, call: RoutedCall) -> Reply:
-        """Its answer, from the first byte on; counted as waiting until then."""
+    async def _first_byte(self, served: Awaitable[_Served]) -> _Served:
+        """An answer, from its first byte on; counted as waiting until then."""
         waits = self._stats.waits
         waits.waiting += 1
         try:
-            return await self._flow.serve(call)
+            return await served
         finally:
             waits.waiting -= 1
 
@@ -249,7 +253,7 @@ class OpenAiApi:
             raise _odd_answer(error) from None
 
     async def _body(self, call: RoutedCall, headers: dict[str, str], served: ServedFacts) -> bytes:
-        reply = await self._served(call)
+        reply = await self._first_byte(self._flow.serve(call))
         try:
             self._note(headers, served, reply)
             served.output_tokens += (size := answer_size(reply.body))
@@ -261,30 +265,29 @@ class OpenAiApi:
     async def _events(
         self, call: RoutedCall, headers: dict[str, str], served: ServedFacts, counted: int = 0
     ) -> AsyncGenerator[bytes, None]:
-        """One call's stream, untouched."""
+        """One call's stream."""
         with UnderWay(self._stats, self._settings.in_flight_max, counted):
             begun = call.deadline - self._settings.deadline_s
-            reply = await self._served(call)
+            stream = await self._first_byte(self._flow.open(call))
             try:
+                reply = stream.reply
                 self._note(headers, served, reply)
                 waited_s = asyncio.get_running_loop().time() - begun
                 self._stats.waits.note(reply.mode, waited_s, reply.prefill_since(begun), reply.handoff)
                 meter = StreamMeter(self._stats.waits.between.of((reply.mode,)))
-                events, tokens, mode = reply.events, self._stats.waits.tokens, f"chunks:{reply.mode}"
-                try:
-                    while data := await events.more():
-                        chunks = meter.came(data)
-                        reply.chunks += chunks
-                        tokens[mode] += chunks
-                        served.output_tokens += chunks
-                        yield data
-                except ApiError as error:
-                    count(self._stats.failures, error.code or "none", "mid_stream")
-                    self._stats.waits.leg("failed", "decode", reply.route.decode.name)
-                    raise
-                self._ended(call, reply, meter.tokens)
+                tokens, mode = self._stats.waits.tokens, f"chunks:{reply.mode}"
+                while data := await stream.more():
+                    chunks = meter.came(data)
+                    stream.reply.chunks += chunks
+                    tokens[mode] += chunks
+                    served.output_tokens += chunks
+                    yield data
+                self._ended(call, stream.reply, meter.tokens)
+            except ApiError as error:
+                stream.failed(error)
+                raise
             finally:
-                await reply.aclose()
+                await stream.aclose()
 
     async def _joined(
         self,

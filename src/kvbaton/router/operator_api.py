@@ -18,7 +18,8 @@ from kvbaton.api.http.http_types import Answer, Request, json_answer, metrics_an
 from kvbaton.observe.metrics import exposition
 from kvbaton.router import policy
 from kvbaton.router.flow import hops
-from kvbaton.router.flow.worker_calls import LegError, Legs
+from kvbaton.router.flow.worker_calls import Legs
+from kvbaton.router.flow.worker_leg import LegError
 from kvbaton.router.route_table import BY_PATH, ServerRoute, Treatment
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.router_stats import RouterStats

@@ -30,7 +30,8 @@ from kvbaton.router.flow.request_admission import (
     hold_body,
 )
 from kvbaton.router.flow.request_flow import STALE_MAX, Flow
-from kvbaton.router.flow.worker_calls import EventStream, Leg, LegError, Legs, WorkerAnswer
+from kvbaton.router.flow.worker_calls import EventStream, Legs
+from kvbaton.router.flow.worker_leg import Leg, LegError, WorkerAnswer
 from kvbaton.router.openai_api import NOT_TO_WORKERS, passed
 from kvbaton.router.policy import NO_DOUBTS, Doubts, Weights
 from kvbaton.router.route_table import ServerRoute

@@ -62,6 +62,12 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 30.0  # requests under way may take this long when the router is told to stop
     ticket_ttl_s: float = 120.0
     turn_s: float = 0.0  # how long decode workers keep a turn of a conversation for the next; 0: they are not asked to
+    streams_continue: bool = False  # a stream outlives its D: another goes on with it
+    stall_s: float = 30.0  # a D that owes an event and tells nothing for this long is left
+    moves_max: int = 8  # of one stream, from D to D
+    moves_per_s: float = 64.0  # of all streams; more wait for their turn
+    history_max: int = 131_072  # tokens of one stream that are remembered; a longer one goes on and cannot move
+    histories_max: int = 16_777_216  # of all streams, four bytes each
     in_flight_max: int = 2048  # requests to engines; beyond it clients get 429
     body_bytes_max: int = 4 << 20
     answer_bytes_max: int = 16 << 20

@@ -107,6 +107,8 @@ class RouterStats:
     responses: Counter[str] = field(default_factory=Counter)  # by who is at fault
     failures: Counter[str] = field(default_factory=Counter)  # of legs, by side and code
     retries: Counter[str] = field(default_factory=Counter)  # by side
+    moves: Counter[str] = field(default_factory=Counter)  # of streams to another D, by reason
+    moves_failed: Counter[str] = field(default_factory=Counter)  # streams that could not, by what hindered them
     probes: Counter[str] = field(default_factory=Counter)  # of broken workers, by outcome
     tickets: int = 0
     discards: int = 0  # tickets given up, of which P was told
@@ -152,6 +154,8 @@ class RouterStats:
             "responses_total": dict(self.responses),
             "leg_failures_total": dict(self.failures),
             "retries_total": dict(self.retries),
+            "moves_total": dict(self.moves),
+            "moves_failed_total": dict(self.moves_failed),
             "probes_total": dict(self.probes),
             "token_chunks_total": sum(_of("chunks", self.waits.tokens).values()),
             "worker_asked_total": _of("asked", self.waits.legs),

@@ -13,7 +13,7 @@ from kvbaton.node.prompt_account import word_of
 from kvbaton.observe.codes.alone_reasons import MISSED, PLANNED
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.flow.aggregated_words import check_kept, word_for, word_params
-from kvbaton.router.flow.worker_calls import Leg, LegError
+from kvbaton.router.flow.worker_leg import Leg, LegError
 from kvbaton.router.workers.directory import ListedEngine, WorkerListState
 
 STATES = WorkerListState

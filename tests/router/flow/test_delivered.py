@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbaton.api import sse
 from kvbaton.router.flow.delivered import Delivered, HistoryRoom, SeamError
+from tests.router.stream_reader import Reader
 
 Piece = tuple[tuple[str, ...], str]
 """Where a token's text belongs (a path within a chat's delta), and the text."""
@@ -75,58 +75,6 @@ class Engine:
         return sse.event({**self.head, **more, "choices": [{"index": 0, **choice}]})
 
 
-class Reader:
-    """What a client makes of a stream."""
-
-    def __init__(self) -> None:
-        self.texts: dict[tuple[Any, ...], str] = {}
-        self.logprobs: list[float] = []
-        self.ids: list[int] = []
-        self.heads: set[str] = set()
-        self.finishes: list[str] = []
-        self.usages: list[Any] = []
-        self.dones = 0
-
-    def read(self, data: bytes) -> None:
-        assert data == b"" or data.endswith(b"\n\n")
-        for payload in sse.payloads(data):
-            if payload == b"[DONE]":
-                self.dones += 1
-                continue
-            chunk = msgspec.json.decode(payload)
-            assert not self.dones, "nothing comes after the end"
-            self.heads.add(f"{chunk['id']} {chunk['created']} {chunk['model']}")
-            self.usages += [chunk["usage"]] if chunk.get("usage") else []
-            for choice in chunk["choices"]:
-                self._read(choice)
-
-    def _read(self, choice: dict[str, Any]) -> None:
-        assert not self.finishes
-        self.ids += choice.get("token_ids", [])
-        self.finishes += [choice["finish_reason"]] if choice["finish_reason"] else []
-        told = choice.get("logprobs") or {}
-        self.logprobs += told.get("token_logprobs", [each["logprob"] for each in told.get("content", ())])
-        if "text" in choice:
-            self._say(("text",), choice["text"])
-        for name, value in choice.get("delta", {}).items():
-            if name != "tool_calls":
-                self._say((name,), value)
-                continue
-            for call in value:
-                at = call["index"]
-                for path, text in {"id": call.get("id"), "type": call.get("type"), **call.get("function", {})}.items():
-                    self._say(("call", at, path), text or "")
-
-    def _say(self, path: tuple[Any, ...], text: str) -> None:
-        assert path[-1] not in ("role", "id", "type") or not (text and self.texts.get(path)), f"{path} told twice"
-        self.texts[path] = self.texts.get(path, "") + text
-
-    @property
-    def all(self) -> Any:
-        texts = {path: "some id" if path[-1] == "id" else text for path, text in self.texts.items()}
-        return {**vars(self), "texts": texts}
-
-
 TEXTS = st.sampled_from(["", "a", "b", "ab", "é", "日本", "a\n\n", '"token_ids":[7]', "\\"])
 TOOLS = st.sampled_from([CONTENT, REASONING, ("tool_calls", "0"), ("tool_calls", "1")])
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
@@ -178,7 +126,7 @@ def test_a_completion_of_several_engines_is_the_unbroken_one(
     pieces: list[Piece], cuts: list[int], sizes: list[list[int]], ids_wanted: bool, batch: int
 ) -> None:
     expected = unbroken(Engine("d0", pieces, chat=False), [1], ids_wanted=ids_wanted)
-    assert moved(pieces, cuts, sizes, chat=False, ids_wanted=ids_wanted, batch=batch).all == expected.all
+    assert moved(pieces, cuts, sizes, chat=False, ids_wanted=ids_wanted, batch=batch).told == expected.told
     assert expected.ids == (list(range(len(pieces))) if ids_wanted else [])
     assert expected.dones == 1
     assert len(expected.usages) == 1
@@ -192,7 +140,7 @@ def test_a_chat_of_several_engines_is_the_unbroken_one(
     pieces: list[Piece], cuts: list[int], sizes: list[list[int]], ids_wanted: bool, batch: int
 ) -> None:
     expected = unbroken(Engine("d0", pieces, chat=True), [1], ids_wanted=ids_wanted)
-    assert moved(pieces, cuts, sizes, chat=True, ids_wanted=ids_wanted, batch=batch).all == expected.all
+    assert moved(pieces, cuts, sizes, chat=True, ids_wanted=ids_wanted, batch=batch).told == expected.told
 
 
 ABC: list[Piece] = [(CONTENT, each) for each in "abcdef"]

@@ -17,9 +17,10 @@ import pytest
 from aiohttp import web
 
 from kvbaton.api import sse
-from kvbaton.router.flow import worker_calls
+from kvbaton.router.flow import worker_leg
 from kvbaton.router.flow.kv_params import PARAMS_BYTES_MAX
-from kvbaton.router.flow.worker_calls import BRIEF_BYTES_MAX, COMMENTS_BYTES_MAX
+from kvbaton.router.flow.worker_calls import COMMENTS_BYTES_MAX
+from kvbaton.router.flow.worker_leg import BRIEF_BYTES_MAX
 from kvbaton.router.router_settings import Fallback
 from tests.router.fake_workers import (
     QUICK,
@@ -179,7 +180,7 @@ async def test_a_few_comments_before_the_first_event_pass_and_are_told() -> None
 
 async def test_the_answers_of_a_worker_fill_no_more_than_the_routers_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """48 answers of 63 MiB took 3 GiB of a router: each was within its bound, and nobody counted them."""
-    monkeypatch.setattr(worker_calls, "LARGE_BYTES", 3 << 20)
+    monkeypatch.setattr(worker_leg, "LARGE_BYTES", 3 << 20)
 
     gate = asyncio.Event()
 
@@ -231,7 +232,7 @@ async def test_what_is_no_clients_answer_is_bounded_by_what_was_asked(side: str)
     async with cluster(*scripts[side]) as c:
         if side == "models":
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(worker_calls, "BRIEF_BYTES_MAX", 10)
+                patch.setattr(worker_leg, "BRIEF_BYTES_MAX", 10)
                 status, _ = await c.get("/v1/models")
             assert status == 503
             return

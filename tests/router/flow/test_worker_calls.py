@@ -15,7 +15,8 @@ from kvbaton.api.api_errors import ApiError
 from kvbaton.api.http import http_client
 from kvbaton.api.http.answer_reader import UNREAD_BYTES_MAX
 from kvbaton.protocol.ids import Incarnation, WorkerId
-from kvbaton.router.flow.worker_calls import RETRY_AFTER_S_MAX, Leg, LegError, Legs
+from kvbaton.router.flow.worker_calls import Legs
+from kvbaton.router.flow.worker_leg import RETRY_AFTER_S_MAX, Leg, LegError
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import ListedEngine
 from tests.api.http.raw_server import OK, Conn, Script, Server, answers, listening

@@ -89,6 +89,7 @@ class Exchange(asyncio.Protocol):
         self._served = 0  # answers that came whole over this connection
         self._sent_at = 0.0
         self._due = math.inf  # when the answer is late
+        self._put_off: Callable[[], float] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._looks_at = math.inf  # when the timer runs out; uvloop's may not say
 
@@ -122,6 +123,12 @@ class Exchange(asyncio.Protocol):
         if self._looks_at > self._due:
             self._look_when_due()
 
+    def wait_until(self, when: float, put_off: Callable[[], float] | None = None) -> None:
+        """The same by a time. `put_off` is asked when it has come: until when to wait on, 0.0 for no longer."""
+        self._due, self._put_off = when, put_off
+        if self._looks_at > when:
+            self._look_when_due()
+
     def _look_when_due(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -130,6 +137,8 @@ class Exchange(asyncio.Protocol):
 
     def _look(self) -> None:
         self._timer, self._looks_at = None, math.inf
+        if self._due <= self._pool.loop.time() and self._put_off is not None:
+            self._due = self._put_off() or self._due
         if self._due <= self._pool.loop.time():
             self._fail(LateError("late"))
         elif self._due < math.inf:

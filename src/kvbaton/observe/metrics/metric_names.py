@@ -333,6 +333,14 @@ ROUTER_RETRIES = _counter(
     "router_retries", "Attempts that failed and were followed by one with other workers, by the side that failed.",
     (_R,), Label("side", ("prefill", "decode"), "failed side"), from_zero=True,
 )  # fmt: skip
+ROUTER_MOVES = _counter(
+    "router_moves", "Streams that went on at another decode worker, by why they left theirs.", (_R,),
+    Label("reason", ("died", "stalled", "left", "draining"), "what became of their worker"), from_zero=True,
+)  # fmt: skip
+ROUTER_MOVES_FAILED = _counter(
+    "router_moves_failed", "Streams that lost their decode worker and ended there, by what hindered them.", (_R,),
+    Label("reason", (), "a name of the table in docs/router.md, or the error code of the workers that were asked"),
+)  # fmt: skip
 ROUTER_CHUNKS = _counter(
     "router_token_chunks", "Chunks of streamed answers that bear a token; an engine may put several in one.", (_R,)
 )

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 import msgspec
 
 from kvbaton.api.api_errors import RETRY_AFTER_S, ApiError
+from kvbaton.api.params import FIELD as PARAMS
 from kvbaton.observe.codes.alone_reasons import FALLBACK, FIELD, WORDS
 from kvbaton.protocol.errors import Reason
 from kvbaton.router.flow import kv_params
-from kvbaton.router.flow.worker_calls import Leg, LegError
+from kvbaton.router.flow.worker_leg import Leg, LegError, WorkerAnswer
 from kvbaton.router.policy import NEVER
 from kvbaton.router.workers.directory import ListedEngine, WorkerListState
 
@@ -51,3 +52,18 @@ def check_kept(leg: Leg, answer: bytes) -> None:
         said = f"prefill worker {leg.worker.name} has no room to keep the prompt's KV for a handoff; try again later"
         fault = ApiError(429, said, type="overloaded_error", code=str(Reason.PINS_FULL), retry_after_s=RETRY_AFTER_S)
         raise LegError(leg.side, leg.worker, fault, busy=True)
+
+
+def handed(leg: Leg, answer: WorkerAnswer, needs_answer: bool) -> tuple[bytes | None, str | None]:
+    """What P hands to D, and the ticket within, if it is one of ours."""
+    try:
+        found = kv_params.handover(answer.data)
+    except kv_params.ParamsError as error:
+        raise leg.failed(502, f"answered {PARAMS} {error}", "bad_answer") from None
+    except (ValueError, RecursionError):
+        raise leg.failed(502, "answered something that is not a JSON object", "bad_answer") from None
+    if found is not None and found[1].do_remote_prefill:
+        return found[0], found[1].ticket
+    if needs_answer:
+        raise leg.failed(502, f"answered without {PARAMS} that D could use", "bad_answer")
+    return None, None

@@ -20,8 +20,9 @@ from kvbaton.api.http.http_types import Header
 from kvbaton.api.params import FIELD, Mode
 from kvbaton.observe.flight.flight_records import Traceparent
 from kvbaton.protocol.ids import PeerId
+from kvbaton.router.flow.continuing import StreamLife
 from kvbaton.router.flow.kv_params import Written
-from kvbaton.router.flow.worker_calls import LegError
+from kvbaton.router.flow.worker_leg import LegError
 from kvbaton.router.policy import NO_DOUBTS, Doubts
 from kvbaton.router.router_flights import Trip
 from kvbaton.router.workers.directory import ListedEngine
@@ -44,6 +45,7 @@ class RoutedCall(msgspec.Struct, frozen=True):
     tab: Tab | None = None  # counts what is held for it
     size: int = 0  # bytes of the client's body
     written: Written | None = None  # shared by all choices of one prompt
+    life: StreamLife | None = None  # of a stream that another D may go on with
 
     def named(self, request_id: str | None, traceparent: str) -> Sequence[Header]:
         """The headers of a leg, under the client's request id or another."""
@@ -76,15 +78,17 @@ class Tries:
     prefill_failures: int = 0
     decode_failures: int = 0
     stale: int = 0
+    earlier: int = 0  # attempts before a stream moved
     doubts: Doubts = NO_DOUBTS
     last: LegError | None = None
     refusals: list[LegError] = field(default_factory=list)  # of workers that are alive
     alone: str = ""  # why no P is asked any more
+    behind: StreamLife | None = None  # what is asked for goes on behind a history
 
     @property
     def count(self) -> int:
         """How many have come to nothing."""
-        return self.prefill_failures + self.decode_failures + self.stale
+        return self.earlier + self.prefill_failures + self.decode_failures + self.stale
 
     def doubt(self, route: ChosenRoute, error: LegError) -> None:
         """Do not ask the same again."""

@@ -25,6 +25,7 @@ from kvbaton.protocol.ids import PeerId
 from kvbaton.router import policy
 from kvbaton.router.flow import dialect_table
 from kvbaton.router.flow.attempt import ChosenRoute, RoutedCall, Tries
+from kvbaton.router.flow.continuing import StreamLife, takes_prompt
 from kvbaton.router.policy import Pair, Weights
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.router.workers.available import AvailableWorkers, View
@@ -63,7 +64,7 @@ class Chooser:
             tries.alone = ""
         if not tries.alone:
             for mode in call.modes:
-                able = self._able(view, mode, call.kind)
+                able = self._able(view, mode, call.kind, tries.behind)
                 if able:
                     pair = policy.choose(able, next(self._turns[mode]), weights, tries.doubts)
                     if pair is not None:
@@ -75,7 +76,8 @@ class Chooser:
             if self._settings.fallback is not Fallback.LOCAL:
                 raise self._nobody(call, tries, view)
             tries.alone = "fallback"
-        worker = policy.alone(view.able_alone, next(self._turns[None]), weights, tries.doubts)
+        able_alone = _taking(view.able_alone, tries.behind)
+        worker = policy.alone(able_alone, next(self._turns[None]), weights, tries.doubts)
         if worker is None:
             raise self._nobody(call, tries, view)
         self._note_passed(view, {worker.peer})
@@ -92,10 +94,12 @@ class Chooser:
         if pair.decode.peer in view.staying:
             return None
         able = [each for each in view.workers if each.decodes and policy.mismatch(pair.prefill, each, mode) is None]
-        return policy.alone(able, next(self._turns[None]), self._weights(tries), tries.doubts)
+        return policy.alone(_taking(able, tries.behind), next(self._turns[None]), self._weights(tries), tries.doubts)
 
-    def _able(self, view: View, mode: Mode, kind: BodyKind) -> Sequence[Pair]:
+    def _able(self, view: View, mode: Mode, kind: BodyKind, behind: StreamLife | None) -> Sequence[Pair]:
         able = view.pairs(mode)
+        if behind is not None:
+            able = [pair for pair in able if takes_prompt(pair.prefill) and behind.takes(pair.decode)]
         if mode is Mode.PULL:
             return able
         if kind is BodyKind.RESPONSES:  # for which vLLM reads no rank: the legs would come to any two of them
@@ -125,6 +129,10 @@ class Chooser:
         if call.alone and policy.alone(view.workers, 0) is not None:
             said = "this request needs one engine for prompt and answer, and no decode worker here computes prompts"
         return unavailable(said)
+
+
+def _taking(workers: Sequence[ListedEngine], behind: StreamLife | None) -> Sequence[ListedEngine]:
+    return workers if behind is None else [each for each in workers if behind.takes(each)]
 
 
 class Deadlines:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -24,7 +24,7 @@ from kvbaton.api.http.http_types import Header
 from kvbaton.api.params import LEASE_FOR_PULL, Mode, source_params, target_params
 from kvbaton.control.plain import Fleet
 from kvbaton.protocol.ids import HandoffId, PeerId, TransferId, WorkerId, handoff_id
-from kvbaton.protocol.wire.ticket import Ticket, seal
+from kvbaton.protocol.wire.ticket import Ticket, seal, seal_history
 from kvbaton.router.policy import Pair
 from kvbaton.router.workers.directory import OWN, ListedEngine
 
@@ -87,6 +87,10 @@ class TicketMinter:
         handoff = handoff_id(self._new_id())
         ticket = Ticket(handoff, source.name, expires_unix_s, source.incarnation, target=target)
         return handoff, seal(ticket, self.key)
+
+    def for_history(self, tokens: Sequence[int], worker: ListedEngine) -> str:
+        """The router's word for a worker that an answer begins so."""
+        return seal_history(tokens, worker.name, self._wall() + self._ttl_s, self.key)
 
     def new_handoff(self) -> HandoffId:
         return handoff_id(self._new_id())

@@ -15,8 +15,9 @@ from typing import Any
 from kvbaton.api.gather import cancel
 from kvbaton.api.http.http_types import Header
 from kvbaton.router.flow.attempt import ChosenRoute
-from kvbaton.router.flow.worker_calls import EventStream, LegError, WorkerAnswer
-from kvbaton.router.router_flights import OK, Trip
+from kvbaton.router.flow.worker_calls import EventStream
+from kvbaton.router.flow.worker_leg import LegError, WorkerAnswer
+from kvbaton.router.router_flights import MOVED, OK, Trip
 from kvbaton.router.router_stats import RouterStats, count
 from kvbaton.router.workers.directory import ListedEngine
 from kvbaton.router.workers.health import Health
@@ -79,7 +80,7 @@ class Reply:
     """D's answer from its first byte on. Its holder calls `aclose`."""
 
     __slots__ = (
-        "_decoding", "_load", "_prefilled", "_replies", "_source", "_trip", "_unused", "chunks",
+        "_decoding", "_is_closed", "_load", "_prefilled", "_replies", "_source", "_trip", "_unused", "chunks",
         "handoff", "prompt_tokens", "route",
     )  # fmt: skip
 
@@ -95,6 +96,7 @@ class Reply:
         prefilled: Sequence[float] = (),
     ) -> None:
         self.route = route
+        self._is_closed = False
         self.handoff = trip.handoff
         self.chunks = 0  # of a stream, those that bear a token: counted by whoever sends them on
         self.prompt_tokens = trip.tokens  # as estimated
@@ -134,7 +136,18 @@ class Reply:
         assert isinstance(self._decoding, EventStream), "a whole answer has no events"
         return self._decoding
 
+    async def aleave(self, why: str) -> None:
+        """Another D goes on with the answer. `why`: as `owned_streams` has it."""
+        if not self.events.broke:
+            self.events.fault = None
+            self._trip.over(MOVED, why)
+        await self.aclose()
+
     async def aclose(self) -> None:
+        """Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         # The load first: nothing below may keep a worker looking busy. The record's end is told before P's leg settles,
         # since the client has its answer; what P says later is noted as late.
         self._load.give()

@@ -11,7 +11,7 @@ ticket that nobody will use is given back to P. The deadline covers everything.
                                                     or, unless the fallback is `strict`, D alone
     D likewise before its first byte                another pair, at most `decode_retries` times; then the same
     D says that the handoff failed                  another pair, of two others if there are; then 502 with the reason
-    D dies after its first byte                     an error event ends the stream
+    D dies after its first byte                     another goes on (`owned_streams`), or an error event ends the stream
     P fails after D's first byte                    counted; D's answer goes on, since D has what it needs
     a worker leaves the list                        its legs are broken off: as if it had died
     nobody can be paired                            D alone; with fallback `strict` 503 with Retry-After
@@ -34,23 +34,25 @@ from kvbaton.api.api_errors import bare, out_of_time
 from kvbaton.api.bodies import BodyKind
 from kvbaton.api.gather import cancel
 from kvbaton.api.http.http_types import Header
-from kvbaton.api.params import FIELD
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.flight.flight_records import WHOLE
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.flow import dialect_table, kv_params
-from kvbaton.router.flow.aggregated_words import check_kept, word_for, word_params
+from kvbaton.router.flow.aggregated_words import check_kept, handed, word_for, word_params
 from kvbaton.router.flow.attempt import ChosenRoute, RoutedCall, Tries, is_of_the_handoff, not_the_clients
 from kvbaton.router.flow.choosing import Chooser, Deadline, Deadlines
 from kvbaton.router.flow.dialect_table import TicketMinter
+from kvbaton.router.flow.owned_streams import OwnedStream, OwnedStreams
 from kvbaton.router.flow.reply import Replies, Reply
 from kvbaton.router.flow.request_admission import LargeBodies
-from kvbaton.router.flow.worker_calls import EventStream, Leg, LegError, Legs, WorkerAnswer
-from kvbaton.router.policy import Pair
+from kvbaton.router.flow.worker_calls import EventStream, Legs, close_late
+from kvbaton.router.flow.worker_leg import Leg, LegError, WorkerAnswer
+from kvbaton.router.policy import Doubts, Pair
 from kvbaton.router.router_flights import (
     DECODE_SENT,
     FIRST_BYTE,
+    MOVED,
     PREFILL_ANSWERED,
     PREFILL_SENT,
     HttpCall,
@@ -100,6 +102,7 @@ class Flow:
         self._log_book = log_book or LogBook(Gathering())
         self._loads = Loads() if loads is None else loads
         self._prefixes = Prefixes(settings.prefix_pieces_max) if prefixes is None else prefixes
+        self.streams = OwnedStreams(self, roster, settings, stats)
         self._chooser = Chooser(
             roster, settings, self._loads, can_sign=minter is not None, on_passed_full=stats.waits.passed_full
         )
@@ -119,10 +122,23 @@ class Flow:
         """Count what is under way at a worker besides calls."""
         return self._loads.take(peer, tokens)
 
+    async def open(self, call: RoutedCall) -> OwnedStream:
+        """D's stream once its first event is there, or another D's that goes on with it; as `serve`."""
+        return await self.streams.open(call, can_sign=self._minter is not None)
+
     async def serve(self, call: RoutedCall) -> Reply:
         """D's answer once its first byte is there; `ApiError` if there will be none."""
         await self._pace.turn(call.size)
+        return await self._in_time(call, self._begin(call))
+
+    async def serve_behind(self, call: RoutedCall, left: ChosenRoute, why: str) -> Reply:
+        """The same answer from its first token on, from others than the D that was left."""
         tries = self._begin(call)
+        tries.behind, tries.doubts = call.life, Doubts(avoid=frozenset({left.decode.peer}))
+        tries.trip.mark(MOVED, f"{why} {left.decode.name}")
+        return await self._in_time(call, tries)
+
+    async def _in_time(self, call: RoutedCall, tries: Tries) -> Reply:
         try:
             with Deadline(self._deadlines, call.deadline):
                 return await self._serve(call, tries)
@@ -152,12 +168,16 @@ class Flow:
             else:
                 tries.trip.mark(FIRST_BYTE, "" if call.stream else WHOLE)
                 self._worked(reply.route, tries, call.stream)
+                if call.life is not None:
+                    call.life.attempts = tries.count + 1
                 return reply
 
     def _begin(self, call: RoutedCall) -> Tries:
         settings = self._settings
-        tokens = prompt_tokens(call.kind, call.fields, settings.chars_per_token)
-        tries = Tries(tokens, self._trip(call, tokens), alone=call.alone)
+        tokens, earlier = prompt_tokens(call.kind, call.fields, settings.chars_per_token), 0
+        if call.life is not None:
+            tokens, earlier = tokens + len(call.life.history), call.life.attempts
+        tries = Tries(tokens, self._trip(call, tokens, earlier), alone=call.alone, earlier=earlier)
         if settings.wants_prefixes:
             text = prompt_text(call.kind, call.fields)
             tries.names, total = pieces(call.kind, call.fields, text)
@@ -186,6 +206,8 @@ class Flow:
         if trip.span is not None:
             named = call.named(ask.request_id, trip.leg("prefill"))
             asked = kv_params.traced(asked, trip.leg("prefill"), pair.prefill)
+        if call.life is not None:
+            asked = call.life.told(asked, pair.prefill, self._minter) or asked
         body = kv_params.prefill_body(call.kind, call.fields, asked, call.written)
         source = Leg("prefill", pair.prefill, call.kind.value, named, body, call.tab)
         # D is charged from now on, before it is asked: it is promised, and the next request must not be sent there for
@@ -198,7 +220,7 @@ class Flow:
         try:
             if ask.target is None:
                 try:
-                    found = _handed(source, await self._prefilled(source, self._patience(call)), ask.needs_answer)
+                    found = handed(source, await self._prefilled(source, self._patience(call)), ask.needs_answer)
                     trip.answered(kv_params.handoff_of(found[1]))
                     times.append(self._now())
                 finally:
@@ -288,7 +310,7 @@ class Flow:
         except BaseException:
             # D's stream may open at the very moment of the cancellation: then the task has a result that no one holds,
             # whose connection, and so the request in D, would stay open.
-            target.add_done_callback(_close_late)
+            target.add_done_callback(close_late)
             try:
                 await cancel((source, target))
             finally:  # also where a second cancellation ends the wait
@@ -322,8 +344,11 @@ class Flow:
         await self._pace.turn(call.size)
         turn = self._turns.keeps(call, worker)
         params = params if turn is None else turn.added(params)
+        params = params if call.life is None else call.life.told(params, worker, self._minter)
         body = kv_params.decode_body(call.data, call.fields, params, call.written)
         body = body if turn is None else turn.asked(body)
+        if call.life is not None:
+            body = call.life.asked(body, worker)
         leg = Leg("decode", worker, call.kind.value, headers, body, call.tab)
         trip.mark(DECODE_SENT)
         self._stats.waits.leg("asked", "decode", worker.name)
@@ -416,31 +441,6 @@ class Flow:
         await self._replies.close()
 
 
-def _handed(leg: Leg, answer: WorkerAnswer, needs_answer: bool) -> tuple[bytes | None, str | None]:
-    """What P hands to D, and the ticket within, if it is one of ours."""
-    try:
-        found = kv_params.handover(answer.data)
-    except kv_params.ParamsError as error:
-        raise leg.failed(502, f"answered {FIELD} {error}", "bad_answer") from None
-    except (ValueError, RecursionError):
-        raise leg.failed(502, "answered something that is not a JSON object", "bad_answer") from None
-    if found is not None and found[1].do_remote_prefill:
-        return found[0], found[1].ticket
-    if needs_answer:
-        raise leg.failed(502, f"answered without {FIELD} that D could use", "bad_answer")
-    return None, None
-
-
 def _answered(trip: Trip, source: asyncio.Task[Any]) -> None:
     if not source.cancelled() and source.exception() is None:
         trip.late(PREFILL_ANSWERED) if trip.end else trip.mark(PREFILL_ANSWERED)
-
-
-def _close(decoding: WorkerAnswer | EventStream) -> None:
-    if isinstance(decoding, EventStream):
-        decoding.close()
-
-
-def _close_late(target: asyncio.Task[WorkerAnswer | EventStream]) -> None:
-    if not target.cancelled() and target.exception() is None:
-        _close(target.result())

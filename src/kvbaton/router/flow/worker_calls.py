@@ -10,31 +10,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from typing import Literal
 
 import msgspec
 
 from kvbaton.api import sse
-from kvbaton.api.api_errors import RETRY_AFTER_S, ApiError, bare, no_room, out_of_time, read_error
+from kvbaton.api.api_errors import ApiError, bare, out_of_time
 from kvbaton.api.http import http_client, http_types
 from kvbaton.api.http.answer_reader import BYTES_FREE
 from kvbaton.api.http.client_quotas import Tab
 from kvbaton.api.http.http_client import Exchange, Origin, Pool
 from kvbaton.api.http.http_types import Header
-from kvbaton.api.tokens import NOT_THE_ROUTER
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.flow.hops import Hops
+from kvbaton.router.flow.worker_leg import Leg, LegError, WorkerAnswer, crowded_out, refusal, status_in, told
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import OWN, ListedEngine
 
-Side = Literal["prefill", "decode"]
-RETRY_AFTER_S_MAX = 3600
-BRIEF_BYTES_MAX = 4 << 20
-"""Of what is no client's answer: P's, which only carries parameters, errors, lists of models."""
-ECHOES = 8
-"""They may be longer by so many times what was asked: some repeat it."""
-LARGE_BYTES = 8 << 20
-"""An answer that has no room in the router is the worker's fault from here on: another's may be smaller."""
 COMMENTS_BYTES_MAX = 64 << 10
 """Of a stream, before its first event."""
 OPENING_BYTES_MAX = 2 * sse.EVENT_BYTES_MAX
@@ -43,67 +34,6 @@ OPENING_EVENTS_MAX = 64
 """Of those: two or three, and what keeps a connection alive while a long prompt is computed."""
 RANK_HEADER = b"X-data-parallel-rank"
 """By which vLLM's server knows which of its ranks is meant; it refuses one that it does not have."""
-_BUSY = (429, 503)
-_HANDOFF_FAILED = "handoff_failed"
-
-
-class LegError(Exception):
-    """A worker did not do its part."""
-
-    def __init__(
-        self,
-        side: Side,
-        worker: ListedEngine,
-        fault: ApiError,
-        *,
-        final: bool = False,
-        lost: bool = False,
-        stale: bool = False,
-        busy: bool = False,
-    ) -> None:
-        super().__init__(fault.message)
-        self.side: Side = side
-        self.worker = worker
-        self.fault = fault  # what the client is told if nobody else is asked
-        self.final = final  # the request itself is at fault: others would say the same
-        self.lost = lost  # nothing was heard of the worker, so it is suspect
-        self.stale = stale  # an idle connection had been closed: the worker is not to blame
-        self.busy = busy  # it says that it is full, which is a sign of life
-
-    @property
-    def is_handoff(self) -> bool:
-        """Whether D says that the handoff failed, for which P may be as much to blame."""
-        return self.fault.type == _HANDOFF_FAILED
-
-
-class Leg(msgspec.Struct, frozen=True):
-    """One request to be sent."""
-
-    side: Side
-    worker: ListedEngine
-    path: str
-    headers: Sequence[Header]
-    body: bytes | None
-    tab: Tab | None = None  # counts what is held of the answer
-    content_type: bytes = http_client.JSON
-
-    def bytes_max(self, status: int, answer_bytes_max: int) -> int:
-        """How much of an answer is read."""
-        if status == 200 and self.side == "decode" and self.body is not None:
-            return answer_bytes_max
-        return min(BRIEF_BYTES_MAX + ECHOES * len(self.body or b""), answer_bytes_max)
-
-    def failed(self, status: int, what: str, code: str, *, lost: bool = False, stale: bool = False) -> LegError:
-        message = f"{self.side} worker {self.worker.name} {what}"
-        fault = ApiError(status, message, type="worker_error", code=code)
-        return LegError(self.side, self.worker, fault, lost=lost, stale=stale)
-
-
-class WorkerAnswer(msgspec.Struct, frozen=True):
-    """A whole answer of status 200."""
-
-    data: bytes
-    headers: Sequence[Header]
 
 
 class Legs:
@@ -148,7 +78,7 @@ class Legs:
             finally:
                 self._close(leg, exchange)
         except http_types.WireError as error:
-            raise _told(leg, error, timeout_s) from None
+            raise told(leg, error, timeout_s) from None
 
     async def stream(self, leg: Leg, deadline: float, timeout_s: float | None = None) -> EventStream:
         """An open stream whose first event came within `timeout_s`, else `first_byte_s`. The caller closes it."""
@@ -168,7 +98,7 @@ class Legs:
                 raise
             return stream
         except http_types.WireError as error:
-            raise _told(leg, error, timeout_s) from None
+            raise told(leg, error, timeout_s) from None
 
     async def either(self, leg: Leg, deadline: float, timeout_s: float) -> WorkerAnswer | EventStream:
         """A whole answer or an open stream, as the worker answers; it has `timeout_s` to begin with it."""
@@ -194,7 +124,7 @@ class Legs:
             stream.close()
             return WorkerAnswer(data, exchange.headers)
         except http_types.WireError as error:
-            raise _told(leg, error, timeout_s) from None
+            raise told(leg, error, timeout_s) from None
 
     async def get(
         self,
@@ -248,7 +178,7 @@ class Legs:
     def _refused(self, leg: Leg, exchange: Exchange, data: bytes) -> LegError:
         if exchange.status == 401 and self.key is not None:  # no client's fault: its key goes no further than this
             return leg.failed(502, "does not take the key of --worker-api-key-file", "worker_failed", lost=True)
-        return _refusal(leg, exchange.status, data, http_client.header(exchange.headers, b"retry-after"))
+        return refusal(leg, exchange.status, data, http_client.header(exchange.headers, b"retry-after"))
 
     def _close(self, leg: Leg, exchange: Exchange) -> None:
         peer = leg.worker.peer
@@ -265,37 +195,12 @@ def _is_stream(exchange: Exchange) -> bool:
     return kind.partition(";")[0].strip().lower() == sse.CONTENT_TYPE
 
 
-def _told(leg: Leg, error: http_types.WireError, timeout_s: float | None) -> LegError:
-    """The wire's error as the router's."""
-    bare(error)  # the exchange has it too
-    match error:
-        case http_types.LateError():
-            return leg.failed(504, f"did not respond within {timeout_s} s", "worker_timeout", lost=True)
-        case http_types.UnreachableError():
-            return leg.failed(502, f"cannot be reached ({error})", "worker_unreachable", lost=True)
-        case http_types.StaleError():
-            return leg.failed(502, str(error), "worker_died", stale=True)
-        case http_types.GarbageError():
-            return leg.failed(502, str(error), "bad_answer")
-        case http_types.NoRoomError():
-            return _crowded_out(leg, error)
-    return leg.failed(502, f"disconnected before its response was complete ({error})", "worker_died", lost=True)
-
-
-def _crowded_out(leg: Leg, error: http_types.NoRoomError) -> LegError:
-    """The router itself could not take it: nobody is blamed, but for an answer that would crowd out others'."""
-    full = no_room(str(error)) if leg.tab is None or not error.answered_bytes else leg.tab.room.full("answer")
-    if error.answered_bytes >= LARGE_BYTES:
-        return leg.failed(502, str(error), "bad_answer")
-    return LegError(leg.side, leg.worker, full, final=True)
-
-
 class EventStream:
     """D's events after the first has come. Ends as its kind of stream ends, or with an `ApiError` that says why not."""
 
     __slots__ = (
-        "_deadline", "_exchange", "_first", "_leg", "_legs", "_relay", "_tab", "broke", "ended", "fault", "headers",
-        "watch",
+        "_deadline", "_exchange", "_first", "_is_left", "_leg", "_legs", "_patience", "_relay", "_tab", "broke",
+        "ended", "fault", "headers", "watch",
     )  # fmt: skip
 
     def __init__(self, legs: Legs, leg: Leg, exchange: Exchange, deadline: float) -> None:
@@ -310,6 +215,8 @@ class EventStream:
         self._relay = sse.Relay()
         self._tab = leg.tab and leg.tab.another()
         self._first = b""
+        self._is_left = False
+        self._patience: tuple[float, Callable[[], float]] | None = None
         self.watch: Callable[[bytes], bytes] | None = None  # sees events, and says what of them is the client's
 
     async def begin(self) -> None:
@@ -336,7 +243,7 @@ class EventStream:
         self._first = b"".join(opening)
         first = sse.first_error(fresh)
         if first:
-            raise _refusal(self._leg, _status_in(first), first, None)
+            raise refusal(self._leg, status_in(first), first, None)
         self._exchange.expire_in(self._deadline - asyncio.get_running_loop().time())
 
     async def more(self) -> bytes:
@@ -347,11 +254,14 @@ class EventStream:
             return shown
         while True:
             try:
-                data = await self._exchange.read()
+                exchange, patience = self._exchange, self._patience
+                data = await (exchange.read() if patience is None else self._read_soon(exchange, *patience))
                 whole = self._feed(data)
             except http_types.WireError as error:
                 bare(error)
                 if isinstance(error, http_types.LateError):
+                    if asyncio.get_running_loop().time() < self._deadline:
+                        raise self._broke("silent while it owed an event", "worker_timeout") from None
                     raise self._failed(out_of_time("the request's deadline passed in mid-stream")) from None
                 raise self._broke(str(error)) from None
             except LegError as error:
@@ -369,6 +279,28 @@ class EventStream:
         """The same, to be iterated over."""
         while data := await self.more():
             yield data
+
+    def expect_within(self, seconds: float, put_off: Callable[[], float]) -> None:
+        """Break where D tells nothing for so long while it is listened to; as `Exchange.wait_until`."""
+        self._patience = seconds, put_off
+
+    async def _read_soon(self, exchange: Exchange, stall_s: float, put_off: Callable[[], float]) -> bytes:
+        now = asyncio.get_running_loop().time()
+        exchange.wait_until(min(now + stall_s, self._deadline), put_off)
+        data = await exchange.read()
+        exchange.wait_until(self._deadline)  # a client that reads slowly is no silence of D's
+        return data
+
+    def break_off(self) -> None:
+        """Whoever listens hears that it broke, by no fault of D's."""
+        self._is_left = True
+        if self._exchange is not None:
+            self._exchange.abort()
+
+    def gave_up(self) -> None:
+        """D has said that it goes no further: no end of its answer."""
+        self.ended, self.broke = False, True
+        self.fault = self._leg.failed(502, "gave up in mid-stream", "worker_died").fault
 
     def close(self) -> None:
         """Closes the connection too, unless the stream came to its end: that is what aborts D. Idempotent."""
@@ -392,45 +324,19 @@ class EventStream:
         tab, counted = self._tab, held if held > BYTES_FREE else 0
         if tab is not None and tab.bytes != counted and not tab.hold(counted):
             said = f"sent {held} bytes of its stream, for which the router has no room"
-            raise _crowded_out(self._leg, http_types.NoRoomError(said, held))
+            raise crowded_out(self._leg, http_types.NoRoomError(said, held))
         return whole
 
-    def _broke(self, what: str) -> ApiError:
-        self.broke = True
-        return self._failed(self._leg.failed(502, f"disconnected in mid-stream ({what})", "worker_died").fault)
+    def _broke(self, what: str, code: str = "worker_died") -> ApiError:
+        self.broke = not self._is_left
+        return self._failed(self._leg.failed(502, f"disconnected in mid-stream ({what})", code).fault)
 
     def _failed(self, fault: ApiError) -> ApiError:
         self.fault = fault
         return fault
 
 
-def _refusal(leg: Leg, status: int, data: bytes, retry_after: str | None) -> LegError:
-    """A worker's own error: the client's fault passes as it is, all else is told as the worker's."""
-    fault = read_error(status, data)
-    fault.recorded = f"{leg.side} worker {leg.worker.name} answered {status}"
-    if status == 401 and fault.code == NOT_THE_ROUTER:
-        said = "does not accept this router's token; check that both have the same tickets.json"
-        return leg.failed(502, said, NOT_THE_ROUTER, lost=True)
-    if 400 <= status < 500 and status not in (408, *_BUSY) and fault.type != _HANDOFF_FAILED:
-        return LegError(leg.side, leg.worker, fault, final=True)
-    busy = status in _BUSY
-    if busy:
-        given = retry_after is not None and retry_after.isascii() and retry_after.isdigit()
-        fault.retry_after_s = min(int(str(retry_after)[:9]), RETRY_AFTER_S_MAX) if given else RETRY_AFTER_S
-    known = fault.type not in ("unknown_error", "")
-    message = f"{leg.side} worker {leg.worker.name} answered {status}: {fault.message}"
-    told = ApiError(
-        status if busy else 502,
-        message,
-        type=fault.type if known else "worker_error",
-        code=fault.code or "worker_failed",
-        retry_after_s=fault.retry_after_s,
-        recorded=fault.recorded,
-    )
-    return LegError(leg.side, leg.worker, told, busy=busy)
-
-
-def _status_in(payload: bytes) -> int:
-    """The status that vLLM puts into the error event of a stream that it has begun with 200."""
-    code = read_error(500, payload).code or ""
-    return int(code) if len(code) == 3 and code.isascii() and code.isdigit() and code[0] in "45" else 500
+def close_late(target: asyncio.Task[WorkerAnswer | EventStream]) -> None:
+    """A stream that opened when nobody wanted it any more."""
+    if not target.cancelled() and target.exception() is None and isinstance(stream := target.result(), EventStream):
+        stream.close()

@@ -18,7 +18,7 @@ from kvbaton.router.processes.shared_counts import summed
 from kvbaton.router.router_stats import RouterStats, Waits
 
 _NUMBERS = ("tickets", "discards", "dropped")
-_COUNTERS = ("tries", "alone", "ends", "responses", "failures", "retries", "probes")
+_COUNTERS = ("tries", "alone", "ends", "responses", "failures", "retries", "moves", "moves_failed", "probes")
 _OF_THE_ROOM = ("refused", "turned_away")
 _OF_THE_WAITS = ("tokens", "legs", "turns")
 

@@ -365,7 +365,7 @@ async def router_processes(
         desk = OperatorApi(roster, legs, parts.loads, settings, parent.stats, parent.draining)
         board = Board(gathering, desk.shown, desk.numbers, settings, desk.health)
         parent.show(desk, {"/flights": FlightsPage(gathering, show).answer, **({} if pages is None else pages(board))})
-        caring = asyncio.create_task(WorkerCare(roster, legs, settings, parts.stats).run())
+        caring = asyncio.create_task(WorkerCare(roster, legs, settings, parts.stats, None).run())
         stack.push_async_callback(cancel, [caring])
         stack.push_async_callback(parent.close)
         await parent.start()

@@ -1,0 +1,294 @@
+"""Streams that outlive their D: the router owns them, and has another D go on (decision 0025).
+
+    reason     what happened                                   before another is asked
+    died       the connection broke, or D says that it ends    D is blamed
+    stalled    nothing for `stall_s` while D owes an event     D is blamed; not where nobody else can go on
+    left       D left the list of workers                      -
+    draining   D drains                                        - ; not where nobody else can go on
+
+Laws: D's connection is closed before another is asked, so nothing that it says later reaches anybody. A stream moves
+`moves_max` times at most, and all of a router `moves_per_s` times in a second: more wait for their turn, and not for
+long. What cannot go on ends as it would have without this: with the error of the D that it had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import msgspec
+
+from kvbaton.api.api_errors import ApiError
+from kvbaton.api.bodies import BodyKind
+from kvbaton.protocol.ids import PeerId
+from kvbaton.router.flow.attempt import ChosenRoute, RoutedCall
+from kvbaton.router.flow.continuing import StreamLife
+from kvbaton.router.flow.delivered import HistoryRoom, SeamError
+from kvbaton.router.flow.reply import Reply
+from kvbaton.router.policy import NEVER
+from kvbaton.router.router_settings import RouterSettings
+from kvbaton.router.router_stats import RouterStats, count
+from kvbaton.router.workers.available import AvailableWorkers
+
+log = logging.getLogger(__name__)
+
+TURN_S_MAX = 10.0
+"""A stream whose D is gone waits no longer for its turn to move."""
+BURST_S = 1.0
+"""So much of `moves_per_s` may be used at once."""
+
+
+def why_not(call: RoutedCall) -> str:
+    """Why a stream ends with its D whatever happens, as `NOT_CONTINUED` has it; "" where that is not so."""
+    if call.kind not in (BodyKind.COMPLETION, BodyKind.CHAT):
+        return "api"
+    if call.alone:
+        return "one_engine"
+    return "hidden_reasoning" if call.fields.get("include_reasoning") is False else ""
+
+
+def begun(call: RoutedCall, room: HistoryRoom) -> RoutedCall:
+    """The call with a life of its own, where it may have one."""
+    if why_not(call):
+        return call
+    if not call.fields.get("return_token_ids", True):  # a field may not stand in a body twice
+        fields = {name: value for name, value in call.fields.items() if name != "return_token_ids"}
+        call = msgspec.structs.replace(call, fields=fields, data=None, written={})
+    return msgspec.structs.replace(call, life=StreamLife(call.fields, room))
+
+
+class MoveTurns:
+    """Lets streams move, so many in a second. Pure."""
+
+    def __init__(self, per_s: float) -> None:
+        self._gap_s = 1 / per_s
+        self._next = -BURST_S
+
+    def wait_s(self, now: float) -> float:
+        """How long the next one would wait."""
+        return max(self._next - now, 0.0)
+
+    def take(self, now: float) -> float:
+        """A turn, after so many seconds."""
+        at = max(self._next, now - BURST_S)
+        self._next = at + self._gap_s
+        return max(at - now, 0.0)
+
+
+class Answers(Protocol):
+    """What has calls answered."""
+
+    async def serve(self, call: RoutedCall) -> Reply: ...
+    async def serve_behind(self, call: RoutedCall, left: ChosenRoute, why: str) -> Reply: ...
+
+
+class OwnedStreams:
+    """Those of one router."""
+
+    def __init__(self, flow: Answers, roster: AvailableWorkers, settings: RouterSettings, stats: RouterStats) -> None:
+        self.flow = flow
+        self.settings = settings
+        self.stats = stats
+        self.room = HistoryRoom(settings.history_max, settings.histories_max)
+        self.turns = MoveTurns(settings.moves_per_s)
+        self._roster = roster
+        self._at: dict[PeerId, set[OwnedStream]] = defaultdict(set)
+        self.now = asyncio.get_running_loop().time
+
+    async def open(self, call: RoutedCall, *, can_sign: bool) -> OwnedStream:
+        """A stream whose first event is there."""
+        if can_sign and self.settings.streams_continue:
+            call = begun(call, self.room)
+        return OwnedStream(self, call, await self.flow.serve(call))
+
+    def drain(self) -> None:
+        """Have streams leave the workers that drain."""
+        if not self._at:
+            return
+        staying = self._roster.view(self.now()).staying
+        for peer in [each for each in self._at if each not in staying]:
+            if self._roster.lists(peer, self.now()):
+                for stream in list(self._at[peer]):
+                    stream.leave("draining")
+
+    def lists(self, peer: PeerId) -> bool:
+        return self._roster.lists(peer, self.now())
+
+    def others(self, call: RoutedCall, but: PeerId) -> bool:
+        """Whether some other D could go on."""
+        assert call.life is not None
+        workers = self._roster.view(self.now()).workers
+        takes = call.life.takes
+        return any(each.decodes and each.state not in NEVER and each.peer != but and takes(each) for each in workers)
+
+    def stands_at(self, stream: OwnedStream, peer: PeerId) -> None:
+        self._at[peer].add(stream)
+
+    def goes_from(self, stream: OwnedStream, peer: PeerId) -> None:
+        found = self._at.get(peer)
+        if found is not None:
+            found.discard(stream)
+            if not found:
+                del self._at[peer]
+
+
+class OwnedStream:
+    """One of them, or one that is not continued: then it is D's stream, as it comes. Its holder calls `aclose`."""
+
+    __slots__ = ("_call", "_is_noted", "_leaving", "_rest", "_streams", "more", "reply")
+
+    def __init__(self, streams: OwnedStreams, call: RoutedCall, reply: Reply) -> None:
+        self.reply = reply
+        self._streams = streams
+        self._call = call
+        self._is_noted = False  # that D has failed
+        self._leaving = ""  # why it goes from a D that still answers
+        self._rest: bytes | None = None  # what is left to be said when no D is asked any more
+        owned = call.life is not None and call.life.is_asked
+        self.more: Callable[[], Awaitable[bytes]] = self._more if owned else reply.events.more
+        if owned:
+            self._stand()
+
+    def leave(self, why: str) -> None:
+        """Have another D go on, if one can, though this one still answers."""
+        if not self._leaving and not self._hindrance() and not self._streams.turns.wait_s(self._streams.now()):
+            self._leaving = why
+            self.reply.events.break_off()
+
+    async def aclose(self) -> None:
+        life = self._call.life
+        if life is not None:
+            self._streams.goes_from(self, self.reply.route.decode.peer)
+            life.delivered.close()
+        await self.reply.aclose()
+
+    def _stand(self) -> None:
+        events = self.reply.events
+        events.expect_within(self._streams.settings.stall_s, self._put_off)
+        self._streams.stands_at(self, self.reply.route.decode.peer)
+
+    async def _more(self) -> bytes:
+        """Bytes of whole events, as they come; b"" at the end. As `EventStream.more`."""
+        life = self._call.life
+        assert life is not None
+        delivered = life.delivered
+        while self._rest is None:
+            if delivered.broken_off:
+                self.reply.events.gave_up()
+                await self._move("died", None)
+                continue
+            try:
+                data = await self.reply.events.more()
+                shown = delivered.told(data) if data else b""
+            except SeamError as error:
+                raise self._differs(error) from None
+            except ApiError as fault:
+                why = self._why()
+                if not why:
+                    raise
+                await self._move(why, fault)
+                continue
+            if shown or not (data or delivered.broken_off):
+                return shown
+        rest, self._rest = self._rest, b""
+        return rest
+
+    def _why(self) -> str:
+        events, peer = self.reply.events, self.reply.route.decode.peer
+        if self._leaving or not events.broke:
+            return self._leaving
+        if not self._streams.lists(peer):
+            return "left"
+        return "stalled" if events.fault is not None and events.fault.code == "worker_timeout" else "died"
+
+    def _hindrance(self) -> str:
+        """Why it cannot move, as `NOT_CONTINUED` has it."""
+        streams, life = self._streams, self._call.life
+        assert life is not None
+        if life.delivered.stuck:
+            return life.delivered.stuck
+        if life.moves >= streams.settings.moves_max:
+            return "moves_max"
+        return "" if streams.others(self._call, self.reply.route.decode.peer) else "nobody"
+
+    def _put_off(self) -> float:
+        """D is silent: until when it may be, 0.0 if another is asked."""
+        streams = self._streams
+        if streams.now() >= self._call.deadline or not (self._hindrance() or streams.turns.wait_s(streams.now())):
+            return 0.0
+        return min(streams.now() + streams.settings.stall_s, self._call.deadline)
+
+    async def _move(self, why: str, fault: ApiError | None) -> None:
+        """Another D goes on, or it ends here: with `fault`, or with D's own last event."""
+        streams, life, old = self._streams, self._call.life, self.reply
+        assert life is not None
+        delivered = life.delivered
+        last = delivered.broken_off
+        hindrance, rest = self._hindrance(), delivered.rest()
+        streams.goes_from(self, old.route.decode.peer)
+        if why != "draining":
+            self.failed(fault)
+        await old.aleave(why)
+        if rest:
+            self._rest = rest
+            return
+        if not hindrance:
+            wait_s = streams.turns.take(streams.now())
+            if wait_s > TURN_S_MAX:
+                hindrance = "moves_per_s"
+            elif wait_s:
+                await asyncio.sleep(wait_s)
+        if not hindrance:
+            hindrance = await self._asked_another(why)
+        if not hindrance:
+            return
+        count(streams.stats.moves_failed, hindrance)
+        log.warning(
+            "[stream-not-continued] request %s: %s %s, and its stream ends there: %s",
+            self._call.name, old.route.decode.name, _SAID[why], hindrance, extra={"request": self._call.name},
+        )  # fmt: skip
+        if fault is not None:
+            raise fault
+        self._rest = last
+
+    async def _asked_another(self, why: str) -> str:
+        streams, life, old = self._streams, self._call.life, self.reply
+        assert life is not None
+        life.moves += 1
+        life.history = life.delivered.history
+        life.delivered.moved()
+        self._leaving, self._is_noted = "", False
+        try:
+            self.reply = await streams.flow.serve_behind(self._call, old.route, why)
+        except ApiError as error:
+            self._is_noted = True
+            return error.code or "none"
+        streams.stats.moves[why] += 1
+        log.info(
+            "[stream-moved] request %s: %s %s; %s goes on behind %d tokens",
+            self._call.name, old.route.decode.name, _SAID[why], self.reply.route.decode.name, len(life.history),
+            extra={"request": self._call.name},
+        )  # fmt: skip
+        self._stand()
+        return ""
+
+    def failed(self, fault: ApiError | None) -> None:
+        """It ended with an error of D's; noted once."""
+        if not self._is_noted:
+            stats = self._streams.stats
+            self._is_noted = True
+            count(stats.failures, (fault.code if fault else None) or "none", "mid_stream")
+            stats.waits.leg("failed", "decode", self.reply.route.decode.name)
+
+    def _differs(self, error: SeamError) -> ApiError:
+        worker = self.reply.route.decode.name
+        count(self._streams.stats.moves_failed, "differs")
+        self.reply.events.gave_up()
+        said = f"decode worker {worker} was to go on with an answer: {error}"
+        return ApiError(502, said, type="worker_error", code="worker_died")
+
+
+_SAID = {"died": "died", "stalled": "told nothing more", "left": "left the list", "draining": "drains"}
