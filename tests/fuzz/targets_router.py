@@ -20,6 +20,7 @@ from kvbaton.api.params import FIELD
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.flow import kv_params, worker_calls, worker_leg
 from kvbaton.router.flow.hops import Hops
+from kvbaton.router.flow.owned_streams import OwnedStreams
 from kvbaton.router.openai_api import OpenAiApi
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.router_stats import LABELS_MAX, RouterStats, count
@@ -107,7 +108,9 @@ class Script(msgspec.Struct, array_like=True):
 
 async def _front(kind: BodyKind, body: bytes, answers: Sequence[bytes]) -> None:
     stats = RouterStats()
-    front = OpenAiApi(Nonsense(answers), SETTINGS, stats, asyncio.Event())  # type: ignore[arg-type]
+    flow: Any = Nonsense(answers)
+    streams = OwnedStreams(flow, None, SETTINGS, stats, can_sign=False)  # type: ignore[arg-type]
+    front = OpenAiApi(flow, streams, SETTINGS, stats, asyncio.Event())
     request = http_types.Request("POST", kind.value, [], body)
     handlers = {BodyKind.COMPLETION: front.completions, BodyKind.CHAT: front.chat, BodyKind.RESPONSES: front.responses}
     try:

@@ -312,12 +312,13 @@ async def router_app(
             legs.key = (b"Authorization", f"Bearer {secrets.worker_key}".encode())
         log_book = LogBook(gathering, name, settings.trace)
         flow = Flow(legs, roster, settings, stats, minter, discard, log_book, parts.loads, parts.prefixes, parts.turns)
-        front = OpenAiApi(flow, settings, stats, draining, hidden)
+        streams = OwnedStreams(flow, roster, settings, stats, can_sign=minter is not None)
+        front = OpenAiApi(flow, streams, settings, stats, draining, hidden)
         passing = Passing(legs, roster, flow, settings, stats, draining, hidden)
         desk = OperatorApi(roster, legs, parts.loads, settings, stats, draining, hides_keys)
         board = Board(gathering, desk.shown, desk.numbers, settings, desk.health)
         more = {"/flights": FlightsPage(gathering, show).answer, **({} if pages is None else pages(board))}
-        care = WorkerCare(roster, legs, settings, stats, flow.streams, probes=parts.probes)
+        care = WorkerCare(roster, legs, settings, stats, streams, probes=parts.probes)
         caring = asyncio.create_task(care.run())
         try:
             yield Router(

@@ -30,6 +30,7 @@ from kvbaton.observe.metrics.metric_types import Histogram
 from kvbaton.router import router_flights
 from kvbaton.router.flow.attempt import RoutedCall
 from kvbaton.router.flow.kv_params import Written
+from kvbaton.router.flow.owned_streams import OwnedStreams
 from kvbaton.router.flow.reply import Reply
 from kvbaton.router.flow.request_admission import UnderWay, check_request, check_steering, hold_body
 from kvbaton.router.flow.request_flow import Flow
@@ -125,12 +126,14 @@ class OpenAiApi:
     def __init__(
         self,
         flow: Flow,
+        streams: OwnedStreams,
         settings: RouterSettings,
         stats: RouterStats,
         draining: asyncio.Event,
         hidden: frozenset[bytes] = NOT_TO_WORKERS,
     ) -> None:
         self._flow = flow
+        self._streams = streams
         self._settings = settings
         self._stats = stats
         self.draining = draining
@@ -268,7 +271,7 @@ class OpenAiApi:
         """One call's stream."""
         with UnderWay(self._stats, self._settings.in_flight_max, counted):
             begun = call.deadline - self._settings.deadline_s
-            stream = await self._first_byte(self._flow.open(call))
+            stream = await self._first_byte(self._streams.open(call))
             try:
                 reply = stream.reply
                 self._note(headers, served, reply)

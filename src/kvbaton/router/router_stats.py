@@ -52,6 +52,8 @@ class Waits:
         self.tokens: Counter[str] = Counter()  # by what (prompt, output; chunks of streams that bear one) and mode
         self.turns: Counter[str] = Counter()  # of conversations, by what became of them
         self.legs: Counter[str] = Counter()  # by what (asked, failed; passed over as full), side and worker
+        self.moves: Counter[str] = Counter()  # of streams to another D, by reason
+        self.moves_failed: Counter[str] = Counter()  # streams that could not, by what hindered them
         self.waiting = 0  # requests that wait for the first byte of their answer
         self.sum_s = 0.0
         self.count = 0
@@ -107,8 +109,6 @@ class RouterStats:
     responses: Counter[str] = field(default_factory=Counter)  # by who is at fault
     failures: Counter[str] = field(default_factory=Counter)  # of legs, by side and code
     retries: Counter[str] = field(default_factory=Counter)  # by side
-    moves: Counter[str] = field(default_factory=Counter)  # of streams to another D, by reason
-    moves_failed: Counter[str] = field(default_factory=Counter)  # streams that could not, by what hindered them
     probes: Counter[str] = field(default_factory=Counter)  # of broken workers, by outcome
     tickets: int = 0
     discards: int = 0  # tickets given up, of which P was told
@@ -154,8 +154,8 @@ class RouterStats:
             "responses_total": dict(self.responses),
             "leg_failures_total": dict(self.failures),
             "retries_total": dict(self.retries),
-            "moves_total": dict(self.moves),
-            "moves_failed_total": dict(self.moves_failed),
+            "moves_total": dict(self.waits.moves),
+            "moves_failed_total": dict(self.waits.moves_failed),
             "probes_total": dict(self.probes),
             "token_chunks_total": sum(_of("chunks", self.waits.tokens).values()),
             "worker_asked_total": _of("asked", self.waits.legs),

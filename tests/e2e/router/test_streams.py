@@ -98,11 +98,11 @@ async def test_streams_of_every_kind_outlive_a_d_that_is_killed(crew: Crew, mode
     kinds = list(KINDS)
     async with streets(crew, "p0", "p1", "d0", "strict") as made:
         right = await read_all(made, kinds, mode, [Reader() for _ in kinds])
-        assert made.router.stats.moves == {}
+        assert made.router.stats.waits.moves == {}
         found = await cut(made, kinds, mode, lambda: crew.kill("d0"))
         check(found, right, kinds)
-        assert sum(made.router.stats.moves.values()) >= 3, "about half of them were there"
-        assert made.router.stats.moves_failed == {}
+        assert sum(made.router.stats.waits.moves.values()) >= 3, "about half of them were there"
+        assert made.router.stats.waits.moves_failed == {}
 
 
 async def test_streams_outlive_a_d_that_stands_still(crew: Crew) -> None:
@@ -112,7 +112,7 @@ async def test_streams_outlive_a_d_that_stands_still(crew: Crew) -> None:
         stopped = crew.stopped("d0")
         try:
             check(await cut(made, kinds, "pull", stopped.__enter__), right, kinds)
-            assert set(made.router.stats.moves) == {"stalled"}
+            assert set(made.router.stats.waits.moves) == {"stalled"}
         finally:
             crew.signal("d0", signal.SIGCONT)
 
@@ -123,7 +123,7 @@ async def test_streams_leave_a_d_that_drains(crew: Crew) -> None:
         right = await read_all(made, kinds, "pull", [Reader() for _ in kinds])
         found = await cut(made, kinds, "pull", lambda: crew.signal("d0", signal.SIGTERM))
         check(found, right, kinds)
-        assert set(made.router.stats.moves) == {"draining"}
+        assert set(made.router.stats.waits.moves) == {"draining"}
         assert await asyncio.to_thread(crew.wait_ended, "d0", 30.0) == 0
 
 
@@ -141,7 +141,7 @@ async def test_a_stream_outlives_one_d_after_the_other(crew: Crew) -> None:
             crew.kill(here)
             await asyncio.to_thread(crew.need, here)
         check([await reading], [right], ["seeded"])
-        assert made.router.stats.moves == {"died": 3}
+        assert made.router.stats.waits.moves == {"died": 3}
 
 
 async def test_where_nobody_can_go_on_the_stream_ends_with_the_error_event(crew: Crew) -> None:
@@ -153,7 +153,7 @@ async def test_where_nobody_can_go_on_the_stream_ends_with_the_error_event(crew:
         crew.kill("d0")
         await reading
         assert (reader.errors, reader.dones) == (["worker_died"], 0)
-        assert made.router.stats.moves_failed == {"nobody": 1}
+        assert made.router.stats.waits.moves_failed == {"nobody": 1}
 
 
 async def test_what_is_off_is_off(crew: Crew) -> None:

@@ -73,6 +73,10 @@ STALE_S = 1.0
 """The close of an idle connection that crossed a request is known within this; later it is the worker that went."""
 
 
+PutOff = Callable[[], float]
+NEVER_DUE: tuple[float, PutOff | None] = (math.inf, None)
+
+
 class Exchange(asyncio.Protocol):
     """One connection, and the answer that is on its way over it. Callbacks of asyncio are below."""
 
@@ -88,8 +92,7 @@ class Exchange(asyncio.Protocol):
         self._wakes_on_data = False
         self._served = 0  # answers that came whole over this connection
         self._sent_at = 0.0
-        self._due = math.inf  # when the answer is late
-        self._put_off: Callable[[], float] | None = None
+        self._due: tuple[float, PutOff | None] = NEVER_DUE  # when the answer is late
         self._timer: asyncio.TimerHandle | None = None
         self._looks_at = math.inf  # when the timer runs out; uvloop's may not say
 
@@ -119,29 +122,29 @@ class Exchange(asyncio.Protocol):
     def expire_in(self, timeout_s: float) -> None:
         """Fail with `LateError` unless closed, or told another time, before."""
         # A timer is left running when its exchange has ended, and looks again: under load an exchange costs none.
-        self._due = self._pool.loop.time() + timeout_s
-        if self._looks_at > self._due:
-            self._look_when_due()
+        self.wait_until(self._pool.loop.time() + timeout_s)
 
-    def wait_until(self, when: float, put_off: Callable[[], float] | None = None) -> None:
+    def wait_until(self, when: float, put_off: PutOff | None = None) -> None:
         """The same by a time. `put_off` is asked when it has come: until when to wait on, 0.0 for no longer."""
-        self._due, self._put_off = when, put_off
+        self._due = when, put_off
         if self._looks_at > when:
             self._look_when_due()
 
     def _look_when_due(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._looks_at = self._due
-        self._timer = self._pool.loop.call_at(self._due, self._look)
+        self._looks_at = self._due[0]
+        self._timer = self._pool.loop.call_at(self._looks_at, self._look)
 
     def _look(self) -> None:
         self._timer, self._looks_at = None, math.inf
-        if self._due <= self._pool.loop.time() and self._put_off is not None:
-            self._due = self._put_off() or self._due
-        if self._due <= self._pool.loop.time():
+        (due, put_off), now = self._due, self._pool.loop.time()
+        if due <= now and put_off is not None:
+            due = put_off() or due
+            self._due = due, put_off
+        if due <= now:
             self._fail(LateError("late"))
-        elif self._due < math.inf:
+        elif due < math.inf:
             self._look_when_due()
 
     async def head(self) -> None:
@@ -176,7 +179,7 @@ class Exchange(asyncio.Protocol):
 
     def close(self) -> None:
         """Let the connection go: to the pool if its answer was read whole, else for good. Once for each exchange."""
-        self._due = math.inf
+        self._due = NEVER_DUE
         answer = self._answer
         answer.body.uncount()
         whole = answer.complete and answer.keeps and not answer.body.pieces

@@ -190,7 +190,7 @@ CODES: tuple[CodeEntry, ...] = (
         look=("curl ROUTER/workers", "metric kvbaton_router_breakers_opened_total")),
     log("stopping", NOBODY, "This process stops: the signal that it got, its drain, and its end are logged.",
         "nothing; a second signal ends it at once"),
-    log("stream-moved", NOBODY, "A stream lost its decode worker, and another goes on with it; its client sees a pause.",
+    log("stream-moved", NOBODY, "A stream lost its decode worker; another goes on with it, after a pause.",
         "nothing; if it happens often: read the log of the worker that is left",
         look=("metric kvbaton_router_moves_total",)),
     log("worker-draining", NOBODY, "A worker finishes its requests and gets no new ones.",

@@ -88,7 +88,10 @@ class Answers(Protocol):
 class OwnedStreams:
     """Those of one router."""
 
-    def __init__(self, flow: Answers, roster: AvailableWorkers, settings: RouterSettings, stats: RouterStats) -> None:
+    def __init__(
+        self, flow: Answers, roster: AvailableWorkers, settings: RouterSettings, stats: RouterStats, *, can_sign: bool
+    ) -> None:
+        """`can_sign`: the router has the key by which workers believe its histories."""
         self.flow = flow
         self.settings = settings
         self.stats = stats
@@ -96,11 +99,12 @@ class OwnedStreams:
         self.turns = MoveTurns(settings.moves_per_s)
         self._roster = roster
         self._at: dict[PeerId, set[OwnedStream]] = defaultdict(set)
+        self._is_on = settings.streams_continue and can_sign
         self.now = asyncio.get_running_loop().time
 
-    async def open(self, call: RoutedCall, *, can_sign: bool) -> OwnedStream:
-        """A stream whose first event is there."""
-        if can_sign and self.settings.streams_continue:
+    async def open(self, call: RoutedCall) -> OwnedStream:
+        """D's stream once its first event is there, or another D's that goes on with it; as `Flow.serve`."""
+        if self._is_on:
             call = begun(call, self.room)
         return OwnedStream(self, call, await self.flow.serve(call))
 
@@ -245,7 +249,7 @@ class OwnedStream:
             hindrance = await self._asked_another(why)
         if not hindrance:
             return
-        count(streams.stats.moves_failed, hindrance)
+        count(streams.stats.waits.moves_failed, hindrance)
         log.warning(
             "[stream-not-continued] request %s: %s %s, and its stream ends there: %s",
             self._call.name, old.route.decode.name, _SAID[why], hindrance, extra={"request": self._call.name},
@@ -266,7 +270,7 @@ class OwnedStream:
         except ApiError as error:
             self._is_noted = True
             return error.code or "none"
-        streams.stats.moves[why] += 1
+        streams.stats.waits.moves[why] += 1
         log.info(
             "[stream-moved] request %s: %s %s; %s goes on behind %d tokens",
             self._call.name, old.route.decode.name, _SAID[why], self.reply.route.decode.name, len(life.history),
@@ -285,7 +289,7 @@ class OwnedStream:
 
     def _differs(self, error: SeamError) -> ApiError:
         worker = self.reply.route.decode.name
-        count(self._streams.stats.moves_failed, "differs")
+        count(self._streams.stats.waits.moves_failed, "differs")
         self.reply.events.gave_up()
         said = f"decode worker {worker} was to go on with an answer: {error}"
         return ApiError(502, said, type="worker_error", code="worker_died")

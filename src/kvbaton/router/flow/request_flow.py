@@ -43,7 +43,6 @@ from kvbaton.router.flow.aggregated_words import check_kept, handed, word_for, w
 from kvbaton.router.flow.attempt import ChosenRoute, RoutedCall, Tries, is_of_the_handoff, not_the_clients
 from kvbaton.router.flow.choosing import Chooser, Deadline, Deadlines
 from kvbaton.router.flow.dialect_table import TicketMinter
-from kvbaton.router.flow.owned_streams import OwnedStream, OwnedStreams
 from kvbaton.router.flow.reply import Replies, Reply
 from kvbaton.router.flow.request_admission import LargeBodies
 from kvbaton.router.flow.worker_calls import EventStream, Legs, close_late
@@ -102,7 +101,6 @@ class Flow:
         self._log_book = log_book or LogBook(Gathering())
         self._loads = Loads() if loads is None else loads
         self._prefixes = Prefixes(settings.prefix_pieces_max) if prefixes is None else prefixes
-        self.streams = OwnedStreams(self, roster, settings, stats)
         self._chooser = Chooser(
             roster, settings, self._loads, can_sign=minter is not None, on_passed_full=stats.waits.passed_full
         )
@@ -121,10 +119,6 @@ class Flow:
     def charge(self, peer: PeerId, tokens: int) -> WorkerLoad:
         """Count what is under way at a worker besides calls."""
         return self._loads.take(peer, tokens)
-
-    async def open(self, call: RoutedCall) -> OwnedStream:
-        """D's stream once its first event is there, or another D's that goes on with it; as `serve`."""
-        return await self.streams.open(call, can_sign=self._minter is not None)
 
     async def serve(self, call: RoutedCall) -> Reply:
         """D's answer once its first byte is there; `ApiError` if there will be none."""

@@ -18,9 +18,9 @@ from kvbaton.router.processes.shared_counts import summed
 from kvbaton.router.router_stats import RouterStats, Waits
 
 _NUMBERS = ("tickets", "discards", "dropped")
-_COUNTERS = ("tries", "alone", "ends", "responses", "failures", "retries", "moves", "moves_failed", "probes")
+_COUNTERS = ("tries", "alone", "ends", "responses", "failures", "retries", "probes")
 _OF_THE_ROOM = ("refused", "turned_away")
-_OF_THE_WAITS = ("tokens", "legs", "turns")
+_OF_THE_WAITS = ("tokens", "legs", "turns", "moves", "moves_failed")
 
 
 class MergedStats(RouterStats):

@@ -15,10 +15,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from kvbaton.router.flow.continuing import StreamLife
 
 from kvbaton.api.params import HistoryWay, Mode, source_params, target_params
 from kvbaton.protocol.ids import PeerId, TransferId, WorkerId
+from kvbaton.router.flow.continuing import StreamLife
 from kvbaton.router.flow.delivered import Delivered, HistoryRoom, SeamError
 from kvbaton.router.flow.dialect_table import TicketMinter
 from kvbaton.router.policy import Pair
