@@ -34,6 +34,7 @@ from kvbaton_proof.gpu_test import (
     gpu_hybrids,
     gpu_load,
     gpu_machine,
+    gpu_streams,
     gpu_turns,
     timing,
 )
@@ -55,6 +56,8 @@ ABOUT: Mapping[str, str] = {
                 "without a prefix cache: answers and accepted drafts beside one engine's, refusals, controls.",
     "turns": "Conversations of several turns, with a D that keeps them and one that does not: answers beside one "
              "engine's, turns that P took, time to first token of each turn.",
+    "streams": "Streams that outlive their D: 64 of mixed kinds while it is killed, gaps at a kill with copies and "
+               "without and at a drain, time to first token with P's first token, gaps without faults.",
     "timing": "The shape of an 8B model, CUDA graphs, one request at a time: D's leg beside its floor, time to first "
               "token when streaming beside one engine's, NixlConnector at its best settings beside both.",
     "load": "32 requests at once of 2,000 tokens: requests per second beside NixlConnector's, and what D's streams "
@@ -63,12 +66,12 @@ ABOUT: Mapping[str, str] = {
     "handoff": "Without an engine: the contract of the device's data planes, and a handoff of 2.1 GB beside its copy.",
 }  # fmt: skip
 STANDARD: Sequence[Sequence[str]] = (
-    ("answers", "bytes", "mla"), ("hybrids",), ("features",), ("turns",), ("timing", "load"), ("faults",),
+    ("answers", "bytes", "mla"), ("hybrids",), ("features",), ("turns",), ("streams",), ("timing", "load"), ("faults",),
     ("handoff",),
 )  # fmt: skip
 QUICK: Sequence[Sequence[str]] = (("answers", "timing"), ("handoff",))
 REHEARSED: Sequence[Sequence[str]] = (("answers",), ("timing", "load"), ("faults",))
-"""On a CPU: what needs no device. `bytes`, `mla`, `hybrids` and `features` can be named."""
+"""On a CPU: what needs no device. `bytes`, `mla`, `hybrids`, `features` and `streams` can be named."""
 
 
 def acts(device: str, quick: bool, named: Sequence[str] | None) -> list[list[str]]:
@@ -123,14 +126,15 @@ RUN: Mapping[str, Run] = {
     "answers": _shared(gpu_answers.run), "bytes": _shared(exact.run, exact.BYTES), "mla": _shared(exact.run, exact.MLA),
     "hybrids": _shared(gpu_hybrids.run),
     "features": lambda stage, page: gpu_features.run(stage.sizes, stage.site, stage.session, page, stage.say),
+    "streams": lambda stage, page: gpu_streams.run(stage.sizes, stage.site, stage.session, page, stage.say),
     "turns": _timed(gpu_turns.run), "timing": _timed(timing.run), "load": _timed(gpu_load.run), "faults": _faults,
     "handoff": lambda stage, page: gpu_handoff.run(stage.sizes, page, stage.say),
 }  # fmt: skip
 
 
 def specs(name: str, sizes: Sizes) -> list[Spec]:
-    """The servers of a part; those of `faults` and `features` are their own: the one kills them, the other has more
-    than fit."""
+    """The servers of a part; those of `faults`, `streams` and `features` are their own: two kill them, one has
+    more than fit."""
     if name == "answers":
         return gpu_answers.specs(sizes)
     if name in ("bytes", "mla"):

@@ -52,6 +52,18 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     talk_first: int = 4096  # and where they are timed
     talk_answer: int = 128
     talk_more: int = 64
+    # streams
+    flows: int = 64  # at two D's, so that about 32 are cut
+    flow_answer: int = 160
+    flow_prompt: int = 200  # at most
+    long_flows: int = 4  # at each D
+    long_prompt: int = 15_000
+    long_told: int = 1384  # before D is killed
+    long_answer: int = 2600
+    drained: int = 64  # at two D's
+    drained_answer: int = 1200
+    decoders: int = 5  # of which one is killed under many streams, two under long ones, and one is drained
+    both_ways: int = 2  # rounds with and without
     # timing
     timed_tokens: tuple[int, ...] = (512, 4096, 16384)
     streamed_from_tokens: int = 4096
@@ -90,7 +102,8 @@ CPU = Sizes(
     crowd_tokens=300, crowd_answer=12, watched=2, watched_answer=60, bursts=1, fault_blocks=128, fault_d_blocks=32,
     features=("eagle", "n-grams", "offloading", "lora", "uncached"), feature_tokens=(2, 17, 128, 129, 420),
     feature_engines=5, clients=8, stop_s=12.0, long_tokens=1000, talks=1, talk_turns=3, talk_right=300,
-    talk_first=300, talk_answer=40, talk_more=30,
+    talk_first=300, talk_answer=40, talk_more=30, flows=8, flow_answer=60, flow_prompt=60, long_flows=1,
+    long_prompt=600, long_told=60, long_answer=200, drained=4, drained_answer=150, decoders=4, both_ways=1,
 )  # fmt: skip
 
 

@@ -75,8 +75,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     connector: str = ""  # of `CONNECTORS`
     front: Literal["", "kvbaton"] = ""  # what stands before a pair
     front_args: tuple[str, ...] = ()
-    front_variables: Mapping[str, str] = {}
-    second_front: Mapping[str, str] | None = None  # another router of the same workers, and its variables
+    second_front: tuple[str, ...] | None = None  # another router of the same workers, and its words
     decoders: int = 1  # d0, d1, …: several only behind a router of ours
     store: str = ""  # the size of a store of ours that all of them use
     variant: Variant = EAGER
@@ -252,10 +251,10 @@ def made(site: Site, spec: Spec) -> Group:
         if not connector.registers:
             url = f"http://{launching.HOST}"
             known = ["--prefill-url", f"{url}:{ports[P]}", "--decode-url", f"{url}:{ports[D]}"]
-        engine(ROUTER, _router(spec, ports[ROUTER], known), spec.front_variables)
+        engine(ROUTER, _router(spec, ports[ROUTER], [*known, *spec.front_args]))
     if spec.second_front is not None:
         known = [*keys, "--name", SECOND, "--registry", group.registry]
-        engine(SECOND, _router(spec, ports[SECOND], known), spec.second_front)
+        engine(SECOND, _router(spec, ports[SECOND], [*known, *spec.second_front]))
     if spec.store:
         words = ["store", *keys, "--port", str(ports[STORE]), "--bytes", spec.store]
         engine(STORE, [*KVBATON_ARGV, *words])
@@ -278,8 +277,7 @@ def made(site: Site, spec: Spec) -> Group:
 
 def _router(spec: Spec, port: int, known: Sequence[str]) -> list[str]:
     words = [*KVBATON_ARGV, "router", "--port", str(port), "--fallback", "strict", *known]
-    words += ["--turn-s", str(spec.turn_s)] if spec.turn_s else []
-    return [*words, *spec.front_args]
+    return [*words, *(["--turn-s", str(spec.turn_s)] if spec.turn_s else [])]
 
 
 def _settings(site: Site, spec: Spec, name: str, group: Group) -> dict[str, Any]:

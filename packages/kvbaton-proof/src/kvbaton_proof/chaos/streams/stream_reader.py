@@ -133,7 +133,8 @@ class StreamReader:
             self._roles.add(index)
         elif index not in self._roles:
             self._wrong(f"choice {index} was not opened")
-        return delta.get("content") or ""
+        calls = (call.get("function", {}).get("arguments") for call in delta.get("tool_calls") or ())
+        return (delta.get("content") or "") + "".join(filter(None, calls))
 
     # --- the typed events of responses and messages
 
