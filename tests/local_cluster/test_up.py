@@ -160,6 +160,8 @@ def test_the_check_passes_and_says_so_in_one_object() -> None:
     verdict = json.loads(done.stdout)
     assert (verdict["ok"], verdict["pins"], len(verdict["rows"])) == (True, 0, 1)
     assert verdict["identical"] == verdict["requests"] > 20
+    assert verdict["streams"]["whole"] == verdict["streams"]["streams"] > 1
+    assert verdict["streams"]["moved"] > 0, "a D was killed under them"
 
 
 def test_the_check_fails_when_one_answer_differs(
@@ -167,8 +169,8 @@ def test_the_check_fails_when_one_answer_differs(
 ) -> None:
     right = checking._reference
 
-    def almost_right(texts: list[str], seed: int) -> list[str]:
-        first, *rest = right(texts, seed)
+    def almost_right(texts: list[str], *given: int) -> list[str]:
+        first, *rest = right(texts, *given)
         return [f"{first[:-1]}\x7f", *rest]
 
     monkeypatch.setattr(checking, "_reference", almost_right)

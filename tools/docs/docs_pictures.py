@@ -1,4 +1,4 @@
-"""Draws the two pictures of the documentation that no table of the code holds: who there is, and who says what when.
+"""Draws the pictures of the documentation that no table of the code holds: who there is, and who says what when.
 
     python tools/docs/docs_pictures.py
 
@@ -9,7 +9,7 @@ one is added.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import NamedTuple
@@ -39,7 +39,6 @@ class Step(NamedTuple):
     moves: bool = False  # KV, not words
 
 
-COLUMNS = ("client", "router", "P", "D")
 ABOUT = {"client": "", "router": "policy, deadlines", "P": "prefill engine", "D": "decode engine"}
 PULL = (
     Step("client", "router", "request"),
@@ -57,19 +56,34 @@ PULL = (
     Step("P", "P", "unpins, once"),
     Step("D", "client", "tokens"),
 )
+OVER_TWO = {"client": "one stream", "router": "owns it", "D1": "dies", "P": "prefill engine", "D2": "goes on"}
+CONTINUED = (
+    Step("client", "router", "request, stream"),
+    Step("router", "D1", "asks, and for the ids of its tokens"),
+    Step("D1", "router", "Once upon a"),
+    Step("router", "client", "Once upon a"),
+    Step("D1", "D1", "kill -9 · silent · drains"),
+    Step("router", "router", "closes its connection: what it says later is nobody's"),
+    Step("router", "P", "prompt and history, for their KV"),
+    Step("router", "D2", "request, ticket, signed history: Once upon a"),
+    Step("P", "D2", "KV, as in each handoff", moves=True),
+    Step("D2", "router", "Once upon a time there"),
+    Step("router", "router", "cuts what the client has; must be the same"),
+    Step("router", "client", "time there, by the same id"),
+)
 ROW_PX, HEAD_PX, COLUMN_PX, LEFT_PX = 34, 70, 230, 80
 
 
-def sequence() -> str:
-    x = {name: LEFT_PX + COLUMN_PX * index for index, name in enumerate(COLUMNS)}
-    height, width = HEAD_PX + ROW_PX * len(PULL) + 20, LEFT_PX + COLUMN_PX * (len(COLUMNS) - 1) + 130
+def sequence(steps: Sequence[Step], about: Mapping[str, str], label: str) -> str:
+    x = {name: LEFT_PX + COLUMN_PX * index for index, name in enumerate(about)}
+    height, width = HEAD_PX + ROW_PX * len(steps) + 20, LEFT_PX + COLUMN_PX * (len(about) - 1) + 130
     lines = []
     for name, at in x.items():
         lines.append(f'<line class="life" x1="{at}" y1="50" x2="{at}" y2="{height - 10}"/>')
         lines.append(f'<rect class="box" x="{at - 55}" y="12" width="110" height="38" rx="6"/>')
-        lines += _text(at, 28 if ABOUT[name] else 36, name, "bold")
-        lines += _text(at, 43, ABOUT[name], "small") if ABOUT[name] else []
-    for row, step in enumerate(PULL):
+        lines += _text(at, 28 if about[name] else 36, name, "bold")
+        lines += _text(at, 43, about[name], "small") if about[name] else []
+    for row, step in enumerate(steps):
         y = HEAD_PX + ROW_PX * (row + 0.6)
         if step.at == step.to:
             half = len(step.text) * CHAR_PX / 2 + 10
@@ -82,7 +96,7 @@ def sequence() -> str:
         kind, tip = ("moves", "flow") if step.moves else ("says", "tip")
         lines.append(f'<path class="{kind}" d="M{here} {y:.0f}H{there - aside}" marker-end="url(#{tip})"/>')
         lines += _text((here + there) / 2, y - 6, step.text)
-    return _svg(width, height, "Sequence of a handoff by pull", lines)
+    return _svg(width, height, label, lines)
 
 
 class Box(NamedTuple):
@@ -162,7 +176,11 @@ def _svg(width: float, height: float, label: str, lines: list[str]) -> str:
     return "\n".join([head, f"<style>{STYLE}</style>", f"<defs>{TIPS}</defs>", page, *lines, "</svg>", ""])
 
 
-PICTURES: Mapping[str, str] = {"architecture": architecture(), "sequence": sequence()}
+PICTURES: Mapping[str, str] = {
+    "architecture": architecture(),
+    "sequence": sequence(PULL, ABOUT, "Sequence of a handoff by pull"),
+    "continued": sequence(CONTINUED, OVER_TWO, "A stream over two Ds: D1 dies, D2 goes on"),
+}
 
 
 if __name__ == "__main__":

@@ -48,13 +48,15 @@ kvbaton hands the KV cache of a prompt from the engine that computed it (**P**) 
 (**D**). The life of such a handoff is pure code: a ledger takes events, messages and the time, and returns effects. It
 reads no clock, opens no socket and starts no thread, so everything on this page is tested without waiting for anything.
 
-Five promises hold whatever fails, stalls or lies in between:
+Six promises hold whatever fails, stalls or lies in between:
 
 1. **No wrong answer**: D decodes only on bytes that P confirmed, after the copy, to have been this prompt's all along.
 2. **No hang**: every handoff ends once on each side, by its deadline, as delivered or as failed with a reason.
 3. **No leak**: every pin has one owner and one release.
 4. **No engine death**: nothing that a peer, a client or the network does raises out of an engine's hook.
 5. **No stranger**: only authenticated peers speak, and only tickets that P or the router signed name anything.
+6. **No lost stream**: when a D dies, stalls or drains, another goes on from the history that the router saw; each token
+   reaches the client once.
 
 Clocks decide only when to give up. No promise depends on two of them agreeing, nor on a timeout being long enough.
 

@@ -50,6 +50,7 @@ from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.security.sealing import ENCRYPT
 from kvbaton.transports.catalogue import CHECKSUMS
 
+_ROUTER = RouterSettings()
 _WORKER = WorkerOptions(name="p0", role="prefill", keys="-", registry="tcp://127.0.0.1:1")
 _TIMES = ("lease_s", "transfer_timeout", "defer_timeout", "claim_timeout")
 _SIZES = ("blocks", "block_tokens", "max_num_seqs", "seed")
@@ -184,6 +185,7 @@ def _router_settings(args: argparse.Namespace, mode: Mode) -> RouterSettings:
         trace_sample=args.trace_sample,
         # An answer that D made alone would hide from the check why there was no handoff.
         fallback=Fallback.STRICT if args.check else Fallback(args.fallback),
+        streams_continue=True if args.check else _ROUTER.streams_continue,  # the check kills a D under streams
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from kvbaton.api.bodies import BodyKind
 from kvbaton.api.http.fetch import fetch
 from kvbaton.api.params import Mode
 from kvbaton.local_cluster.embedded_cluster import Cluster, ClusterPlan, running
+from kvbaton.local_cluster.stream_check import TOKENS, StreamRow, long_ones, outlive, stream_texts
 from kvbaton.processes.child_process import Say
 from kvbaton.processes.operator_control import unless_stopped
 from kvbaton.processes.operator_errors import CommandError
@@ -96,25 +97,33 @@ async def check(
     begun = time.monotonic()
     worker = next(iter(plans.values())).worker
     asked = prompts(worker.block_tokens)
+    texts = stream_texts()
     expecting = asyncio.create_task(asyncio.to_thread(_reference, [prompt.text for prompt in asked], worker.seed))
+    told = asyncio.create_task(asyncio.to_thread(_reference, texts, worker.seed, TOKENS))
     rows: list[CheckRow] = []
+    last = list(plans)[-1]
     try:
         for transport, plan in plans.items():
-            async with running(plan, say, stop) as here:
+            decodes = max(plan.decodes, 2) if transport == last else plan.decodes  # for streams, of which one is killed
+            async with running(msgspec.structs.replace(plan, decodes=decodes), say, stop) as here:
                 expected = await expecting
                 for mode in modes:
                     row = await unless_stopped(_row(here, transport, mode, asked, expected), stop)
                     show(_line(row))
                     rows.append(row)
+                if transport == last:
+                    streams = await unless_stopped(outlive(here, transport, long_ones(texts, await told)), stop)
+                    show(streams.line())
     finally:
         expecting.cancel()
-    return _verdict(rows, time.monotonic() - begun)
+        told.cancel()
+    return _verdict(rows, streams, time.monotonic() - begun)
 
 
-def _reference(texts: Sequence[str], seed: int) -> list[str]:
+def _reference(texts: Sequence[str], seed: int, tokens: int = MAX_TOKENS) -> list[str]:
     """The answers of one engine without handoffs."""
     engine = importlib.import_module("kvbaton.engines.embedded.embedded_worker")
-    answers: list[str] = engine.reference_answers(texts, MAX_TOKENS, seed=seed)
+    answers: list[str] = engine.reference_answers(texts, tokens, seed=seed)
     return answers
 
 
@@ -196,13 +205,15 @@ def _line(row: CheckRow) -> str:
     return "\n".join([line, *(f"  differs: {each}" for each in row.differences)])
 
 
-def _verdict(rows: Sequence[CheckRow], seconds: float) -> dict[str, Any]:
+def _verdict(rows: Sequence[CheckRow], streams: StreamRow, seconds: float) -> dict[str, Any]:
     totals = {
         name: sum(getattr(row, name) for row in rows)
         for name in ("requests", "identical", "handoffs", "handoffs_needed", "bytes_moved", "pins")
     }
     told = [{**msgspec.to_builtins(row), "ok": row.ok} for row in rows]
-    return {"ok": bool(rows) and all(row.ok for row in rows), **totals, "seconds": round(seconds, 2), "rows": told}
+    ok = bool(rows) and all(row.ok for row in rows) and streams.ok
+    moved = {**msgspec.to_builtins(streams), "ok": streams.ok}
+    return {"ok": ok, **totals, "seconds": round(seconds, 2), "rows": told, "streams": moved}
 
 
 def summary(verdict: Mapping[str, Any], modes: Sequence[Mode], transports: Sequence[str]) -> str:
@@ -210,7 +221,8 @@ def summary(verdict: Mapping[str, Any], modes: Sequence[Mode], transports: Seque
     return "\n".join(
         [
             f"identical answers {verdict['identical']} of {verdict['requests']}, for {said}, "
-            f"over {' and over '.join(transports)}",
+            f"over {' and over '.join(transports)}; streams whole {verdict['streams']['whole']} of "
+            f"{verdict['streams']['streams']} after kill -9 of their D",
             f"{verdict['bytes_moved']} bytes moved in {verdict['handoffs']} handoffs; {verdict['pins']} pins left; "
             f"{verdict['seconds']} s",
         ]

@@ -61,6 +61,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     decodes: Annotated[int, Meta(ge=1, le=16)] = 2
     seconds: Seconds = 180.0
     streams: Annotated[int, Meta(ge=0, le=1024)] = 0  # long ones, kept open all the time
+    prompt_tokens: Annotated[int, Meta(ge=16, le=3072)] = 64  # of a long stream
     copies_percent: Annotated[float, Meta(ge=0, le=100)] = 0.0  # of a D's blocks, as copies of answers in the store
     streams_continue: bool = True  # else the router lets them die with their D: the check must see it
     steps: Annotated[tuple[Step, ...], Meta(max_length=STEPS_MAX)] = ()

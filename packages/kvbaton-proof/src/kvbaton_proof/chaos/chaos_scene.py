@@ -70,6 +70,11 @@ def _text(rng: random.Random, length: int) -> str:
     return words[:length]
 
 
+def stream_text(rng: random.Random, number: int, tokens: int) -> str:
+    """A prompt of a long stream; a byte is a token, and one more begins it."""
+    return f"{number} {_text(rng, tokens)}"[: tokens - 1]
+
+
 class Load:
     """The clients. `pause` waits until nothing is under way."""
 

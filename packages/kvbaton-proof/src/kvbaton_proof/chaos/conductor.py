@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import random
 import signal
 import tempfile
@@ -17,13 +18,14 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import Mode
 from kvbaton.control import keyring
 from kvbaton.engines.embedded.embedded_worker import reference_answers
 from kvbaton_proof.chaos import members, rest_oracle
 from kvbaton_proof.chaos.breakpoints import BreakpointServer
 from kvbaton_proof.chaos.chaos_plan import Plan, Step
-from kvbaton_proof.chaos.chaos_scene import CLIENTS, SLACK_S, WIRES, Load, Scene, make_prompts
+from kvbaton_proof.chaos.chaos_scene import CLIENTS, SLACK_S, WIRES, Load, Scene, make_prompts, stream_text
 from kvbaton_proof.chaos.draw import STREAM_FAULTS
 from kvbaton_proof.chaos.fault_catalogue import KNOWN
 from kvbaton_proof.chaos.fleet import Fleet, FleetError
@@ -50,6 +52,9 @@ STEP_S_MAX = 300.0
 SHORT_CLIENTS = 2
 """Beside long streams."""
 STREAM_TEXTS, STREAM_TOKENS = 3, 240
+BLOCK_TOKENS, SPARE_BLOCKS = 16, 12
+PROBE_S = 1.0
+"""Between two prompts that are computed anew, to compare with the silence after a cut."""
 DECODES = "a D, beside which another lives"
 _WIRE_FAULTS = frozenset({"partition", "one-way", "delay", "loss"})
 
@@ -103,7 +108,9 @@ class Run:
             has_rooms=rooms.are_allowed(),
             transport="auto" if self.network.kind == "namespaces" else "tcp",
             deadline_s=self.deadline_s,
+            first_byte_s=members.STREAM_FIRST_BYTE_S if self.plan.streams else members.FIRST_BYTE_S,
             streams=self.plan.streams,
+            stream_blocks=(self.plan.prompt_tokens + STREAM_TOKENS) // BLOCK_TOKENS + SPARE_BLOCKS,
             copies_percent=self.plan.copies_percent,
             streams_continue=self.plan.streams_continue,
         )
@@ -129,7 +136,7 @@ class Run:
         """With what one engine answers: a D that is asked whole, at its own door, and does all of it alone."""
         name = next(name for name, spec in scene.fleet.specs.items() if spec.role == "decode")
         self.say(f"{name} alone answers {STREAM_TEXTS} prompts in {len(EMBEDDED)} ways")
-        texts = [f"{number} {prompt.text[:60]}" for number, prompt in enumerate(scene.answers[:STREAM_TEXTS])]
+        texts = [stream_text(scene.rng, number, self.plan.prompt_tokens) for number in range(STREAM_TEXTS)]
         url, headers = scene.fleet.specs[name].url, scene.fleet.pass_for(name)
         asked = await learned(scene.session, url, headers, EMBEDDED, texts, STREAM_TOKENS)
         late_s = self.deadline_s + SLACK_S
@@ -144,6 +151,7 @@ class Run:
         try:
             scene.load.resume()
             async with scene.load.streams.running() if scene.load.streams is not None else contextlib.nullcontext():
+                watching += [asyncio.create_task(self._probe(scene))] if scene.load.streams is not None else []
                 await self._carry_out(scene)
             await scene.load.pause()
         finally:
@@ -291,6 +299,25 @@ class Run:
                     at_s = round(loop.time() - self.begun_at, 1)
                     kept.append(Sample(at_s, life.count, now.fds, now.threads, now.rss_mib))
             await asyncio.sleep(SAMPLE_S)
+
+    async def _probe(self, scene: Scene) -> None:
+        """What it costs a D, among the same streams, to compute a stream's prompt and half of its answer anew."""
+        assert scene.load.streams is not None
+        names = [name for name, spec in scene.fleet.specs.items() if spec.role == "decode"]
+        for number in itertools.count():
+            await asyncio.sleep(PROBE_S)
+            name, text = names[number % len(names)], stream_text(scene.rng, number, self.plan.prompt_tokens)
+            body = {"prompt": text + "a" * (STREAM_TOKENS // 2), "max_tokens": 1, "cache_salt": f"probe{number}"}
+            url, headers = scene.fleet.specs[name].url, scene.fleet.pass_for(name)
+            began_at = scene.now()
+            with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+                async with (
+                    asyncio.timeout(self.deadline_s),
+                    scene.session.post(url + BodyKind.COMPLETION.value, json=body, headers=headers) as answer,
+                ):
+                    await answer.read()
+                    if answer.status == 200:
+                        scene.load.streams.board.prefills.append(scene.now() - began_at)
 
     async def _tell(self, scene: Scene) -> None:
         while True:

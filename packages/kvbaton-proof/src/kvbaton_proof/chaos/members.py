@@ -31,15 +31,15 @@ CLAIM_S = 2.0
 DEFER_S = 4.0
 """Short, so that a fault of some seconds is longer than each of them."""
 
-STREAM_DEADLINE_S = 120.0
-"""Where streams are long, and one D has those of two."""
+STREAM_DEADLINE_S, STREAM_FIRST_BYTE_S = 120.0, 30.0
+"""Where streams are long, and one D suddenly has those of two: it is slow then, and not dead."""
 BLOCKS = 256
-STREAM_BLOCKS = 32
-"""Of one stream: prompt and answer."""
 SEQS_MAX = 32
 WAITING_MAX = 96
 IN_FLIGHT_MAX = 96
 """A flood must meet bounds."""
+STALL_S = 2.0
+"""Shorter than a D is stopped for, and longer than a machine as busy as this one holds up a D that lives."""
 STORE_BYTES = 1 << 20
 """What memory has no room for goes to the disk soon."""
 STORE_DISK_BYTES = 24 << 20
@@ -81,7 +81,9 @@ class Surroundings(msgspec.Struct, frozen=True):
     has_rooms: bool
     transport: str
     deadline_s: float = DEADLINE_S
+    first_byte_s: float = FIRST_BYTE_S
     streams: int = 0  # long ones that the engines must have room for
+    stream_blocks: int = 0  # each of so many blocks
     copies_percent: float = 0.0
     streams_continue: bool = True
 
@@ -135,8 +137,9 @@ def _router_words(spec: Spec, all_specs: Mapping[str, Spec], around: Surrounding
         "router", "--keys", around.keys, "--host", spec.host, "--port", str(spec.ports.front),
         "--registry", _place(all_specs[FALSE_REGISTRY]), "--own-registry", "--registry-host", spec.host,
         "--registry-port", str(spec.ports.back), "--show-pair", "--no-same-host",
-        "--fallback", "local", "--deadline-s", str(around.deadline_s), "--first-byte-s", str(FIRST_BYTE_S),
+        "--fallback", "local", "--deadline-s", str(around.deadline_s), "--first-byte-s", str(around.first_byte_s),
         "--connect-s", "2", "--in-flight-max", str(IN_FLIGHT_MAX),
+        "--streams-continue", "on" if around.streams_continue else "off", "--stall-s", str(STALL_S),
     ]  # fmt: skip
 
 
@@ -169,7 +172,7 @@ def options_of(spec: Spec, all_specs: Mapping[str, Spec], around: Surroundings) 
         claim_timeout=CLAIM_S,
         defer_timeout=DEFER_S,
         transfer_timeout=DEFER_S,
-        blocks=max(BLOCKS, STREAM_BLOCKS * around.streams),
+        blocks=max(BLOCKS, around.stream_blocks * around.streams),
         max_num_seqs=max(SEQS_MAX, around.streams),
         copies_percent=around.copies_percent if role == "decode" else 0.0,
         waiting_max=WAITING_MAX,

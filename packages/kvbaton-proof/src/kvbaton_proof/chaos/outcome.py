@@ -250,6 +250,7 @@ FATES: Mapping[Fate, str] = {
 def streams_line(counts: Counts) -> str:
     """Of the long streams, in one line."""
     gap = f"; silent after a cut: p50 {counts.gap_p50_s} s, p99 {counts.gap_p99_s} s" if counts.gap_p50_s else ""
+    gap += f", a prefill anew {counts.prefill_p50_s} s" if counts.prefill_p50_s else ""
     said = ", ".join(f"{counts.fates[fate]} {words}" for fate, words in FATES.items())
     moved = ", ".join(f"{count} {reason}" for reason, count in counts.moves.items()) or "none"
     return f"{counts.streams} long streams, {counts.cut} cut ({counts.cuts} cuts): {said}{gap}; moves: {moved}"

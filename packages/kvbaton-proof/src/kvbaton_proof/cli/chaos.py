@@ -45,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--connector", choices=tuple(CONNECTORS), default="kvbaton", help="with vllm: the connector to test")
     add("--plan", choices=PLANS, default=None, help="random for embedded engines, standard for vllm; or streams")
     add("--streams", type=whole(1, STREAMS_MAX), default=None, metavar="N", help="long streams kept open (64, vllm 24)")
+    add("--prompt-tokens", type=whole(16, 3072), default=64, metavar="N", help="of the prompts of long streams")
     add("--copies-percent", type=float, default=0.0, metavar="P", help="of a D's blocks, as copies of its answers")
     add("--no-continue", action="store_true", help="the router lets streams die with their D: the check must fail")
     add("--faults", default=None, metavar="A,B", help="only these; kvbaton chaos --list names them")
@@ -109,6 +110,7 @@ def _plan(args: argparse.Namespace) -> plans.Plan | None:
         return msgspec.structs.replace(
             drawn,
             streams=args.streams or drawn.streams,
+            prompt_tokens=args.prompt_tokens,
             copies_percent=args.copies_percent,
             streams_continue=not args.no_continue,
         )

@@ -168,6 +168,7 @@ class Counts(msgspec.Struct, frozen=True):
     fates: Mapping[str, int]
     gap_p50_s: float | None = None  # the longest that a stream was silent after a cut
     gap_p99_s: float | None = None
+    prefill_p50_s: float | None = None  # the same D's, meanwhile: a prompt and half of an answer, computed anew
     by_kind: Mapping[str, Mapping[str, int]] = {}
     ends: Mapping[str, int] = {}  # events that ended those that could not go on
     moves: Mapping[str, int] = {}  # as the router counts them, by reason
@@ -199,6 +200,7 @@ class StreamBoard:
     cut: int = 0
     cuts: int = 0
     gaps: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_MAX))
+    prefills: deque[float] = field(default_factory=lambda: deque(maxlen=GAPS_MAX))
     said: list[str] = field(default_factory=list)
     flows: set[Flow] = field(default_factory=set)
     must_go_on: bool = True
@@ -250,6 +252,7 @@ class StreamBoard:
         return Counts(
             streams=self.fates.total(), cut=self.cut, cuts=self.cuts, fates=fates,
             gap_p50_s=middle, gap_p99_s=most,
+            prefill_p50_s=round(percentile(self.prefills, 50), 3) if self.prefills else None,
             by_kind={name: dict(row) for name, row in sorted(self.by_kind.items())}, ends=dict(self.ends), moves=moves,
             must_go_on=self.must_go_on,
         )  # fmt: skip

@@ -118,10 +118,10 @@ class StreamReader:
             choice.tokens += bool(text)
             news |= bool(text)
             choice.take_logprobs(each.get("logprobs"))
-            if "token_ids" in each:
+            if each.get("token_ids"):
                 if not self._ids_asked:
                     self._wrong("token ids were told to a client that did not ask for them")
-                choice.ids += each["token_ids"] or ()
+                choice.ids += each["token_ids"]
             self._finished(choice, each.get("finish_reason"))
         return news
 

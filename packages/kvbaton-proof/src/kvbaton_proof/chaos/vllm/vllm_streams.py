@@ -16,7 +16,6 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import msgspec
@@ -39,7 +38,8 @@ from kvbaton_proof.chaos.streams.stream_load import VLLM, StreamLoad, learned, m
 from kvbaton_proof.rig.oracle import MARGIN
 
 DECODES = 2
-TEXTS, TOKENS = 4, 160
+TRIED, TEXTS, TOKENS = 24, 4, 160
+"""The prompts whose answers can be compared furthest before two tokens are nearly as likely."""
 WORDS, PROMPT_WORDS = ("what", "is", "the", "lease", "of", "a", "block", "that", "nobody", "reads"), 60
 LATE_S = 240.0
 STALL_S = 4.0
@@ -62,9 +62,9 @@ def plan_of(seed: int, minutes: float, streams: int, faults: Sequence[str] | Non
 async def carried_out(plan: Plan, python: str, logs: Path, say: Say) -> Outcome:
     model = launching.tiny_model(python, "llama", 1)
     server = ServerOptions(python=python, model=str(model), served_name="tiny-llama", max_num_seqs=SEATS)
-    more: dict[str, Any] = {"streams_continue": plan.streams_continue, "stall_s": STALL_S}
-    more = {name: value for name, value in more.items() if name in RouterSettings.__struct_fields__}
-    settings = RouterSettings(show_pair=True, same_host=False, deadline_s=LATE_S, **more)
+    settings = RouterSettings(
+        show_pair=True, same_host=False, streams_continue=plan.streams_continue, stall_s=STALL_S, deadline_s=LATE_S
+    )
     handoff = VllmHandoff(name="-", keys="-", registry="-", http_address="-")
     cluster_plan = VllmPlan(places=tuple(places(1, DECODES, 1, 1)), server=server, handoff=handoff, settings=settings)
     begun = time.monotonic()
@@ -114,11 +114,14 @@ class _VllmStreams:
 
     async def _load(self) -> StreamLoad:
         rng = random.Random(self.plan.seed)
-        texts = [f"{number} " + " ".join(rng.choices(WORDS, k=PROMPT_WORDS)) for number in range(TEXTS)]
+        tried = [f"{number} " + " ".join(rng.choices(WORDS, k=PROMPT_WORDS)) for number in range(TRIED)]
         alone = next(worker for worker in self.cluster.registered() if str(worker.name) == "d0")
         keys = keyring.load(self.cluster.directory / "keys", "router")
         headers = {tokens.HEADER: tokens.token(keys.ticket_keys[0], "d0")}
-        self.say(f"d0 alone answers {TEXTS} prompts in {len(VLLM)} ways")
+        self.say(f"d0 alone answers {TRIED} prompts, and {TEXTS} of them in {len(VLLM)} ways")
+        found = await learned(self.session, alone.url, headers, VLLM[:1], tried, TOKENS, MARGIN)
+        surest = sorted(range(TRIED), key=lambda number: -(found[number].right.sure_chars or 0))
+        texts = [tried[number] for number in surest[:TEXTS]]
         asked = await learned(self.session, alone.url, headers, VLLM, texts, TOKENS, MARGIN)
         sure = sum(each.right.sure_chars or 0 for each in asked)
         said = sum(len(each.right.choices[0].text) for each in asked)
@@ -130,7 +133,7 @@ class _VllmStreams:
         clock = asyncio.get_running_loop().time
         at_s, began_at = time.monotonic() - up, clock()
         self.say(f"{at_s:6.1f} s  {step.title()}")
-        await load.flowing(step.target, load.count // 4, FLOWING_S)
+        await load.flowing(step.target, load.count // 3, FLOWING_S)
         (other,) = [name for name in ("d0", "d1") if name != step.target]
         cut = load.board.hurt(step.target, [other])
         note, recover_s = f"{cut} streams cut", 0.0

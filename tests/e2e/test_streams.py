@@ -1,0 +1,82 @@
+"""What a user's streams live through with `kvbaton up`: the D that answers is killed, another is drained."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+
+import aiohttp
+import openai
+import pytest
+
+from kvbaton.engines.embedded.embedded_worker import reference_answers
+from tests.e2e.cluster import Up, all_at_rest, eventually, get_json, some_prompts, up
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+STREAMS, TOKENS = 12, 300
+DRAIN_S = 10.0
+
+
+def test_streams_outlive_a_d_that_is_killed_and_one_that_drains(tmp_path):
+    """Promise 6, by an unmodified client."""
+    prompts = [each for each in some_prompts(40, "streams") if len(reference_answers([each], TOKENS)[0]) == TOKENS]
+    prompts = prompts[:STREAMS]
+    right = reference_answers(prompts, TOKENS)
+    with up(tmp_path, "--decode", "2", "--lease-s", "2") as cluster:
+
+        async def kill(name: str) -> None:
+            os.kill(cluster.pid(name), signal.SIGKILL)
+
+        async def drain(name: str) -> None:
+            command = re.search(r"^  drain (.+) NAME (.+)$", cluster.text(), re.MULTILINE)
+            words = [*shlex.split(command[1]), name, *shlex.split(command[2]), "--force"]
+            begun = time.monotonic()
+            done = await asyncio.to_thread(subprocess.run, words, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, done.stderr
+            assert time.monotonic() - begun < DRAIN_S, "it waits for no stream's end"
+
+        async def scenario() -> None:
+            for hurt, reason in ((kill, "died"), (drain, "draining")):
+                before = await _moves(cluster)
+                asked = asyncio.gather(*(_stream(cluster.url, prompt) for prompt in prompts))
+                await hurt(await eventually(lambda: _busy(cluster), 30.0))
+                assert await asked == right, reason
+                after = await _moves(cluster)
+                assert after.get(reason, 0) > before.get(reason, 0), (before, after)
+                if reason == "died":
+                    cluster.restart("d0" if "d0" not in await cluster.workers() else "d1")
+                    await eventually(lambda: _both(cluster), 30.0)
+
+        asyncio.run(scenario())
+        asyncio.run(all_at_rest(cluster, {"p0"}))
+
+
+async def _stream(url: str, prompt: str) -> str:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        chunks = await client.completions.create(
+            model="kvbaton-tiny", prompt=prompt, max_tokens=TOKENS, temperature=0, stream=True
+        )
+        return "".join([chunk.choices[0].text async for chunk in chunks if chunk.choices])
+
+
+async def _busy(cluster: Up) -> str | None:
+    """The D with most of the streams, once it computes a good part of them."""
+    stats = await cluster.workers()
+    running = {name: each["running"] for name, each in stats.items() if name.startswith("d")}
+    name = max(running, key=lambda each: running[each])
+    return name if running[name] >= STREAMS // 3 else None
+
+
+async def _both(cluster: Up) -> bool:
+    return {"d0", "d1"} <= set(await cluster.workers())
+
+
+async def _moves(cluster: Up) -> dict[str, int]:
+    async with aiohttp.ClientSession() as session:
+        return (await get_json(session, f"{cluster.url}/stats"))["moves_total"]
