@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import pytest
 
 from kvbaton_proof.chaos.network import networks
 from kvbaton_proof.chaos.network.networks import Network, NetworkError
+from tests.waiting import until
 
 AGENT = Path(__file__).with_name("chaos_agent.py")
 BEST, _ = networks.available()
@@ -50,13 +50,6 @@ class Member:
         self.process.stdin.flush()
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())
         return answer
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import aiohttp
 
+from tests.waiting import until
+
 START_S = 60.0
 STOP_S = 40.0
 REQUEST_S = 150.0
@@ -91,13 +93,7 @@ def up(tmp_path: Path, *flags: str) -> Iterator[Up]:
 
 def wait_for(look: Callable[[], object], seconds: float, log: Path | None = None):
     """What `look` gives, once that is something."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        found = look()
-        if found:
-            return found
-        time.sleep(0.05)
-    raise AssertionError(f"nothing within {seconds} s" + (f":\n{log.read_text()}" if log else ""))
+    return until(look, seconds, lambda: f":\n{log.read_text()}" if log else "")
 
 
 @contextlib.contextmanager

@@ -78,20 +78,12 @@ values: st.SearchStrategy[object] = st.recursive(
 )
 """Whatever msgpack can say, in small."""
 
-edits = st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 4), st.binary(max_size=4)), min_size=1, max_size=4)
 put_in = st.text(max_size=4) | st.sampled_from(["___", "65536", "99999", "0", ":", "[", "]", ",", ".", "_", "%1"])
 text_edits = st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 4), put_in), min_size=1, max_size=4)
 
 
-def damaged(payload: bytes, damage: list[tuple[int, int, bytes]]) -> bytes:
-    """The payload with a few bytes cut out and put in."""
-    for at, cut, put in damage:
-        at %= len(payload) + 1
-        payload = payload[:at] + put + payload[at + cut :]
-    return payload
-
-
 def damaged_text(text: str, damage: list[tuple[int, int, str]]) -> str:
+    """The text with a few characters cut out and put in."""
     for at, cut, put in damage:
         at %= len(text) + 1
         text = text[:at] + put + text[at + cut :]
@@ -131,4 +123,3 @@ def leads_somewhere(host: str) -> bool:
 
 
 dialable = hosts.map(lambda host: host if leads_somewhere(host) else "10.0.0.1")
-numeric = dialable.map(lambda host: "10.0.0.2" if "x" in host else host)

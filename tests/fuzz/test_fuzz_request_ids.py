@@ -32,10 +32,6 @@ hexes = st.text(HEX, min_size=32, max_size=32)
 tails = st.text(HEX, min_size=8, max_size=8)
 indexes = st.none() | st.integers(0, 9_999_999)
 words = st.sampled_from(["", "cmpl-", "chatcmpl-", "generate-tokens-", "resp_", "some-later-endpoint-"])
-ADDRESSING = [P_MARK, D_MARK, "host:", ",handshake:", ",notify:", "::1", "[::1]", "10.0.0.1", "a.b", ":80"]
-AROUND = ["_", "-", ",", ":", "[", "]", "%eth0", "٣", "\n", "\ud800", "\0", "99999", "5_"]
-DECORATION = ["cmpl-", "_" + HEX * 2, "-0", "_1", "-deadbeef"]
-pieces = st.sampled_from([*ADDRESSING, *AROUND, *DECORATION])
 
 
 def test_enough_cases_are_tried() -> None:

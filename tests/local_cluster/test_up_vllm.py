@@ -10,9 +10,8 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from multiprocessing.shared_memory import SharedMemory
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import pytest
 
 from kvbaton.cli import main as cli
 from kvbaton.local_cluster import vllm_engine
+from tests.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -59,15 +59,6 @@ def stand_in(tmp_path: Path) -> Path:
     path.write_text(STAND_IN)
     path.chmod(0o755)
     return path
-
-
-def until(condition: Callable[[], Any], within_s: float = 60.0) -> Any:
-    """Poll until `condition` gives something true."""
-    deadline = time.monotonic() + within_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "not in time"
-        time.sleep(0.02)
-    return found
 
 
 def is_alive(pid: int) -> bool:

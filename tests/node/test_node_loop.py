@@ -30,16 +30,10 @@ from kvbaton.protocol.machines.context import Identity
 from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
 from kvbaton.transports.core.transport import TransportEvent
+from tests.waiting import until
 
 TOKENS, BLOCKS = 8, ((1, 2),)
 CELLS = (Cell("kv", 2),)
-
-
-def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.002)
 
 
 def layout() -> EngineLayout:

@@ -9,8 +9,6 @@ import pytest
 
 from tests.tool_modules import tool_module
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def verbs() -> ModuleType:

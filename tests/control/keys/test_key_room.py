@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvbaton.control import key_room as rooms
+from tests.waiting import until
 
 MAKER = """
 import subprocess, sys
@@ -47,13 +46,6 @@ def ended(process: subprocess.Popen[str], number: int = signal.SIGKILL) -> None:
     for pipe in (process.stdin, process.stdout):
         assert pipe is not None
         pipe.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.01)
 
 
 def test_the_keys_of_a_process_that_was_killed_are_gone() -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -24,19 +23,13 @@ from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.legality import Role
 from tests.control.joining.gatehouse import CALM, Gatehouse, gatehouse
 from tests.e2e.pair import Pair
+from tests.waiting import soon
 
 pytestmark = pytest.mark.timeout(120)
 
 PROMPT = "what one engine has computed, another one goes on with; " * 4
 RIGHT = reference_answers([PROMPT], 12)[0]
 DEADLINE_S = 40.0
-
-
-async def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager
@@ -55,7 +48,7 @@ async def worker(
     made.start()
     try:
         made.node.join(("router", house.registry.endpoint), made.node.registration("127.0.0.1:80"))
-        await until(lambda: any(each.registration.worker == name for each in house.registry.workers()))
+        await soon(lambda: any(each.registration.worker == name for each in house.registry.workers()))
         yield made
     finally:
         await asyncio.to_thread(made.stop)
@@ -66,7 +59,7 @@ def knows(one: EmbeddedWorker, other: EmbeddedWorker) -> bool:
 
 
 async def acquainted(*workers: EmbeddedWorker) -> None:
-    await until(lambda: all(knows(one, other) for one in workers for other in workers if one is not other))
+    await soon(lambda: all(knows(one, other) for one in workers for other in workers if one is not other))
 
 
 def pair_of(p: EmbeddedWorker, d: EmbeddedWorker) -> Pair:
@@ -102,7 +95,7 @@ async def test_members_that_joined_hand_over_and_outlive_their_registry(tmp_path
             )  # fmt: skip
             again.start()
             try:
-                await until(lambda: len(again.workers()) == 3)
+                await soon(lambda: len(again.workers()) == 3)
                 await delivers(p, d, "pull")
             finally:
                 again.close()
@@ -129,19 +122,19 @@ async def test_ticket_keys_reach_members_that_joined_and_removal_ends_their_sess
             old = d.node.keyring.ticket_keys
             for step in (key_room.prepare_tickets, key_room.promote_tickets):
                 step(keys)
-                await until(lambda: {each.node.doorway.config.ticket_keys for each in (p, d, minted)} == now())
+                await soon(lambda: {each.node.doorway.config.ticket_keys for each in (p, d, minted)} == now())
             assert d.node.keyring.ticket_keys[0] != old[0]
             await delivers(p, d, "pull", "stream")
             await delivers(minted, d, "pull")
 
             key_room.remove(keys, "d-joined")
-            await until(lambda: not any(WorkerId("d-joined") in each.node.keyring.peers for each in (p, minted)))
-            await until(lambda: [each.registration.worker for each in house.registry.workers()] == ["p-joined", "p0"])
+            await soon(lambda: not any(WorkerId("d-joined") in each.node.keyring.peers for each in (p, minted)))
+            await soon(lambda: [each.registration.worker for each in house.registry.workers()] == ["p-joined", "p0"])
             sessions = p.node.ledger.sessions.by_number
-            await until(lambda: not any(each.peer.worker == "d-joined" for each in sessions.values()))
+            await soon(lambda: not any(each.peer.worker == "d-joined" for each in sessions.values()))
             heard = p.node.control.counters["frames_in"]
             d.node.loop.call(lambda: d.node.control.send(WorkerId("p-joined"), b"let me in")).result(DEADLINE_S)
-            await until(lambda: p.node.control.counters["refused"])
+            await soon(lambda: p.node.control.counters["refused"])
             assert p.node.control.counters["frames_in"] == heard
 
 
@@ -159,11 +152,11 @@ async def test_what_a_member_that_joined_gave_is_forgotten_on_other_hosts_too(
             worker(house, "d-joined", "decode") as d,
             worker(house, "d0", "decode", joins=False, keys=elsewhere) as minted,
         ):
-            await until(lambda: all(knows(each, p) and knows(p, each) for each in (d, minted)))
+            await soon(lambda: all(knows(each, p) and knows(p, each) for each in (d, minted)))
             await delivers(p, d, "pull")
             await delivers(p, minted, "pull")
             book.revoke_token(tmp_path / "keys", one_token(tmp_path, "p-joined"), with_members=True)
-            await until(lambda: all(each.stats()["cache_resets_total"] == 1 for each in (d, minted)))
+            await soon(lambda: all(each.stats()["cache_resets_total"] == 1 for each in (d, minted)))
             assert all(p.node.keyring.public in each.node.keyring.removed for each in (d, minted))
 
 
@@ -179,7 +172,7 @@ async def test_a_certificate_is_renewed_while_its_member_pings(tmp_path: Path) -
             member = one.node._member
             assert member is not None
             first = member.keyring.certificate
-            await until(lambda: member.keyring.certificate != first)
+            await soon(lambda: member.keyring.certificate != first)
             told = verified(member.keyring.certificate, member.keyring.admission)
             assert told.until > verified(first, member.keyring.admission).until
-            await until(lambda: house.admission.keyring.joined["w-renewed"].until >= told.until)  # also on disk
+            await soon(lambda: house.admission.keyring.joined["w-renewed"].until >= told.until)  # also on disk

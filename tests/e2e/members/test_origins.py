@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from kvbaton.control import key_room
 from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker, reference_answers
 from tests.e2e.pair import pair
 from tests.e2e.store.storehouse import House, house, key_directory, some_store
+from tests.waiting import soon
 
 pytestmark = pytest.mark.timeout(120)
 PROMPT = "A prompt that is long enough to be of several blocks of tokens, so that its beginning is cached. " * 3
@@ -25,20 +25,13 @@ def lies(worker: EmbeddedWorker) -> None:
     worker.engine.memory.pages(0)[:] = 0.25
 
 
-async def until(happens: Callable[[], bool]) -> None:
-    by = time.monotonic() + KEYS_S
-    while not happens():
-        assert time.monotonic() < by, "it did not happen"
-        await asyncio.sleep(0.05)
-
-
 async def test_a_rotated_key_resets_nothing(tmp_path):
     async with pair(tmp_path) as both:
         await both.answer(PROMPT, "pull")
         key_room.rotate(tmp_path / "keys", "p0")
-        await until(lambda: bool(both.d.node.keyring.also))
+        await soon(lambda: bool(both.d.node.keyring.also))
         key_room.finish(tmp_path / "keys", "p0")
-        await until(lambda: not both.d.node.keyring.also)
+        await soon(lambda: not both.d.node.keyring.also)
         await both.decode(PROMPT, None)
         assert both.d.stats()["cache_resets_total"] == 0
 
@@ -50,9 +43,9 @@ async def test_an_answer_under_way_puts_nothing_back(tmp_path):
         params = await both.prefill(PROMPT)
         lies(both.p)
         under_way = asyncio.create_task(both.decode(PROMPT, params, 400))
-        await until(lambda: both.d.stats()["running"] == 1)
+        await soon(lambda: both.d.stats()["running"] == 1)
         key_room.remove(tmp_path / "keys", "p0")
-        await until(lambda: both.d.stats()["cache_resets_total"] == 1)
+        await soon(lambda: both.d.stats()["cache_resets_total"] == 1)
         long = await under_way
         assert long[:200] != right
         assert (await both.decode(PROMPT + long, None, 12)) == reference_answers([PROMPT + long], 12)[0]
@@ -86,6 +79,6 @@ async def test_what_was_computed_on_a_lie_and_put_by_another_counts_no_more_eith
             await all_three.answer("d0", more)
             await all_three.until(puts(all_three, "d0", 1))
             key_room.remove(directory, "p0")
-            await until(lambda: "p0" in all_three["e0"].node.keyring.removed_names)
+            await soon(lambda: "p0" in all_three["e0"].node.keyring.removed_names)
             assert await all_three.answer("e0", more) == reference_answers([more], 12)[0]
             assert all_three.stat("e0", "store_hits_blocks_total") == 0

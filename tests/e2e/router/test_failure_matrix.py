@@ -59,6 +59,8 @@ LONG_PROMPTS = 3
 
 modes = pytest.mark.parametrize("mode", MODES)
 together = pytest.mark.parametrize("mode", TOGETHER)
+orders = pytest.mark.parametrize("mode", ["pull", "push"])
+"""Who is asked first. Where one hangs it never learns whether it would have been read behind, or written to."""
 told = pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 
 Fault = Script | None  # None: nobody listens there
@@ -188,7 +190,7 @@ async def test_a_fault_that_only_the_engine_finds_is_passed_on(crew: Crew, mode:
         assert mode != "pull" or sum(asked[2:]) == 0
 
 
-@modes
+@orders
 async def test_the_only_p_hangs(crew: Crew, mode: str) -> None:
     prompt, _ = next(crew.prompts)
     async with row(crew, mode, "p0", "d1", settings=HASTY) as town:
@@ -200,7 +202,7 @@ async def test_the_only_p_hangs(crew: Crew, mode: str) -> None:
         await town.counted(leg_failures={"prefill:worker_timeout": 1}, ends={"worker_timeout": 1})
 
 
-@modes
+@orders
 async def test_a_p_that_hangs_is_followed_by_another(crew: Crew, mode: str) -> None:
     prompt, right = next(crew.prompts)
     async with row(crew, mode, "p0", "p1", "d1", settings=AMPLE) as town:
@@ -385,7 +387,7 @@ async def test_when_both_begin_at_once_nobody_reads_what_p_answers(crew: Crew, m
         assert (got.status, got.text) == (200, right)
 
 
-@modes
+@orders
 async def test_p_is_stopped_and_another_takes_over_in_time(crew: Crew, mode: str) -> None:
     prompt, right = next(crew.prompts)
     async with row(crew, mode, "p0", "p1", "d1", settings=AMPLE) as town:
@@ -486,7 +488,7 @@ async def test_a_fault_that_only_d_finds_is_passed_on(crew: Crew, mode: str) -> 
         assert [len(town[name].seen) for name in ("keeper", "d0", "d1")] == [2, 1, 1]
 
 
-@modes
+@orders
 @told
 async def test_the_only_d_hangs_before_its_first_byte(crew: Crew, mode: str, stream: bool) -> None:
     """A stream's first event has a time of its own; a whole answer has the request's."""
@@ -499,7 +501,7 @@ async def test_the_only_d_hangs_before_its_first_byte(crew: Crew, mode: str, str
         await until(lambda: only(town["d0"].seen).left)
 
 
-@modes
+@orders
 async def test_a_d_that_hangs_before_its_first_byte_is_followed_by_another(crew: Crew, mode: str) -> None:
     prompt, right = next(crew.prompts)
     async with row(crew, mode, "keeper", "d0", "d1", settings=AMPLE) as town:
@@ -795,9 +797,8 @@ async def test_the_router_is_full(crew: Crew) -> None:
         assert (got.status, got.text) == (200, right)
 
 
-@modes
-@told
-@pytest.mark.parametrize("where", ["keeper", "d1"])
+@orders
+@pytest.mark.parametrize(("where", "stream"), [("keeper", False), ("d1", False), ("d1", True)])
 async def test_the_deadline_passes_before_the_first_byte(crew: Crew, mode: str, stream: bool, where: str) -> None:
     """A silent leg ends just before the request and is held against its worker; D with a whole answer is not."""
     prompt, _ = next(crew.prompts)
@@ -817,7 +818,7 @@ async def test_the_deadline_passes_before_the_first_byte(crew: Crew, mode: str, 
         await town.counted(ends={code: 1}, leg_failures={f"{side}:{code}": 1} if is_leg else {})
 
 
-@modes
+@orders
 async def test_the_deadline_passes_in_mid_stream(crew: Crew, mode: str) -> None:
     prompt, _ = next(crew.prompts)
     settings = msgspec.structs.replace(HASTY, first_byte_s=5.0, deadline_s=6.5)
@@ -898,7 +899,7 @@ def _was_silent(town: Town) -> Callable[[], Awaitable[bool]]:
     return look
 
 
-@modes
+@orders
 async def test_a_p_that_comes_to_itself_serves_after_a_probe(crew: Crew, mode: str) -> None:
     prompt, _ = next(crew.prompts)
     settings = msgspec.structs.replace(HASTY, first_byte_s=1.0, breaker_failures=1, probe_s=0.3)

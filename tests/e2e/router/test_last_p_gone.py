@@ -1,4 +1,7 @@
-"""The only prefill worker is killed: what clients get by each fallback, and what `/health` and doctor say of it."""
+"""The only prefill worker is killed: what clients get, and what `/health` and doctor say of it.
+
+What they get by `--fallback strict`: tests/router/flow/test_degraded.py.
+"""
 
 from __future__ import annotations
 
@@ -30,31 +33,24 @@ def health(url: str) -> tuple[int, dict[str, Any]]:
             return error.code, json.load(error)
 
 
-@pytest.mark.parametrize(
-    ("flags", "status", "word"),
-    [((), 200, "degraded"), (("--fallback", "strict"), 503, "unavailable")],
-    ids=["by default", "strict"],
-)
-def test_doctor_finds_it_and_health_says_what_is_left(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], status: int, word: str
-) -> None:
-    prompts = some_prompts(3, word)
-    with up(tmp_path, *flags) as cluster:
+def test_doctor_finds_it_and_health_says_what_is_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = some_prompts(3, "degraded")
+    with up(tmp_path) as cluster:
         assert main(["doctor", "--router", cluster.url]) == 0, capsys.readouterr().out
         capsys.readouterr()
         os.kill(cluster.pid("p0"), signal.SIGKILL)
         wait_for(lambda: health(cluster.url)[1]["status"] not in ("ok", ""), EVICTED_S, cluster.log)
         answered, told = health(cluster.url)
-        assert (answered, told["status"]) == (status, word)
+        assert (answered, told["status"]) == (200, "degraded")
         assert "no prefill worker is registered" in told["reason"]
         answers = asyncio.run(ask_all(cluster.url, prompts, "pull"))
-        assert {answer.status for answer in answers} == {status}
-        if status == 200:
-            assert [answer.text for answer in answers] == reference_answers(prompts, 16)
+        assert [(answer.status, answer.text) for answer in answers] == [
+            (200, text) for text in reference_answers(prompts, 16)
+        ]
         assert main(["doctor", "--json", "--router", cluster.url]) == 1
         found = json.loads(capsys.readouterr().out)
         codes = {each["code"]: f"{each['where']} {each['found']} {each['fix']}" for each in found["findings"]}
-        assert found["well"] is False and found["router"]["status"] == word
+        assert found["well"] is False and found["router"]["status"] == "degraded"
         assert "role prefill" in codes["role-missing"] and "start p0 again" in codes["role-missing"]
         assert "worker p0" in codes["worker-lost"] and "KvbatonNoPair" in codes["alert-critical"]
         cluster.restart("p0")

@@ -14,6 +14,7 @@ from kvbaton.control.registry import HeldReport
 from kvbaton.engines.embedded.http_worker import Finished, RefusedError, Token
 from kvbaton.engines.embedded.server_plan import GenerateRequest, ModelCard
 from kvbaton.engines.embedded.worker_draining import Drain, DrainingDoor, DrainSettings, DrainStep, Stopping, drain
+from tests.waiting import soon
 
 SETTINGS = DrainSettings(drain_s=30.0, quiet_s=1.0, confirm_s=2.0)
 NOTHING = HeldReport()
@@ -113,12 +114,6 @@ async def consumed(door: DrainingDoor) -> list[Token | Finished]:
     return [event async for event in door.generate(REQUEST)]
 
 
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 def held_by(door: DrainingDoor) -> Callable[[], HeldReport]:
     return lambda: HeldReport(requests=door.inside)
 
@@ -128,7 +123,7 @@ class TestDoor:
         engine = Engine()
         door = DrainingDoor(engine)
         under_way = asyncio.create_task(consumed(door))
-        await until(lambda: door.inside == 1)
+        await soon(lambda: door.inside == 1)
         door.is_shut = True
         with pytest.raises(RefusedError, match="draining") as refused:
             await consumed(door)
@@ -161,9 +156,9 @@ class TestLoop:
         ending = asyncio.create_task(
             drain(door, listing, held_by(door), settings, asyncio.Event(), lambda: shut.append(True))
         )
-        await until(lambda: listing.drained)
+        await soon(lambda: listing.drained)
         late = asyncio.create_task(consumed(door))  # well before the quiet is over
-        await until(lambda: "1 request" in listing.told)
+        await soon(lambda: "1 request" in listing.told)
         assert not ending.done() and not shut
         engine.may_end.set()
         assert len(await late) == 2
@@ -181,13 +176,13 @@ class TestLoop:
         stop = Stopping()
         door = DrainingDoor(Engine())
         under_way = asyncio.create_task(consumed(door))
-        await until(lambda: door.inside)
+        await soon(lambda: door.inside)
         with stop.on_signals():
             os.kill(os.getpid(), signal.SIGTERM)
             await stop.begun.wait()
             assert not stop.at_once.is_set()
             ending = asyncio.create_task(drain(door, Listing(), held_by(door), SETTINGS, stop.at_once))
-            await until(lambda: door.is_draining)
+            await soon(lambda: door.is_draining)
             stop.ask_from_thread()
             await asyncio.sleep(0)
             assert not stop.at_once.is_set(), "the registry's order repeats the first word, it is not a second"

@@ -22,10 +22,6 @@ PATH = "/v1/messages"
 BODY: dict[str, Any] = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hey"}]}
 
 
-def part(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
-
-
 async def told(d: Door, body: dict[str, Any]) -> tuple[list[dict[str, Any]], bytes]:
     """The events of a stream, each named by its type; and the bytes."""
     async with d.session.post(d.url + PATH, json={**body, "stream": True}) as response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -24,6 +24,7 @@ from kvbaton.engines.embedded.http_worker import (
     worker_app,
 )
 from kvbaton.protocol.errors import Reason
+from tests.waiting import soon
 
 CARD = ModelCard("tiny", 64)
 BODY = {"model": "tiny", "prompt": "ab", "max_tokens": 3, "temperature": 0}
@@ -95,12 +96,6 @@ async def door(body_bytes_max: int = 1 << 20, disown: Disown = lambda ticket, re
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(work, 60))
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def test_a_completion_is_answered_whole_and_streamed_alike() -> None:
@@ -192,7 +187,7 @@ async def test_an_answer_ends_before_its_stop_text_and_the_request_is_aborted(st
             _, answer = await d.post(body)
             text, reason = answer["choices"][0]["text"], answer["choices"][0]["finish_reason"]
         assert (text, reason) == ("AB", "stop")
-        await until(lambda: d.backend.aborted == 1)
+        await soon(lambda: d.backend.aborted == 1)
 
 
 async def test_a_handoff_is_parsed_at_the_door_and_its_params_come_back() -> None:
@@ -283,9 +278,9 @@ async def test_a_client_that_goes_aborts_all_of_its_requests(stream: bool, wait_
     async with door() as d:
         d.backend.wait_at = wait_at
         call = asyncio.create_task(d.post({**BODY, "n": 3, "stream": stream}))
-        await until(lambda: len(d.backend.requests) == 3)
+        await soon(lambda: len(d.backend.requests) == 3)
         call.cancel()
-        await until(lambda: d.backend.aborted == 3)
+        await soon(lambda: d.backend.aborted == 3)
 
 
 async def test_health_models_stats_and_metrics() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,6 +15,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as WireSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
+
+from tests.waiting import until
 
 WAIT_S = 30.0
 
@@ -53,15 +54,8 @@ class Collector:
 
     def wait(self, enough: Callable[[list[Received]], bool], seconds: float = WAIT_S) -> list[Received]:
         """All spans, once they are enough."""
-        wait_until(lambda: enough(list(self.spans)), seconds, lambda: f"got {sorted(s.name for s in self.spans)}")
+        until(lambda: enough(list(self.spans)), seconds, lambda: f"got {sorted(s.name for s in self.spans)}")
         return list(self.spans)
-
-
-def wait_until(look: Callable[[], bool], seconds: float = WAIT_S, told: Callable[[], str] = lambda: "") -> None:
-    deadline = time.monotonic() + seconds
-    while not look():
-        assert time.monotonic() < deadline, f"not within {seconds} s; {told()}"
-        time.sleep(0.01)
 
 
 @contextlib.contextmanager

@@ -11,8 +11,8 @@ import pytest
 
 from kvbaton.observe.tracing.export import ExportSettings, SpanExport
 from kvbaton.processes.child_process import free_ports
-from tests.observe.tracing.collector import wait_until
 from tests.observe.tracing.flights import router
+from tests.waiting import until
 
 grpc = pytest.importorskip("grpc", reason="spans over gRPC: pip install 'kvbaton[otel-grpc]'")
 pytest.importorskip(
@@ -51,12 +51,12 @@ def test_spans_arrive_over_grpc_and_a_refusal_is_said(collector: tuple[Collectin
     export = SpanExport(url, "kvbaton-router", settings=ExportSettings(gather_s=0.01))
     try:
         export.take(router())
-        wait_until(lambda: export.counts["exported"] > 0)
+        until(lambda: export.counts["exported"] > 0)
         assert "kvbaton.request" in servicer.names
         servicer.refuses.set()
         export.take(router())
-        wait_until(lambda: export.counts["failed"] > 0)
-        wait_until(lambda: "[spans-unsent]" in caplog.text)
+        until(lambda: export.counts["failed"] > 0)
+        until(lambda: "[spans-unsent]" in caplog.text)
     finally:
         export.close()
     assert "PERMISSION_DENIED" in caplog.text and "not you" in caplog.text
@@ -67,5 +67,5 @@ def test_a_collector_that_is_not_there_costs_spans_and_no_time_at_the_end() -> N
     settings = ExportSettings(gather_s=0.01, timeout_s=0.2, close_s=5.0)
     export = SpanExport(f"grpc://127.0.0.1:{port}", "kvbaton-router", settings=settings)
     export.take(router())
-    wait_until(lambda: export.counts["failed"] > 0)
+    until(lambda: export.counts["failed"] > 0)
     export.close()

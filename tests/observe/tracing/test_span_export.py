@@ -13,7 +13,7 @@ import pytest
 import kvbaton
 from kvbaton.observe.tracing.export import ExportError, ExportSettings, SpanExport, traces_url
 from kvbaton.observe.tracing.trace_spans import spans_of
-from tests.observe.tracing.collector import collecting, wait_until
+from tests.observe.tracing.collector import collecting
 from tests.observe.tracing.flights import (
     CLIENT,
     LEG_D,
@@ -27,6 +27,7 @@ from tests.observe.tracing.flights import (
     prefill,
     router,
 )
+from tests.waiting import until
 
 QUICK = ExportSettings(gather_s=0.01, timeout_s=30.0, close_s=30.0)
 SPEAKERS = ("kvbaton.observe.tracing", "opentelemetry", "requests", "urllib3")
@@ -109,7 +110,7 @@ def test_spans_come_by_themselves_and_in_batches():
                 export.take(router())
             collector.wait(lambda spans: len(spans) == 3 * 401)
             assert collector.requests - before < 100
-            wait_until(lambda: export.counts == {"exported": 3 * 401})
+            until(lambda: export.counts == {"exported": 3 * 401})
         finally:
             export.close()
 
@@ -138,7 +139,7 @@ def test_a_collector_that_answers_nothing_costs_bounded_memory_and_time(caplog):
         collector.silent.set()
         export = SpanExport(collector.url, "kvbaton-router", settings=settings)
         export.take(router())
-        wait_until(lambda: collector.requests == 1)
+        until(lambda: collector.requests == 1)
         begun = time.monotonic()
         for _ in range(1000):
             export.take(router())
@@ -147,7 +148,7 @@ def test_a_collector_that_answers_nothing_costs_bounded_memory_and_time(caplog):
         assert export.counts["dropped"] == 950
         assert "exported" not in export.counts
         assert "[spans-unsent] stopped with spans of 50 handoffs" in caplog.text
-    wait_until(no_thread_left)
+    until(no_thread_left)
     assert caplog.text.count("[spans-unsent]") == 1, "nothing is said after the close"
 
 
@@ -159,7 +160,7 @@ def test_a_collector_that_fails_is_told_of_once_in_a_while_and_tried_on(caplog):
         try:
             for n in range(1, 4):
                 export.take(router())
-                wait_until(lambda n=n: export.counts["failed"] == 3 * n)
+                until(lambda n=n: export.counts["failed"] == 3 * n)
             told = [
                 record
                 for record in caplog.records
@@ -173,7 +174,7 @@ def test_a_collector_that_fails_is_told_of_once_in_a_while_and_tried_on(caplog):
             collector.status = 200
             export.take(router())
             collector.wait(lambda spans: len(spans) == 3)
-            wait_until(lambda: "again; 9 could not be sent" in caplog.text)
+            until(lambda: "again; 9 could not be sent" in caplog.text)
         finally:
             export.close()
     assert export.counts == {"failed": 9, "exported": 3}
@@ -188,7 +189,7 @@ def test_a_collector_that_is_not_there_does_not_keep_anybody_from_stopping():
         begun = time.monotonic()
         export.close()
         assert time.monotonic() - begun < SLACK_S
-    wait_until(no_thread_left)
+    until(no_thread_left)
 
 
 class Waiting:
@@ -213,9 +214,9 @@ def test_taking_never_waits_for_sending_and_an_error_of_the_library_stays_there(
     for _ in range(100):
         export.take(router())
     sender.let.set()
-    wait_until(lambda: export.counts["failed"] >= 300)
+    until(lambda: export.counts["failed"] >= 300)
     export.take(router())
-    wait_until(lambda: export.counts["failed"] >= 303)
+    until(lambda: export.counts["failed"] >= 303)
     export.close()
     assert sender.closed
     assert caplog.text.count("[spans-unsent]") == 1
@@ -234,7 +235,7 @@ def test_drops_are_told_even_where_the_collector_takes_the_rest(caplog):
     for _ in range(10):
         export.take(router())
     sender.let.set()
-    wait_until(lambda: "[spans-unsent] http://-/v1/traces: slow" in caplog.text)
+    until(lambda: "[spans-unsent] http://-/v1/traces: slow" in caplog.text)
     export.close()
     assert export.counts["dropped"] + export.counts["exported"] // 3 == 10
 

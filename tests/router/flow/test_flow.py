@@ -127,12 +127,6 @@ async def test_an_event_is_passed_on_before_the_next_one_is_made(mode: str) -> N
         assert await response.content.read() == b"data: [DONE]\n\n"
 
 
-async def until_idle(c: Any) -> None:
-    async with asyncio.timeout(20):
-        while (await c.get("/stats"))[1]["in_flight"]:
-            await asyncio.sleep(0.005)
-
-
 async def test_all_pairs_are_used_in_turn() -> None:
     settings = msgspec.structs.replace(QUICK, show_pair=True)
     async with cluster(2, 2, settings=settings) as c:

@@ -14,8 +14,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from kvbaton_proof.chaos.liars.false_registry import FalseRegistry
 from kvbaton_proof.chaos.liars.liar_http import Door
 from tests.e2e import warm_workers
 from tests.vllm.forking import Forked
+from tests.waiting import until
 
 START_S = 90.0
 ANSWER_TOKENS = 8
@@ -224,12 +224,3 @@ def betrayed(directory: Path, *names: str) -> Iterator[Betrayed]:
                 process.send_signal(signal.SIGTERM)
             for name in list(made.processes):
                 made.end(name, signal.SIGTERM)
-
-
-def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
-    """What `condition` gives, once that is something."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.05)
-    return found

@@ -12,7 +12,8 @@ import pytest
 from kvbaton.protocol.ids import WorkerId
 from kvbaton_proof.chaos.liars import lies
 from kvbaton_proof.chaos.liars.liar_post import Errand, Member
-from tests.security.members.betrayed import betrayed, until
+from tests.security.members.betrayed import betrayed
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvbaton_proof.chaos.liars.false_worker import WRITES
-from tests.security.members.betrayed import Betrayed, betrayed, until
+from tests.security.members.betrayed import Betrayed, betrayed
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

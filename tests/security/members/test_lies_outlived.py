@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from kvbaton_proof.chaos.liars.false_worker import BAIT
-from tests.security.members.betrayed import Betrayed, betrayed, until
+from tests.security.members.betrayed import Betrayed, betrayed
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

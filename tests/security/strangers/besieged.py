@@ -198,12 +198,3 @@ def protocol_of(place: Place) -> str:
     if said[:1] == b"\xff" and said[9:10] == b"\x7f":
         return "zmtp"
     return "http" if said.startswith(b"HTTP/1.") else "data"
-
-
-def until(condition: Any, seconds: float = STATUS_S) -> Any:
-    """What `condition` gives, once that is something."""
-    deadline = time.monotonic() + seconds
-    while not (found := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.05)
-    return found

@@ -22,7 +22,8 @@ from kvbaton.control import keyring
 from kvbaton.control.registry import RegistryServer
 from kvbaton_proof.chaos.strangers import Place, crowd, listening
 from tests.e2e.cluster import wait_for
-from tests.security.strangers.besieged import protocol_of, until, use_of
+from tests.security.strangers.besieged import protocol_of, use_of
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

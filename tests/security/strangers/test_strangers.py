@@ -16,7 +16,8 @@ import pytest
 from kvbaton_proof.chaos.strangers import KINDS, LET_IN, Place, is_local, listening
 from tests.e2e.cluster import all_at_rest
 from tests.e2e.pair import pair
-from tests.security.strangers.besieged import Intruders, Siege, protocol_of, siege, until
+from tests.security.strangers.besieged import Intruders, Siege, protocol_of, siege
+from tests.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,9 +46,6 @@ def source() -> Iterator[TcpTransport]:
     lend_everything(transport, D)
     yield transport
     transport.close()
-
-
-Make = Callable[[memoryview], Transport]
 
 
 def reader(memory: memoryview) -> TcpTransport:

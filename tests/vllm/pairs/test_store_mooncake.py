@@ -11,24 +11,27 @@ from pathlib import Path
 import pytest
 
 from kvbaton.local_cluster import vllm_engine
+from tests.mooncake_store.mooncake_processes import Master
 from tests.vllm.conftest import StartEngine
 from tests.vllm.duo import TOKENS, prompt_of, same
-from tests.vllm.stores import MooncakeMaster, come_to_rest, share
+from tests.vllm.stores import come_to_rest, share
 
 pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture
-def master() -> Iterator[MooncakeMaster]:
-    process = MooncakeMaster()
+def master() -> Iterator[Master]:
+    process = Master(client_ttl_s=60)
     yield process
     process.kill()
 
 
 def test_what_one_engine_put_another_loads_from_mooncake(
-    engines: StartEngine, tiny: Callable[[str], Path], master: MooncakeMaster
+    engines: StartEngine, tiny: Callable[[str], Path], master: Master
 ) -> None:
-    config = vllm_engine.kv_transfer_config("kv_both", "recompute", {"store": master.url})
+    config = vllm_engine.kv_transfer_config(
+        "kv_both", "recompute", {"store": f"mooncake://{master.address}?lend=128MiB"}
+    )
     writer, reader = (engines(tiny("llama"), name, kv_transfer_config=config) for name in ("e0", "e1"))
     plain = engines(tiny("llama"), "plain")
     for engine in (writer, reader, plain):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -12,13 +10,7 @@ import pytest
 from kvbaton.engines.side import guard
 from kvbaton.engines.vllm.content import background_lookup, request_content
 from kvbaton.engines.vllm.content.background_lookup import WAIT_S, Looker
-
-
-def until(look: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not look():
-        assert time.monotonic() < end
-        time.sleep(0.001)
+from tests.waiting import until
 
 
 def test_the_question_begins_the_work_and_a_later_one_finds_it() -> None:

@@ -11,12 +11,11 @@ is told in the same words as what speaks for it. What was not run is "-", never 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from kvbaton_proof.chaos.fault_catalogue import PROMISES
 from kvbaton_proof.chaos.outcome import Outcome, Row
 
 BEGIN, END = "<!-- table: kvbaton_proof.chaos.vllm.fault_table -->", "<!-- end of the table -->"
@@ -102,10 +101,6 @@ def put_into(page: str, drawn: str) -> str:
     if not begin or not end:
         raise ValueError(f"the page has no place for the table: it needs {BEGIN} and {END}")
     return f"{before}{BEGIN}\n{drawn}{END}{after}"
-
-
-def legend(promises: Mapping[int, str] = PROMISES) -> str:
-    return "; ".join(f"{number} {what}" for number, what in promises.items())
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -23,7 +23,8 @@ from kvbaton_proof.sim.mutants.handwritten import MUTANTS
 from kvbaton_proof.sim.mutants.mutation import Mutant
 
 SHARE_MIN = 0.97
-CLEAN_BATCH = 10
+BATCH = 8
+"""Mutants that are hunted by one process, one after the other."""
 WORLDS, TESTS, NOBODY, NOT_ASKED = "worlds", "tests", "nobody", "not asked"
 
 
@@ -40,7 +41,7 @@ class Catch(msgspec.Struct, frozen=True):
     where: str = ""
     seed: int | None = None
     test: str = ""
-    passed_over: list[int] = []  # seeds to which the clean tree objects as well
+    passed_over: dict[int, str] = {}  # seeds to which the clean tree objects as well, and what it says
 
     @property
     def caught(self) -> bool:
@@ -81,27 +82,26 @@ class MutantsSummary(msgspec.Struct):
 
 
 def run_mutants(names: Sequence[str], seeds_max: int, jobs: int, tell: Told, fresh: bool = False) -> MutantsSummary:
-    """Each mutant until it is caught, then the clean tree over the seeds that caught one."""
+    """Each mutant until it is caught; those of one seed in one process, which looks at its clean world once."""
     started = time.monotonic()
     catches: dict[str, Catch] = {}
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(kept.FIRST if fresh else kept.catcher_of(name), []).append(name)
+    groups = [group[at : at + BATCH] for group in alike.values() for at in range(0, len(group), BATCH)]
     with pool(jobs) as processes:
-        waiting = {processes.submit(hunt, name, seeds_max, fresh) for name in names}
+        waiting = {processes.submit(hunt_all, group, seeds_max, fresh) for group in groups}
         while waiting:
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            for future in done:
-                catch = future.result()
+            for catch in (each for future in done for each in future.result()):
                 catches[catch.name] = catch
                 tell(f"{len(catches)} of {len(names)} {catch.name}: {how(catch)}")
-        used = [seed for catch in catches.values() for seed in (catch.seed, *catch.passed_over)]
-        seeds = sorted({seed for seed in used if seed is not None})
-        parts = [processes.submit(clean, seeds[at : at + CLEAN_BATCH]) for at in range(0, len(seeds), CLEAN_BATCH)]
-        broken = [each for part in parts for each in part.result()]
-    return _summary([catches[name] for name in names], seeds_max, fresh, len(seeds), broken, started)
+    return _summary([catches[name] for name in names], seeds_max, fresh, started)
 
 
-def _summary(
-    catches: list[Catch], seeds_max: int, fresh: bool, seeds: int, broken: list[dict[str, str | int]], started: float
-) -> MutantsSummary:
+def _summary(catches: list[Catch], seeds_max: int, fresh: bool, started: float) -> MutantsSummary:
+    alarms = {seed: what for catch in catches for seed, what in catch.passed_over.items()}
+    looked_at = {catch.seed for catch in catches if catch.seed is not None} | alarms.keys()
     handwritten = {each.name for each in MUTANTS}
     by_worlds = sum(each.caught for each in catches)
     by_tests = sum(each.by == TESTS for each in catches)
@@ -119,12 +119,18 @@ def _summary(
         seeds_max=seeds_max,
         fresh=fresh,
         seeds_needed=_spread([each.seeds_needed for each in catches if each.caught]),
-        clean_seeds=seeds,
-        clean_alarms=len(broken),
+        clean_seeds=len(looked_at),
+        clean_alarms=len(alarms),
         wall_s=round(time.monotonic() - started, 2),
         catches=catches,
-        clean_broken=broken,
+        clean_broken=[
+            {"seed": seed, "what": what, "replay": f"kvbaton sim --replay {seed}"} for seed, what in alarms.items()
+        ],
     )
+
+
+def hunt_all(names: Sequence[str], seeds_max: int, fresh: bool) -> list[Catch]:
+    return [hunt(name, seeds_max, fresh) for name in names]
 
 
 def hunt(name: str, seeds_max: int, fresh: bool = False) -> Catch:
@@ -155,14 +161,15 @@ def _where(name: str) -> str:
 
 
 def _seen_in_worlds(catch: Catch, mutant: Mutant, seeds: Iterable[int]) -> Catch:
-    passed_over: list[int] = []
+    passed_over: dict[int, str] = {}
     left = iter(seeds)
     while (first := _first(mutant, left)) is not None:
         seed, seen = first
-        if _unharmed(seed) is None:
+        alarm = _unharmed(seed)
+        if alarm is None:
             seen_so = {"promise": seen.promise, "what": seen.what, "seed": seed, "seeds_needed": seed + 1}
             return msgspec.structs.replace(catch, by=WORLDS, passed_over=passed_over, **seen_so)
-        passed_over.append(seed)
+        passed_over[seed] = f"{alarm.promise}: {alarm.what}"
     return msgspec.structs.replace(catch, passed_over=passed_over)
 
 
@@ -180,16 +187,6 @@ def _first(mutant: Mutant, seeds: Iterator[int]) -> tuple[int, Seen] | None:
 def _unharmed(seed: int) -> Seen | None:
     """What the clean tree objects to: looked at once, in each process, for all mutants that the seed catches."""
     return look(seed)
-
-
-def clean(seeds: Sequence[int]) -> list[dict[str, str | int]]:
-    """What the clean tree objects to over these seeds: nothing, or the catches there prove nothing."""
-    alarms = [(seed, _unharmed(seed)) for seed in seeds]
-    return [
-        {"seed": seed, "promise": seen.promise, "what": seen.what, "replay": f"kvbaton sim --replay {seed}"}
-        for seed, seen in alarms
-        if seen is not None
-    ]
 
 
 def how(catch: Catch) -> str:
