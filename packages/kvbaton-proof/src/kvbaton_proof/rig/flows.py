@@ -81,11 +81,11 @@ class Flows:
     every: list[Flow]
     work: asyncio.Future[Any]
 
-    async def until(self, told: int, within_s: float = LATE_S) -> bool:
-        """Until each has told so many events, or is over; whether it came to that."""
+    async def until(self, told: int, share: float = 1.0, within_s: float = LATE_S) -> bool:
+        """Until a share of them have told so many events, or are over; whether it came to that."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + within_s
-        while any(len(flow.moments) < told and not flow.is_over for flow in self.every):
+        while sum(len(flow.moments) >= told or flow.is_over for flow in self.every) < share * len(self.every):
             if clock() > deadline:
                 return False
             await asyncio.sleep(LOOK_S)
