@@ -62,7 +62,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_s: float = 30.0  # requests under way may take this long when the router is told to stop
     ticket_ttl_s: float = 120.0
     turn_s: float = 0.0  # how long decode workers keep a turn of a conversation for the next; 0: they are not asked to
-    streams_continue: bool = False  # a stream outlives its D: another goes on with it
+    streams_continue: bool = True  # a stream outlives its D: another goes on with it
     stall_s: float = 30.0  # a D that owes an event and tells nothing for this long is left
     moves_max: int = 8  # of one stream, from D to D
     moves_per_s: float = 64.0  # of all streams; more wait for their turn

@@ -43,6 +43,7 @@ QUICK = RouterSettings(
     probe_max_s=0.5,
     show_pair=True,
     fallback=Fallback.STRICT,
+    streams_continue=False,  # what goes on is in test_streams.py; here is what becomes of a stream that cannot
 )
 HASTY = msgspec.structs.replace(QUICK, first_byte_s=2.0)
 """Where nobody has to answer in time."""

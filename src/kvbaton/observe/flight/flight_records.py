@@ -26,8 +26,9 @@ MOMENTS_MAX = 48
 DELIVERED = "delivered"
 WHOLE = "whole answer"
 """Detail of the router's first byte where nothing was streamed: it came with the last."""
-QUIET = ("ok", "client_gone", Reason.ABORTED, Reason.CANCELLED, Reason.DISCARDED)
-"""Ends that are nobody's fault: the client left, or the prompt was not needed after all. `ok` is the router's."""
+QUIET = ("ok", "client_gone", "moved", Reason.ABORTED, Reason.CANCELLED, Reason.DISCARDED)
+"""Ends that are nobody's fault: the client left, its stream went on at another D, or the prompt was not needed after
+all. `ok`, `client_gone` and `moved` are the router's."""
 
 Name = Annotated[str, Meta(max_length=NAME_CHARS_MAX)]
 Text = Annotated[str, Meta(max_length=TEXT_CHARS_MAX)]
@@ -44,7 +45,7 @@ class FlightSeat(enum.StrEnum):
 
 class Moment(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A step: `protocol.marks.Step`, or one of the router's: received, chosen, prefill_sent, prefill_answered,
-    prefill_refused, decode_sent, decode_refused, first_byte, ended."""
+    prefill_refused, decode_sent, decode_refused, first_byte, moved, ended."""
 
     step: Name
     at: float

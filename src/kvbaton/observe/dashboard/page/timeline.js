@@ -20,7 +20,7 @@ export function lanesOf(journey) {
   return { lanes, first: journey.began ?? 0, last };
 }
 
-const QUIET = ["", "delivered", "ok", "client_gone", "aborted", "cancelled", "discarded"];
+const QUIET = ["", "delivered", "ok", "client_gone", "moved", "aborted", "cancelled", "discarded"];
 
 /** Whether a lane ended with a failure: not by the client's mistake, nor when nobody waited for it any more. */
 export const isBad = ({ end, mistake }) => Boolean(end) && !mistake && !QUIET.includes(end);
