@@ -117,14 +117,15 @@ async def _killed(sizes: Sizes, group: Group, session: aiohttp.ClientSession, pa
     )  # fmt: skip
     plain, copying, _ = victims(sizes.decoders)
     up = [each for name, each in group.workers.items() if name != "p0" and each.is_alive]
-    before = await _blocks(group, session)
+    loaded = await _blocks(LOADED, group, session)
     flows = asked(
         session, group.router.url, _long(sizes.long_flows * len(up), sizes.long_prompt, sizes.long_answer, "killed")
     )
     if not await flows.until(sizes.long_told):
         page.note("not all long streams were under way when D was killed")
+    copied = await _blocks(COPIED, group, session)
     gaps = {name: await _gap_of(flows, group.engines[name]) for name in (plain, copying)}
-    after = await _blocks(group, session)
+    loaded = await _blocks(LOADED, group, session) - loaded
     every = await flows.ended()
     for name, what in ((plain, "D killed, no copies"), (copying, "D killed, with copies")):
         page.row(table, what, len(gaps[name]), *_ms(gaps[name]))
@@ -140,7 +141,6 @@ async def _killed(sizes: Sizes, group: Group, session: aiohttp.ClientSession, pa
         len(firsts),
         *_ms(firsts),
     )
-    copied, loaded = (after[name] - before[name] for name in (COPIED, LOADED))
     page.verdict(f"blocks of answers that {copying} copied", copied, "some", copied > 0)
     page.figure("blocks", {"copied": copied, "loaded from the store": loaded})
     say(f"anew: {_ms(firsts)} ms; {copied} blocks copied, {loaded} loaded from the store")
@@ -163,9 +163,10 @@ async def _gap_of(flows: Flows, engine: Engine) -> list[float]:
     return [flow.gap_at(moment) for flow in hurt]
 
 
-async def _blocks(group: Group, session: aiohttp.ClientSession) -> dict[str, int]:
+async def _blocks(name: str, group: Group, session: aiohttp.ClientSession) -> int:
+    """As those that live count them."""
     told = [await each.figures(session) or {} for each in group.workers.values() if each.is_alive]
-    return {name: int(sum(each.get(name, 0.0) for each in told)) for name in (COPIED, LOADED)}
+    return int(sum(each.get(name, 0.0) for each in told))
 
 
 def _all_there(what: str, every: Sequence[Flow], page: Page) -> None:
