@@ -109,6 +109,29 @@ def test_a_d_is_killed_in_mid_copy_and_its_next_life_stopped_before_a_commit(tmp
     assert (tmp_path / "out" / "d0.log").read_text().count("--- life") == 2
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(2 * RUN_S)
+@pytest.mark.parametrize("continues", [True, False])
+def test_a_d_that_is_killed_costs_no_stream_and_without_the_router_s_part_the_run_fails(
+    continues: bool, tmp_path: Path
+) -> None:
+    plan = Plan(
+        name="streams", seed=5, engine="embedded", prefills=1, decodes=2, seconds=4.0, streams=13,
+        streams_continue=continues, steps=(Step(1.0, "kill", "d0", Moment.MID_STREAM),),
+    )  # fmt: skip
+    (tmp_path / "plan.json").write_bytes(to_json(plan))
+    words = ["chaos", "--replay", str(tmp_path / "plan.json"), "--out", str(tmp_path / "out"), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvbaton.cli.main", *words], capture_output=True, timeout=RUN_S, check=False
+    )
+    streams = json.loads(done.stdout)["streams"]
+    assert streams["cut"] > 0, done.stderr.decode()
+    assert done.returncode == (0 if continues else 1), done.stderr.decode()
+    assert bool(streams["fates"]["lost"]) is not continues
+    assert ("died" in streams["moves"]) is continues
+    assert "Long streams" in (tmp_path / "out" / "report.md").read_text()
+
+
 def _named(word: str) -> list[int]:
     """Processes that have `word` in their command."""
     found = []

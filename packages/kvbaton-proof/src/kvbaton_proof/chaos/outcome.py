@@ -23,8 +23,8 @@ from kvbaton_proof.chaos.judged_request import Board, Verdict
 from kvbaton_proof.chaos.liars.lies import BY_NAME
 from kvbaton_proof.chaos.members import STORE
 from kvbaton_proof.chaos.rest_oracle import Usage
-from kvbaton_proof.chaos.streams.stream_judge import Fate
 from kvbaton_proof.chaos.streams.stream_load import Counts
+from kvbaton_proof.chaos.streams.stream_report import streams_line, streams_table
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -241,21 +241,6 @@ def headline(outcome: Outcome) -> str:
     ) + ("" if outcome.streams is None else f"\n{streams_line(outcome.streams)}")
 
 
-FATES: Mapping[Fate, str] = {
-    Fate.LOST: "lost", Fate.WRONG: "wrong", Fate.TWICE: "with a token twice", Fate.MISSING: "with one missing",
-    Fate.LATE: "late", Fate.ENDED: "ended by the error event, as their kind must", Fate.REFUSED: "refused",
-}  # fmt: skip
-
-
-def streams_line(counts: Counts) -> str:
-    """Of the long streams, in one line."""
-    gap = f"; silent after a cut: p50 {counts.gap_p50_s} s, p99 {counts.gap_p99_s} s" if counts.gap_p50_s else ""
-    gap += f", a prefill anew {counts.prefill_p50_s} s" if counts.prefill_p50_s else ""
-    said = ", ".join(f"{counts.fates[fate]} {words}" for fate, words in FATES.items())
-    moved = ", ".join(f"{count} {reason}" for reason, count in counts.moves.items()) or "none"
-    return f"{counts.streams} long streams, {counts.cut} cut ({counts.cuts} cuts): {said}{gap}; moves: {moved}"
-
-
 def markdown(seen: Seen) -> str:
     outcome = seen.outcome
     lines = [
@@ -271,7 +256,7 @@ def markdown(seen: Seen) -> str:
         *_section("Deaths", [f"- {_safe(each)}" for each in seen.deaths]),
         *_section("Faults", _rows(outcome.rows)),
         *_section("Timeline", _timeline(seen)),
-        *_section("Long streams", _streams(outcome.streams)),
+        *_section("Long streams", streams_table(outcome.streams)),
         *_section("Lies", _lies(outcome.lies)),
         *_section("Processes at rest, before and after", _members(outcome.members)),
         *_section("Errors by kind", [f"- {_safe(kind)}: {count}" for kind, count in outcome.errors_by_kind.items()]),
@@ -313,16 +298,6 @@ def _members(members: Sequence[Member]) -> list[str]:
             f"{each.rss_mib[0]:.0f} → {each.rss_mib[1]:.0f} | {slope} | {each.pins} | {each.used_blocks} |"
         )
     return lines
-
-
-def _streams(counts: Counts | None) -> list[str]:
-    if counts is None:
-        return []
-    names = ("streams", "cut", *(fate for fate in Fate))
-    lines = [f"| kind | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    for kind, row in counts.by_kind.items():
-        lines.append(f"| {kind} | {' | '.join(str(row.get(name, 0)) for name in names)} |")
-    return [f"{streams_line(counts)}.", "", *lines]
 
 
 def _lies(found: Mapping[str, Mapping[str, int]]) -> list[str]:

@@ -29,6 +29,7 @@ class Fate(enum.StrEnum):
     MISSING = "missing"  # some of it was never told
     WRONG = "wrong"  # anything else: another text, another end, another head, another usage
     LATE = "late"
+    GONE = "gone"  # its client hung up; what it leaves behind is seen at rest
 
 
 BAD = frozenset({Fate.TWICE, Fate.MISSING, Fate.WRONG})

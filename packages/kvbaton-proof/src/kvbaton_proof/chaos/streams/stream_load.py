@@ -30,6 +30,8 @@ from kvbaton_proof.rig.client import percentile
 LEARN_AT_ONCE = 16
 LEARN_S = 120.0
 AFTER_ERROR_S = 0.5
+GONE_PART, GONE_S = 12, 8.0
+"""Of so many clients one hangs up, at any moment of these: also while its stream moves."""
 GAPS_MAX = 100_000
 SAID_MAX = 20
 FAILURES = BAD | {Fate.LATE}
@@ -301,11 +303,12 @@ class StreamLoad:
         while not self._is_over.is_set():
             number = next(self._next)
             flow = Flow(self._asked[number % len(self._asked)])
-            fate = await self._one(session, flow, f"s{number}")
+            gone_s = self._rng.uniform(0, GONE_S) if number % GONE_PART == GONE_PART - 1 else self._late_s
+            fate = await self._one(session, flow, f"s{number}", gone_s)
             if fate is not Fate.RIGHT:
                 await asyncio.sleep(AFTER_ERROR_S)
 
-    async def _one(self, session: aiohttp.ClientSession, flow: Flow, salt: str) -> Fate:
+    async def _one(self, session: aiohttp.ClientSession, flow: Flow, salt: str, late_s: float) -> Fate:
         """Ask, read, judge, and put it on both boards."""
         clock = asyncio.get_running_loop().time
         kind = flow.asked.kind
@@ -316,7 +319,7 @@ class StreamLoad:
         self.board.flows.add(flow)
         try:
             async with (
-                asyncio.timeout(self._late_s),
+                asyncio.timeout(late_s),
                 session.post(self._url + kind.api.value, json=body, headers=headers) as response,
             ):
                 pair = response.headers.get(PAIR_HEADER, "")
@@ -334,6 +337,9 @@ class StreamLoad:
             self.board.flows.discard(flow)
         was = {"was_cut": bool(flow.cuts), "goes_on": kind.goes_on, "is_refused": is_refused}
         fate, said = judge(reader, flow.asked.right, **was)
+        if how == "late" and late_s < self._late_s and not reader.problems:
+            self.board.end(flow, Fate.GONE, "")
+            return Fate.GONE
         if how == "late":
             fate, said = Fate.LATE, f"not over after {self._late_s:g} s; {said}"
         self.board.end(flow, fate, f"{how} {said}".strip())
