@@ -43,18 +43,6 @@ def it_does_not_matter_which_side_is_told_first(lab: Lab, mode: str, d_first: bo
     demand(d.runners[0].computed_of[one.at_d] == 4, f"D computed {d.runners[0].computed_of[one.at_d]} positions, not 4")
 
 
-@case(mode=("stream", "push"))
-def d_may_be_told_long_before_p_begins(lab: Lab, mode: str) -> None:
-    p, d = lab.duo()
-    ticket, prompt = router_ticket(), prompt_of(21)
-    at_d = d.add(prompt, d_params(mode, ticket))
-    lab.run(60)
-    demand(d.status(at_d) == "WAITING", f"D holds blocks for a P that has not begun: {d.status(at_d)}")
-    demand(d.blocks_left == 0, f"D holds {d.blocks_left} blocks for a P that has not begun")
-    p.add(prompt, p_params(mode, ticket), max_tokens=1)
-    lab.answered(d, at_d)
-
-
 @case(mode=MODES)
 def a_stream_of_chunks_is_moved_as_it_grows(lab: Lab, mode: str) -> None:
     small = EngineShape(chunk_tokens=8, blocks=81)

@@ -72,22 +72,6 @@ def taken(lab: Lab, seed: int, params: dict[str, Any]) -> None:
     lab.answered(d, name)
 
 
-@case(shape=tuple(SHAPES))
-def a_prompt_waits_until_another_has_been_read(lab: Lab, shape: str) -> None:
-    p, _ = lab.duo(SHAPES[shape], pin_share=ONE, pin_wait_s=15.0)
-    first = leased(lab, 1)
-    second = p.add(prompt_of(TOKENS, 2), p_params("pull"), max_tokens=1)
-    lab.run(20)
-    demand(p.outcomes[second].reason is None, f"it ended as {p.outcomes[second].reason}")
-    demand(budget_of(p).waiting == 1, f"{budget_of(p).waiting} wait")
-    taken(lab, 1, first)
-    lab.ended(p, second)
-    params = p.outcomes[second].params
-    demand(params is not None and params.get("ticket"), f"P gave {params}")
-    assert params is not None
-    taken(lab, 2, params)
-
-
 @case(mode=MODES, shape=tuple(SHAPES))
 def a_prompt_that_finds_no_room_in_time_is_refused_for_the_price_of_a_step(lab: Lab, mode: str, shape: str) -> None:
     p, d = lab.duo(SHAPES[shape], pin_share=ONE, pin_wait_s=0.3)

@@ -58,27 +58,6 @@ def what_one_engine_put_another_loads(lab: Lab, shape: str) -> None:
         demand(not d.watch.failed[name], f"{length}: the load failed")
 
 
-@case()
-def one_engine_finds_what_it_put_when_its_own_cache_has_lost_it(lab: Lab) -> None:
-    p, _ = lab.sharing(EngineShape(blocks=25))
-    prompt = prompt_of(40)
-    fill(lab, p, prompt)
-    for seed in range(4):
-        run(lab, p, prompt_of(60, 100 + seed))
-    name = run(lab, p, prompt)
-    demand(p.watch.loaded_tokens[name] > 0, "nothing was loaded")
-
-
-@case()
-def only_what_the_engine_lacks_is_loaded(lab: Lab) -> None:
-    p, d = lab.sharing()
-    prompt = prompt_of(40)
-    fill(lab, p, prompt)
-    run(lab, d, prompt[:17])
-    name = run(lab, d, prompt)
-    demand(d.watch.loaded_tokens[name] == 36 - 16, f"{d.watch.loaded_tokens[name]} tokens")
-
-
 @case(shape=("one rank", "two ranks"))
 def a_prompt_that_begins_alike_loads_what_is_alike(lab: Lab, shape: str) -> None:
     p, d = lab.sharing(SHAPES[shape])
@@ -87,24 +66,6 @@ def a_prompt_that_begins_alike_loads_what_is_alike(lab: Lab, shape: str) -> None
     demand(d.watch.loaded_tokens[name] == 12, f"{d.watch.loaded_tokens[name]} tokens")
     values = (5 + 28 // BLOCK - 3) * d.shape.ranks
     lab.until(lambda: lab.stores[-1].values == values, "the rest to be put as well, and no more")
-
-
-@case()
-def a_miss_costs_no_load_and_is_put(lab: Lab) -> None:
-    _, d = lab.sharing()
-    fill(lab, d, prompt_of(30))
-    demand(not d.watch.loads, "something was loaded from an empty store")
-    demand(lab.stores[-1].values == 7, f"{lab.stores[-1].values} values of 7 whole blocks")
-
-
-@case()
-def what_is_there_is_not_put_again(lab: Lab) -> None:
-    p, d = lab.sharing()
-    fill(lab, p, prompt_of(30))
-    with stores.calls() as tap:
-        run(lab, d, prompt_of(30), max_tokens=1)
-        lab.settle()
-        demand(not tap.seen["put"], "the store was given what it has")
 
 
 @case()
@@ -147,17 +108,6 @@ def lookups_beyond_the_bound_wait_their_turn(lab: Lab) -> None:
     demand(all(d.watch.loads[name] for name in names), f"only {dict(d.watch.loads)} were loaded")
 
 
-@case()
-def a_lookup_that_is_never_answered_costs_its_time_out(lab: Lab) -> None:
-    _, d = lab.sharing(**QUICK)
-    with stores.calls() as tap:
-        tap.set(exists="wait")
-        begun = time.monotonic()
-        run(lab, d, prompt_of(30))
-        demand(time.monotonic() - begun < 5.0, "the request waited too long")
-        lab.settle()
-
-
 @case(shape=("one rank", "two ranks"))
 def a_partial_load_is_a_shorter_prefix(lab: Lab, shape: str) -> None:
     p, d = lab.sharing(SHAPES[shape])
@@ -179,23 +129,6 @@ def a_load_that_brings_nothing_is_computed_here(lab: Lab, how: str, shape: str) 
         demand(d.watch.loads[name] == 1, f"{d.watch.loads[name]} loads")
         demand(d.watch.failed[name] == 1, "nothing came, and it was not told")
         lab.settle()
-
-
-@case(when=("before", "between look-up and load", "while loading"))
-def a_store_that_goes_costs_a_prefill(lab: Lab, when: str) -> None:
-    p, d = lab.sharing(**QUICK)
-    fill(lab, p, prompt_of(30))
-    with stores.calls() as tap:
-        if when == "before":
-            lab.stores[-1].close()
-        tap.set(get="wait")
-        name = d.add(prompt_of(30))
-        if when != "before":
-            lab.until(lambda: tap.seen["get" if when == "while loading" else "exists"], when)
-            lab.stores[-1].close()
-        tap.release()
-        lab.answered(d, name)
-    lab.settle()
 
 
 @case(shape=("one rank", "two ranks"))
@@ -294,19 +227,6 @@ def a_shutdown_while_putting_is_bounded_and_leaves_no_pin(lab: Lab) -> None:
 
 
 @case()
-def puts_hold_no_more_than_half_of_the_cache(lab: Lab) -> None:
-    p, _ = lab.sharing(EngineShape(blocks=41))
-    with stores.calls() as tap:
-        tap.set(put="wait", exists="wait")
-        for seed in range(6):
-            name = p.add(prompt_of(32, seed), computes_all=True)
-            lab.ended(p, name)
-            demand(p.blocks_left <= 20, f"{p.blocks_left} blocks of 40 are held")
-        tap.release()
-        lab.settle()
-
-
-@case()
 def another_salt_is_another_prompt_to_the_store(lab: Lab) -> None:
     p, d = lab.sharing()
     fill(lab, p, prompt_of(30), salt="one")
@@ -373,15 +293,6 @@ def failed_loads_that_fill_the_cache_are_computed_where_a_second_load_has_no_roo
         handoffs = [lab.hand_over("pull", prompt) for prompt in prompts]
         for handoff in handoffs:
             lab.finish(handoff)
-
-
-@case(mode=MODES)
-def handoffs_go_on_beside_a_store(lab: Lab, mode: str) -> None:
-    _, d = lab.sharing()
-    for seed in range(3):
-        handoff = lab.hand_over(mode, prompt_of(30, seed))
-        lab.finish(handoff, loads=1)
-        demand(d.watch.loaded_tokens[handoff.at_d] == 30, "it came from the store")
 
 
 @case(role=("kv_both", "kv_consumer"), overlapped=(True,))
