@@ -103,7 +103,7 @@ CPU = Sizes(
     features=("eagle", "n-grams", "offloading", "lora", "uncached"), feature_tokens=(2, 17, 128, 129, 420),
     feature_engines=5, clients=8, stop_s=12.0, long_tokens=1000, talks=1, talk_turns=3, talk_right=300,
     talk_first=300, talk_answer=40, talk_more=30, flows=8, flow_answer=240, flow_prompt=60, long_flows=1,
-    long_prompt=600, long_told=60, long_answer=200, drained=4, drained_answer=150, decoders=4, both_ways=1,
+    long_prompt=600, long_told=150, long_answer=1000, drained=4, drained_answer=600, decoders=4, both_ways=1,
 )  # fmt: skip
 
 
