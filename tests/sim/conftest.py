@@ -36,7 +36,7 @@ def seen() -> Iterator[SeenSeeds]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Producer, "_judge", watched)
-        for beside in ("turn_world", "side_world"):  # which `make sim` runs
+        for beside in ("turn_world", "side_world", "answer_world"):  # which `make sim` runs
             patch.setattr(run, beside, lambda seed: None)
         for seed in SEEDS:
             found.results.append(run_seed(seed))

@@ -3,19 +3,34 @@ unseen."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 
+import msgspec
 import pytest
 
+from kvbaton.api import sse
 from kvbaton.api.params import HistoryWay
+from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.ids import RequestId, WorkerId
 from kvbaton.protocol.settings import Settings
+from kvbaton.protocol.wire.ticket import seal_history
+from kvbaton.router.flow.continuing import StreamLife
+from kvbaton_proof.sim.answer_worlds import answer_world
+from kvbaton_proof.sim.checks.answer_checks import Client
+from kvbaton_proof.sim.cluster import Cluster
+from kvbaton_proof.sim.promises import NEEDLESS, WRONG, Broken
+from kvbaton_proof.sim.run import quietly
 from kvbaton_proof.sim.world.life import Character, Life
-from kvbaton_proof.sim.world.sim_generation import GeneratingEngine, Task, unbroken
+from kvbaton_proof.sim.world.sim_fronts import opened
+from kvbaton_proof.sim.world.sim_generation import GeneratingEngine, Task, letters, task_of, unbroken
 from kvbaton_proof.sim.world.sim_memory import Shape
 from kvbaton_proof.sim.world.sim_network import Network, NetworkFaults
 from kvbaton_proof.sim.world.sim_request import Phase, SimRequest
+from kvbaton_proof.sim.world.sim_streams import Stream
 from kvbaton_proof.sim.world.sim_transport import Fabric, TransportFaults
+from kvbaton_proof.sim.world.touches import TICKET_KEY
 from kvbaton_proof.sim.world.world import World
 
 KINDS = {
@@ -105,3 +120,91 @@ def test_tokens_come_of_the_kv_that_lies_there() -> None:
 
 def test_without_a_seed_chance_decides() -> None:
     assert len({tuple(Alone(seed=seed).answer(Task(7, 5, 12, seed=None))) for seed in range(3)}) > 1
+
+
+FIELDS = {"prompt": [7] * 5, "max_tokens": 12, "temperature": 1.0, "seed": 3, "return_token_ids": True}
+HEAD = {"id": "a", "object": "text_completion", "created": 1, "model": "sim"}
+
+
+def events(tokens: Sequence[int], finish: str | None = None, **changes: object) -> bytes:
+    choice = {"index": 0, "text": letters(tokens), "token_ids": list(tokens), "finish_reason": finish}
+    return sse.event({**HEAD, "choices": [choice | changes]})
+
+
+class TestClient:
+    """Who reads a stream is not to be deceived."""
+
+    def reader(self) -> Client:
+        client = Client(1, FIELDS)
+        client.expects(task_of(FIELDS), ())
+        return client
+
+    def test_what_one_engine_says_is_right_however_it_is_cut(self) -> None:
+        client, (right, finish) = self.reader(), unbroken(KINDS["seeded"])
+        for data in (events(right[:3]), events([]), events(right[3:]), events([], finish), sse.DONE):
+            assert not client.is_over
+            client.read(data)
+        assert client.is_over and client.text == letters(right)
+
+    @pytest.mark.parametrize("wrong", ["twice", "lost", "order", "behind", "head", "early", "unasked", "reason"])
+    def test_anything_else_is_wrong(self, wrong: str) -> None:
+        right, finish = unbroken(KINDS["seeded"])
+        said = {
+            "twice": events(right[:4]) + events(right[3:]),
+            "lost": events(right[:4]) + events(right[5:]),
+            "order": events([right[1], right[0], *right[2:]]),
+            "behind": events(right) + events([], finish) + sse.DONE + events([]),
+            "head": events(right[:4]) + sse.event({**HEAD, "id": "b", "choices": []}),
+            "early": events(right[:4]) + sse.DONE,
+            "unasked": events(right[:4]).replace(b'"token_ids"', b'"ids"'),
+            "reason": events(right) + events([], "stop" if finish == "length" else "length"),
+        }
+        with pytest.raises(Broken) as caught:
+            self.reader().read(said[wrong])
+        assert caught.value.promise == WRONG
+
+
+@pytest.fixture(scope="module")
+def worlds() -> list[Cluster]:
+    with quietly():
+        return [world for seed in range(60) if (world := answer_world(seed)) is not None]
+
+
+def streams_of(worlds: Sequence[Cluster]) -> list[Stream]:
+    return [stream for world in worlds for router in world.streams for stream in router.streams]
+
+
+def test_streams_are_moved_for_every_reason_and_finish(worlds: list[Cluster]) -> None:
+    seen = Counter[str]()
+    for world in worlds:
+        seen.update(world.world.faults)
+    assert all(seen[f"streams_{why}"] for why in ("died", "stalled", "draining", "whole", "left")), seen
+    moved = [stream for stream in streams_of(worlds) if stream.life.moves]
+    assert sum(not stream.client.why for stream in moved) > len(moved) / 2 > 10
+    kinds = {
+        (bool(s.fields["temperature"]), "presence_penalty" in s.fields, "response_format" in s.fields) for s in moved
+    }
+    assert len(kinds) >= 6
+
+
+def test_the_same_seed_gives_the_same_streams() -> None:
+    with quietly():
+        hashes = {answer_world(2).world.trace_hash() for _ in range(2)}
+    assert len(hashes) == 1
+
+
+def test_where_nothing_is_ever_continued_worlds_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StreamLife, "takes", lambda self, worker: False)
+    with quietly(), pytest.raises(Broken) as caught:
+        for seed in range(40):
+            answer_world(seed)
+    assert caught.value.promise == NEEDLESS and "is not continued" in caught.value.what
+
+
+def test_a_history_that_no_router_of_the_cluster_signed_is_taken_by_nobody() -> None:
+    life, tokens = Alone().life, (3, 4)
+    for target, key, refused in (("w", TICKET_KEY, False), ("v", TICKET_KEY, True), ("w", b"?" * 32, True)):
+        proof = seal_history(tokens, WorkerId(target), 5.0, key)
+        raw = msgspec.json.encode({"do_remote_decode": True, "history": {"tokens": tokens, "proof": proof}})
+        with pytest.raises(ProtocolError) if refused else nullcontext():
+            assert opened(life, raw) is not None

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from kvbaton_proof.sim.answer_worlds import answer_world
 from kvbaton_proof.sim.cluster import Cluster
 from kvbaton_proof.sim.course import run_course
 from kvbaton_proof.sim.liars.liar_plan import draw
@@ -59,7 +60,7 @@ def run_seed(seed: int) -> Result:
     try:
         cluster = Cluster(world, plan)
         run_course(cluster)
-        beside += [turn_world(seed), side_world(seed)]
+        beside += [turn_world(seed), side_world(seed), answer_world(seed)]
     except Broken as broken:
         result.holds, result.promise, result.what = False, broken.promise, broken.what
         result.story = broken.story

@@ -38,15 +38,19 @@ class Client:
         self._finish = ""
         self._usage: Mapping[str, int] | None = None
         self._right: tuple[list[int], str] | None = None
+        self._is_chance = False
 
-    def expects(self, task: Task) -> None:
-        """What a D is asked for. Whoever says the first token counts; where chance decides there, any history does."""
-        if not self.text:
+    def expects(self, task: Task, history: Sequence[int]) -> None:
+        """What a D is asked for. Where chance decided of the first token, any one history is right."""
+        if not history:
             self._right = unbroken(task) if task.seed is not None else None
+            self._is_chance = task.seed is None
+        elif self._is_chance:
+            self._right = None  # what the D before would have said is not this one's affair
 
     def answered(self, tokens: Sequence[int], finish: str) -> None:
-        """An engine has told its answer to the end, of which chance has decided."""
-        if self._right is None:
+        """The D that is read has told its answer to the end."""
+        if self._is_chance:
             self._right = list(tokens), finish
 
     def usage(self, tokens: int) -> dict[str, int]:

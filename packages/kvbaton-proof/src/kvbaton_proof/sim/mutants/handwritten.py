@@ -6,6 +6,7 @@ rule of docs/protocol.md that it breaks, `story` where it comes from. `kvbaton s
 
 from __future__ import annotations
 
+from kvbaton_proof.sim.mutants.mutants_answers import ANSWER_MUTANTS
 from kvbaton_proof.sim.mutants.mutants_device import DEVICE_MUTANTS
 from kvbaton_proof.sim.mutants.mutants_door import DOOR_MUTANTS, VERSION_MUTANTS
 from kvbaton_proof.sim.mutants.mutants_liars import LIAR_MUTANTS
@@ -39,5 +40,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *TURN_MUTANTS,
     *ORIGIN_MUTANTS,
     *SHAPE_MUTANTS,
+    *ANSWER_MUTANTS,
 )
 """Every mutant must be caught, by a world or by a unit test; the clean tree by none of the same seeds."""

@@ -29,6 +29,8 @@ FIRST_S = 25.0
 LOSES = 0.5
 """Of connections that break, those that take with them what is on its way."""
 LATE, LATE_S = 0.1, 0.3
+LEFT = "the worker left"
+"""Of who leaves in peace: he says so in the stream."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,9 +58,7 @@ class Connection:
         if not self.told:
             tokens = self._repeat(made, tokens)
         self._tell(tokens, self._text(made), None)
-        at, what = stream.fault
-        if what and len(made.answer) >= at:
-            self.router.strike(stream, self)
+        self.router.strike(stream, self, len(made.answer))
 
     def _repeat(self, made: Generation, tokens: list[int]) -> list[int]:
         """A history is told in one piece or in several."""
@@ -82,6 +82,8 @@ class Connection:
         if self.errand.ticket:
             self.router.cluster.router.on_target(self.errand, how)
         if how != "answered":
+            if detail == LEFT and self.told and self.stream.life.is_asked:
+                self._send(sse.event({"error": {"message": detail, "code": 503}}))
             self.lost = how == "error" and self.router.world.chance(LOSES)
             self._send(None)
             return
@@ -95,6 +97,7 @@ class Connection:
         self._send(sse.DONE)
 
     def refuse(self) -> None:
+        """An error in place of an answer."""
         self._send(None)
 
     def _tell(self, tokens: Sequence[int], text: str, finish: str | None) -> None:
@@ -107,7 +110,8 @@ class Connection:
         self._send(sse.event({**self._head(), "choices": [choice]}))
 
     def _head(self) -> dict[str, Any]:
-        return {"id": f"cmpl-{id_of(self)}", "object": "text_completion", "created": self.created, "model": "sim"}
+        name = f"cmpl-{self.worker.peer.incarnation & 0xFFFF:x}-{self.stream.number}"
+        return {"id": name, "object": "text_completion", "created": self.created, "model": "sim"}
 
     # --- on the way
 
@@ -179,8 +183,3 @@ def opened(worker: Life, raw: bytes | None) -> TransferParams | None:
         config, told = worker.doorway.config, params.history
         check_history(told.proof, told.tokens, worker.peer.worker, config.ticket_keys, config.wall())
     return params
-
-
-def id_of(connection: Connection) -> str:
-    """D's own name for an answer."""
-    return f"{connection.worker.peer.incarnation & 0xFFFF:x}-{connection.stream.number}"

@@ -1,11 +1,10 @@
-"""Streams in a simulated world: clients, routers that own their streams, the connections to D's, and D's front ends.
+"""Streams in a simulated world: clients, and routers that own their streams.
 
 The router's rules are the production's: what was delivered (`Delivered`), who goes on and what he is told
 (`StreamLife`), whose word a history is (`TicketMinter`, `check_history`). Here is what they leave to asyncio: who is
 asked next, when a connection breaks, when D is silent for too long.
 
-Laws: a connection keeps its order, and may break with what is still on its way. What is closed is not read. Faults come
-at the tokens of streams, whatever they are at just then; all chance is the world's.
+Law: faults come at the tokens of streams, whatever they are at just then; all chance is the world's.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ from kvbaton.router.policy import Pair
 from kvbaton.router.workers.directory import ListedEngine
 from kvbaton_proof.sim.checks.answer_checks import Client, check_excuse
 from kvbaton_proof.sim.world.sim_fronts import Connection, front, opened
-from kvbaton_proof.sim.world.sim_generation import (
-    drawn_fields,
-    task_of,
-)
+from kvbaton_proof.sim.world.sim_generation import drawn_fields, task_of
 from kvbaton_proof.sim.world.sim_router import Errand
 from kvbaton_proof.sim.world.touches import TICKET_KEY
 
@@ -94,7 +90,7 @@ class StreamRouter:
         rng = self.world.rng
         fields = drawn_fields(rng, self.plan.prompts)
         life = StreamLife(fields, self.room)
-        if life._seed is not None:
+        if life._seed is not None:  # the world's chance, in place of the system's
             life._seed = rng.getrandbits(63)
         fault = (rng.randint(0, fields["max_tokens"]), rng.choice(FAULTS) if rng.random() < self.plan.faults else "")
         stream = Stream(number, fields, life, Client(number, fields), fault)
@@ -144,7 +140,7 @@ class StreamRouter:
             return
         target = rng.choice(able)
         stream.asked.add(target.peer)
-        task, history = task_of(stream.fields), life.history
+        task = task_of(stream.fields)
         sources = [name for name in self._sources() if name != target.peer.worker]
         if not sources or rng.random() < ALONE:
             self._ask_target(stream, target, "pull", Errand(WorkerId(""), ""))
@@ -157,7 +153,6 @@ class StreamRouter:
         params = opened(source, life.told(asks, pair.prefill, self.minter) or asks)
         errand = Errand(source.peer.worker, ticket)
         given = params.history.tokens[:-1] if params.history is not None else ()
-        assert tuple(given) == history[:-1]
         prompt = partial(
             self.cluster.add, stream.number, source, task.said(given), task.tokens + len(given), "prefill",
             mode=mode, ticket=ticket,
@@ -188,9 +183,10 @@ class StreamRouter:
         target = self.cluster.lives[target.peer.worker]
         stream.at = connection = Connection(self, stream, target, errand, int(self.world.now))
         task = task_of(msgspec.json.decode(body))
-        stream.client.expects(task)
+        stream.client.expects(task, life.history)
         front(connection, task, params, mode)
         connection.wait()
+        self.strike(stream, connection, 0)
 
     # --- what comes
 
@@ -204,18 +200,20 @@ class StreamRouter:
         except SeamError as error:
             self._end(stream, "differs", str(error))
             return
-        self._show(stream, shown)
+        if stream.delivered.broken_off:
+            self.broke(stream, "died")
+        else:
+            self._show(stream, shown)
 
     def _show(self, stream: Stream, shown: bytes) -> None:
         stream.client.read(shown)
         if stream.client.is_over:
             self._end(stream, "")
-        elif stream.at is not None and stream.at.worker.peer.worker in self.cluster.draining:
-            self.drained(stream)
-
-    def drained(self, stream: Stream) -> None:
-        if not self.hindrance(stream):
+        elif self._drains(stream) and not self.hindrance(stream):
             self.broke(stream, "draining")
+
+    def _drains(self, stream: Stream) -> bool:
+        return stream.at is not None and stream.at.worker.peer.worker in self.cluster.draining
 
     def broke(self, stream: Stream, why: str) -> None:
         """D is left."""
@@ -233,10 +231,7 @@ class StreamRouter:
         if hindrance:
             self._end(stream, hindrance)
             return
-        self._go_on(stream, connection.worker.peer)
-
-    def _go_on(self, stream: Stream, left: PeerId) -> None:
-        life = stream.life
+        left = connection.worker.peer
         life.moves += 1
         life.history = stream.delivered.history
         stream.delivered.moved()
@@ -258,12 +253,13 @@ class StreamRouter:
 
     # --- what befalls it
 
-    def strike(self, stream: Stream, connection: Connection) -> None:
-        """What was drawn for a token of this stream."""
-        what, stream.fault = stream.fault[1], (0, "")
+    def strike(self, stream: Stream, connection: Connection, said: int) -> None:
+        """What was drawn for a token of this stream, once D has said it."""
+        at, what = stream.fault
         cluster, life = self.cluster, connection.worker
-        if cluster.healed or connection.closed:
+        if not what or said < at or cluster.healed or connection.closed:
             return
+        stream.fault = 0, ""
         self.world.after(self.world.rng.choice((0.0, 0.005, 0.05)), partial(self._strike, what, life))
         if what == "kill both":
             other = cluster.lives[self.world.rng.choice(self._sources() or [life.peer.worker])]
@@ -279,20 +275,9 @@ class StreamRouter:
             faults.stop(life)
         elif what == "drain":
             faults.drain(life)
-            for each in self.cluster.streams:
-                each.hear_of_draining(life)
         else:
             life.engine.preempt_all()
             life.wake_engine()
-
-    def hear_of_draining(self, life: Life) -> None:
-        for stream in self.streams:
-            if not stream.client.is_over and stream.at is not None and stream.at.worker is life and stream.at.begun:
-                self.world.after(self.world.rng.uniform(0, 0.1), partial(self._hear, stream, stream.at))
-
-    def _hear(self, stream: Stream, connection: Connection) -> None:
-        if not connection.closed:
-            self.drained(stream)
 
 
 def open_streams(cluster: Cluster, plan: StreamPlan) -> list[StreamRouter]:
