@@ -13,11 +13,10 @@ from types import ModuleType
 import pytest
 
 from kvbaton.cli.main import main
-from kvbaton.observe.codes import api, findings, logs
-from kvbaton.observe.codes.alone_reasons import MISSED, PLANNED
+from kvbaton.observe.codes import findings, logs, reasons
 from kvbaton.observe.codes.code_catalogue import CATALOGUE, close, every, find
 from kvbaton.observe.codes.entry import CodeKind, Severity, Who
-from kvbaton.observe.codes.reasons import ADVICE
+from kvbaton.observe.codes.reasons import ADVICE, MISSED, PLANNED
 from kvbaton.observe.metrics.metric_names import BY_NAME
 from kvbaton.protocol.errors import MEANING, Reason
 from tests.tool_modules import tool_module
@@ -300,7 +299,7 @@ def told(value: ast.expr, constants: dict[str, str], tree: ast.Module) -> Iterat
 
 def test_every_error_code_of_an_answer_is_explained_and_no_other() -> None:
     said_at = api_codes()
-    known = {entry.code for entry in api.CODES}
+    known = {entry.code for entry in reasons.CODES}
     explained = known | {str(reason) for reason in Reason}
     unexplained = {code: at for code, at in said_at.items() if not any(re.fullmatch(code, each) for each in explained)}
     assert unexplained == {}

@@ -14,8 +14,8 @@ from kvbaton.cli.key_tokens import AFTERMATH
 from kvbaton.cli.main import main
 from kvbaton.control import key_room, keyring
 from kvbaton.control.joining import admission_files as book
-from kvbaton.control.joining.certificate import Membership
-from kvbaton.control.key_report import fingerprint, report
+from kvbaton.control.joining.join_token import Membership
+from kvbaton.control.key_room import fingerprint, report
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.legality import Role
 

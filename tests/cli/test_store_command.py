@@ -20,10 +20,9 @@ from kvbaton.control import key_room, keyring
 from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics.metric_names import Where
 from kvbaton.protocol.machines.context import mark_of
-from kvbaton.ranks.store_address import bytes_of, opener, store_place
-from kvbaton.ranks.store_trust import trust_of
+from kvbaton.ranks.store_trust import bytes_of, opener, store_place, trust_of
 from kvbaton.store.interface import Backend
-from kvbaton.store.store_client import ServerSilent
+from kvbaton.store.tcp_backend import ServerSilent
 from kvbaton.store.value_header import FRAME_BYTES, seal_all
 from kvbaton.testing.transport_harness import poll
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbaton.api.request_ids import parse_address
-from kvbaton.control.address_book import AddressBook, moriio_address, p2p_nccl_address, split_endpoint
+from kvbaton.control.addressing import AddressBook, moriio_address, p2p_nccl_address, split_endpoint
 
 ENDPOINTS = {"p0": "tcp://127.0.0.1:7100", "d0": "tcp://[::1]:7200", "d1": "tcp://Host.Example:7300"}
 

@@ -11,7 +11,7 @@ from docs_examples import example
 
 from kvbaton.testing import Case, EngineCase, EngineRig, InProcessHarness, check_engine, check_transport
 from kvbaton.testing.transport_case import offered
-from kvbaton.transports import external_entries
+from kvbaton.transports import catalogue
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def test_the_page_shows_how_the_contract_is_run_and_that_is_so() -> None:
     cases = [mark for mark in module.test_the_contract_is_kept.pytestmark if mark.name == "parametrize"]
     assert len(cases[0].args[1]) > 10
     assert not module.DOORS, "every door is shut again"
-    assert external_entries.problem_of(module.PLANE, "local") == ""
+    assert catalogue.problem_of(module.PLANE, "local") == ""
     shown = next(
         block for block in blocks((ROOT / "docs" / "write-a-transport.md").read_text()) if block.language == "toml"
     )

@@ -21,7 +21,7 @@ from kvbaton.control.addressing import ControlError, check_authority, check_bind
 from kvbaton.control.plain.announcer import MoriioRegistration, p2p_nccl_registration, registration
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.ranks.store_address import store_place
+from kvbaton.ranks.store_trust import store_place
 from kvbaton_proof.chaos import chaos_plan as chaos
 
 MORIIO = "host:10.0.0.1,handshake:6301,notify:61005"

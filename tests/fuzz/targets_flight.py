@@ -10,11 +10,11 @@ from guided import Target
 from mutators import Shape
 
 from kvbaton.api.api_errors import ApiError
-from kvbaton.observe.dashboard.scene import Figures, ListedWorker
+from kvbaton.observe.dashboard.pulse import Figures, ListedWorker
 from kvbaton.observe.dashboard.state import STATE_BYTES_MAX
 from kvbaton.observe.dashboard.watch import ClusterWatch
 from kvbaton.observe.flight import flight_records
-from kvbaton.observe.flight import report as r
+from kvbaton.observe.flight import flight_records as r
 from kvbaton.observe.flight.collector import LAST_MAX, Gathering
 from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 from kvbaton.observe.flight.journey import Journey
@@ -47,7 +47,7 @@ def told(data: bytes) -> None:
     for _ in range(2):
         watch.state()
         now[0] += 1.0
-        later = msgspec.structs.replace(report, at=report.at + 1.0)
+        later = msgspec.structs.replace(report, at=flight_records.at + 1.0)
         gathering.heard("d0", 2, later, now[0])
     shown = [*gathering.journeys(last=JOURNEYS), *gathering.journeys(JOURNEYS, True), *gathering.workers()]
     page = watch.state()

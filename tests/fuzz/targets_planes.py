@@ -23,16 +23,16 @@ from kvbaton.ranks import rank_messages as rm
 from kvbaton.ranks import rank_store_messages as sm
 from kvbaton.ranks.rank_stream import WINDOW_FRAMES_MAX, Stream, StreamEnvelope
 from kvbaton.security.sealing import SECRET_BYTES
-from kvbaton.store import store_client, tcp_connection, value_header
-from kvbaton.store.content_keys import HASH_BYTES
+from kvbaton.store import tcp_backend, tcp_connection, value_header
+from kvbaton.store.interface import HASH_BYTES
 from kvbaton.store.value_header import ALONE
 from kvbaton.transports.checksum import checksum_transport
 from kvbaton.transports.core.shared_memory import host_identity
 from kvbaton.transports.cuda import cuda_listener
 from kvbaton.transports.local.region_listener import ShmEndpoint
 from kvbaton.transports.mooncake import mooncake_engine
-from kvbaton.transports.net import connection_handshake, transfer_frames
-from kvbaton.transports.nixl import nixl_endpoint
+from kvbaton.transports.net import connection_handshake, stream_socket
+from kvbaton.transports.nixl import nixl_agent
 from kvbaton.transports.nixl.nixl_agent import NixlPlace
 from kvbaton.transports.shm import shm_transport
 from kvbaton.transports.staged import staged_listener
@@ -49,7 +49,7 @@ REFUSED = ValueError
 
 
 def _nixl(data: bytes) -> PeerId:
-    return nixl_endpoint.parse(PEER, nixl_endpoint.VERSION + zlib.compress(data, 1)).owner
+    return nixl_agent.parse(PEER, nixl_agent.VERSION + zlib.compress(data, 1)).owner
 
 
 def _summed(data: bytes) -> PeerId:
@@ -75,16 +75,16 @@ def endpoints(data: bytes) -> None:
         with contextlib.suppress(REFUSED):
             assert parse(data) == PEER, name
     with contextlib.suppress(REFUSED):
-        nixl_endpoint.parse(PEER, data)  # packed
+        nixl_agent.parse(PEER, data)  # packed
 
 
 def endpoint_seeds() -> list[bytes]:
-    agent = f"{PEER.incarnation}.{'ab' * nixl_endpoint.NONCE_BYTES}.{PEER.worker}"
-    head = nixl_endpoint.METADATA_HEAD + len(agent).to_bytes(8, "little") + agent.encode() + b"|rest"
+    agent = f"{PEER.incarnation}.{'ab' * nixl_agent.NONCE_BYTES}.{PEER.worker}"
+    head = nixl_agent.METADATA_HEAD + len(agent).to_bytes(8, "little") + agent.encode() + b"|rest"
     places = {0: NixlPlace(4096, 4096)}
     region = mooncake_engine.MooncakePlace(4096, 4096)
     host = host_identity()
-    life = nixl_endpoint.Life(host, 1, 1)
+    life = nixl_agent.Life(host, 1, 1)
     plain = [
         tcp_transport.TcpEndpoint(PEER, "10.0.0.1", 5000, SECRET, {0: 4096}),
         ShmEndpoint(PEER, host, "name", SECRET),
@@ -92,7 +92,7 @@ def endpoint_seeds() -> list[bytes]:
         staged_listener.StagedEndpoint(PEER, "tcp", host, "10.0.0.1", 5000, SECRET),
         staged_listener.StagedEndpoint(PEER, "shm", host, "name", 0, SECRET),
         mooncake_engine.MooncakeEndpoint(PEER, "10.0.0.1", 5000, 4096, b"m" * 16, {0: region}),
-        nixl_endpoint.NixlEndpoint(PEER, agent, life, places, head),
+        nixl_agent.NixlEndpoint(PEER, agent, life, places, head),
         checksum_transport.SumEndpoint("10.0.0.1", 5000, SECRET, b"inner"),
     ]
     return [*map(PACK, plain)]
@@ -103,19 +103,19 @@ def endpoint_seeds() -> list[bytes]:
 
 def tcp_frame(data: bytes) -> None:
     """Within all bounds, or `ProtocolError`; and packed again it is the same head."""
-    head = data[: transfer_frames.FRAME_BYTES].ljust(transfer_frames.FRAME_BYTES, b"\0")
-    for kinds in ((transfer_frames.FrameKind.READ, transfer_frames.FrameKind.WRITE), tuple(transfer_frames.FrameKind)):
+    head = data[: stream_socket.FRAME_BYTES].ljust(stream_socket.FRAME_BYTES, b"\0")
+    for kinds in ((stream_socket.FrameKind.READ, stream_socket.FrameKind.WRITE), tuple(stream_socket.FrameKind)):
         try:
-            found = transfer_frames.parse(head, *kinds)
+            found = stream_socket.parse(head, *kinds)
         except ProtocolError as error:
             assert error.detail
         else:
-            assert found.kind in kinds and found.payload_bytes <= transfer_frames.PAYLOAD_BYTES_MAX
+            assert found.kind in kinds and found.payload_bytes <= stream_socket.PAYLOAD_BYTES_MAX
             assert found.pack() == head
 
 
 def tcp_seeds() -> list[bytes]:
-    return [transfer_frames.Frame(kind, 7, 64, table_bytes=32).pack() for kind in transfer_frames.FrameKind]
+    return [stream_socket.Frame(kind, 7, 64, table_bytes=32).pack() for kind in stream_socket.FrameKind]
 
 
 def scripted(script: Generator[Any, None, Any], data: bytes) -> tuple[Any, int]:
@@ -167,16 +167,16 @@ def greeting_seeds() -> list[bytes]:
 
 def store_frame(data: bytes) -> None:
     """None, or a request or a reply within bounds."""
-    asked = store_client.request(data)
+    asked = tcp_backend.request(data)
     if asked is not None:
-        assert store_client.request(store_client.encode(asked)) == asked
-    answered = store_client.reply(data)
+        assert tcp_backend.request(tcp_backend.encode(asked)) == asked
+    answered = tcp_backend.reply(data)
     if answered is not None:
-        assert store_client.reply(store_client.encode(answered)) == answered
+        assert tcp_backend.reply(tcp_backend.encode(answered)) == answered
 
 
 def store_seeds() -> list[bytes]:
-    return [store_client.encode(each) for each in (store_client.Dial(5), store_client.Invited(5, 99, 7, SECRET))]
+    return [tcp_backend.encode(each) for each in (tcp_backend.Dial(5), tcp_backend.Invited(5, 99, 7, SECRET))]
 
 
 def kept_value(data: bytes) -> None:

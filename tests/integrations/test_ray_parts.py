@@ -21,11 +21,10 @@ from kvbaton.api.params import Mode
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.integrations import ray as package
 from kvbaton.integrations.ray import request_shaping
-from kvbaton.integrations.ray.orchestration_settings import OrchestrationSettings
-from kvbaton.integrations.ray.orchestrator import ANY, Orchestrator, PrefillBreaker
+from kvbaton.integrations.ray.orchestrator import ANY, OrchestrationSettings, Orchestrator, PrefillBreaker
 from kvbaton.integrations.ray.replica_identity import check_shared, joined, replica_name, side_of
 from kvbaton.node.prompt_account import HANDOFF, word_of
-from kvbaton.observe.codes.alone_reasons import PLANNED
+from kvbaton.observe.codes.reasons import PLANNED
 from kvbaton.protocol.ids import is_worker_id
 
 TICKET = {"do_remote_prefill": True, "ticket": "t"}

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from kvbaton.control import keyring as keys
-from kvbaton.control.address_book import split_endpoint
+from kvbaton.control.addressing import split_endpoint
 from kvbaton.control.keyring import Keyring
 from kvbaton.node.cluster_node import ClusterNode, EngineFacts, make_doorway, new_life
 from kvbaton.node.node import Rank

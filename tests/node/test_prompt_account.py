@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbaton.node.prompt_account import HANDOFF, PREFILL, PromptAccount, word_of
-from kvbaton.observe.codes.alone_reasons import MISSED, PLANNED, SOURCES, explained
+from kvbaton.observe.codes.reasons import MISSED, PLANNED, SOURCES, explained
 from kvbaton.protocol.errors import Reason
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.node.observation import NodeObservation, dump_on_signal
+from kvbaton.node.node_loop import NodeObservation, dump_on_signal
 from kvbaton.observe.flight import dumps
 from kvbaton.observe.flight.dumps import Dumps, read
-from kvbaton.observe.flight.report import decode
+from kvbaton.observe.flight.flight_records import decode
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import TurnedAway
 from kvbaton.protocol.ids import RequestId

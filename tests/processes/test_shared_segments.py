@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbaton.processes import shared_segments
-from kvbaton.processes.shared_segments import SegmentWatch
+from kvbaton.local_cluster import vllm_child
+from kvbaton.local_cluster.vllm_child import SegmentWatch
 
 MAPS = """
 import mmap, sys
@@ -25,7 +25,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setattr(shared_segments, "ROOT", f"{tmp_path}/")
+    monkeypatch.setattr(vllm_child, "ROOT", f"{tmp_path}/")
     yield tmp_path
 
 

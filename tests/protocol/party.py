@@ -17,7 +17,7 @@ import msgspec
 from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.content import Content, digest
-from kvbaton.protocol.effects import Capabilities
+from kvbaton.protocol.effects import Begun, Capabilities, Ended, Mark, Side, Step
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import NO_BLOCK, Groups
 from kvbaton.protocol.geometry.progress import Progress, whole
@@ -36,7 +36,6 @@ from kvbaton.protocol.ids import (
 )
 from kvbaton.protocol.machines.context import MARKS_MAX, Identity
 from kvbaton.protocol.machines.ledger import Ledger
-from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.codec import decode, encode
 from kvbaton.protocol.wire.messages import ALL_FEATURES, SPOKEN, Joined, Versions, Welcome
@@ -697,7 +696,7 @@ class Party:
         self._check_marks()
 
     def _check_marks(self) -> None:
-        """The law of `protocol.marks`: each story begins once, ends once, and rests last."""
+        """The law of `protocol.effects`: each story begins once, ends once, and rests last."""
         stories: dict[tuple[Side, int], list[Mark]] = {}
         for mark in self.ledger.desk.marks:
             stories.setdefault((mark.side, mark.key), []).append(mark)

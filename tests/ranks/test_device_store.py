@@ -17,17 +17,15 @@ from kvbaton.protocol.content import Content
 from kvbaton.protocol.errors import Reason
 from kvbaton.ranks import device_store
 from kvbaton.ranks.device_store import DeviceRankStore, StagingShape
-from kvbaton.ranks.rank_store import LocalRankStore
-from kvbaton.ranks.rank_values import NotStorable, RankValues, Run
-from kvbaton.store.content_keys import Space, chain
-from kvbaton.store.interface import Backend, OrderEnded, OrderId
+from kvbaton.ranks.rank_store import LocalRankStore, NotStorable, RankValues, Run
+from kvbaton.store.interface import Backend, OrderEnded, OrderId, Space, chain
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.value_header import ALONE
 from kvbaton.testing.store_harness import FaultyBackend
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.cuda.cuda_driver import CudaError
-from kvbaton.transports.cuda.cuda_table import PIECE_BYTES, ROW_BYTES_MAX, ROWS_MAX
+from kvbaton.transports.cuda.cuda_runner import PIECE_BYTES, ROW_BYTES_MAX, ROWS_MAX
 from kvbaton.transports.staged.staged_slots import SLOT_BYTES
 from tests.store.test_tcp_backend import LinedHarness
 from tests.transports.device.fake_gpu import FakeGpu

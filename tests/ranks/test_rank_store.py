@@ -13,10 +13,8 @@ from kvbaton.engines.embedded.memory.kv_layout import engine_layout
 from kvbaton.engines.embedded.memory.kv_memory import KvGeometry
 from kvbaton.protocol.content import Content
 from kvbaton.protocol.errors import Reason
-from kvbaton.ranks.rank_store import LocalRankStore, rank_store_settings
-from kvbaton.ranks.rank_values import rank_values
-from kvbaton.store.content_keys import chain
-from kvbaton.store.interface import OrderEnded, OrderId
+from kvbaton.ranks.rank_store import LocalRankStore, rank_store_settings, rank_values
+from kvbaton.store.interface import OrderEnded, OrderId, chain
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.testing.store_harness import FaultyBackend
 from kvbaton.testing.transport_harness import poll

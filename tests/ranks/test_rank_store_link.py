@@ -19,8 +19,7 @@ from kvbaton.ranks.rank_messages import (
     encode_command,
     encode_news,
 )
-from kvbaton.ranks.rank_store_host import RankStoreHost
-from kvbaton.ranks.rank_store_link import RemoteRankStore
+from kvbaton.ranks.rank_store_link import RankStoreHost, RemoteRankStore
 from kvbaton.ranks.rank_store_messages import (
     KEYS_MAX,
     ORDERS_MAX,

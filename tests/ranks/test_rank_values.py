@@ -22,8 +22,8 @@ from kvbaton.protocol.geometry.layout import (
     planes,
     validate,
 )
-from kvbaton.ranks.rank_values import NotStorable, RankValues, rank_values
-from kvbaton.store.content_keys import prefix
+from kvbaton.ranks.rank_store import NotStorable, RankValues, rank_values
+from kvbaton.store.interface import prefix
 
 COMPAT = "a" * 32
 MODEL = ModelConfig()

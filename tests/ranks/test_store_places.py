@@ -8,7 +8,7 @@ import zmq
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.keyring import Keyring
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.ranks.store_address import LEND_BYTES, Mooncake, Served, bytes_of, opener, store_place
+from kvbaton.ranks.store_trust import LEND_BYTES, Mooncake, Served, bytes_of, opener, store_place
 from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
 from kvbaton.store.tcp_backend import LinedBackend
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvbaton.protocol.effects import End
+from kvbaton.protocol.effects import Begun, End
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import HandoffId, RequestId, WorkerId
-from kvbaton.protocol.marks import Begun
 from kvbaton_proof.sim.checks.causes import CAUSES, LIE, Causes
 from kvbaton_proof.sim.checks.tables import check_tables
 from kvbaton_proof.sim.cluster import Cluster

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.protocol.content import Content
-from kvbaton.store.content_keys import HASH_BYTES, KEY_CHARS_MAX, Space, chain, is_key, keys, prefix
+from kvbaton.store.interface import HASH_BYTES, KEY_CHARS_MAX, Space, chain, is_key, keys, prefix
 
 SPACE = Space(compat="0123456789abcdef" * 2, block_tokens=16, value_bytes=4096, layer_stop=32)
 CONTENT = Content(tuple(range(64)), 64)
@@ -35,7 +35,7 @@ def test_the_keys_of_a_prompt_never_change() -> None:
 
 def test_another_process_finds_the_same_keys() -> None:
     code = (
-        "from kvbaton.protocol.content import Content; from kvbaton.store.content_keys import chain;"
+        "from kvbaton.protocol.content import Content; from kvbaton.store.interface import chain;"
         "print(*(h.hex() for h in chain(Content(list(range(64)), 64, salt='s'), 16)))"
     )
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -11,9 +11,8 @@ from kvbaton.control.keyring import Keyring
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.store.memory_backend import MemoryBackend
-from kvbaton.store.store_client import Dial, InvitationClient, Invited, ServerSilent, encode, reply, request
-from kvbaton.store.store_server import StoreServer
-from kvbaton.store.tcp_server_side import LineServer
+from kvbaton.store.tcp_backend import Dial, InvitationClient, Invited, ServerSilent, encode, reply, request
+from kvbaton.store.tcp_server_side import LineServer, StoreServer
 from kvbaton.testing.transport_harness import poll
 
 SERVER, CLIENT = WorkerId("store"), WorkerId("engine")

@@ -14,7 +14,7 @@ from kvbaton.store.order_scheduler import Breaker
 from kvbaton.store.order_scripts import BackendCall, OrderKind, Script, Task
 from kvbaton.store.threaded_store import KeptStore
 from kvbaton.store.value_header import ALONE, HeaderClaim
-from kvbaton.testing import store_case, store_failing, store_harness
+from kvbaton.testing import store_case, store_contract, store_harness
 from kvbaton.testing.store_contract import check_store
 from kvbaton.testing.store_harness import FaultyBackend
 
@@ -177,7 +177,7 @@ def test_a_mutant_is_caught(number: int, monkeypatch: pytest.MonkeyPatch) -> Non
     mutate, case = MUTANTS[number]
     mutate(monkeypatch)
     monkeypatch.setattr(store_harness, "DEADLINE_S", 2.0)
-    monkeypatch.setattr(store_failing, "CLOSE_S", 3.0)
+    monkeypatch.setattr(store_contract, "CLOSE_S", 3.0)
     with pytest.raises(AssertionError):
         CASES[case](Harness())
 

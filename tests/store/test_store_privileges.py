@@ -9,9 +9,8 @@ import pytest
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.legality import Act, Role, may
 from kvbaton.store.memory_backend import MemoryBackend
-from kvbaton.store.store_client import Dial, encode
-from kvbaton.store.store_server import StoreServer
-from kvbaton.store.tcp_server_side import LineServer
+from kvbaton.store.tcp_backend import Dial, encode
+from kvbaton.store.tcp_server_side import LineServer, StoreServer
 from kvbaton.testing.transport_harness import poll
 
 

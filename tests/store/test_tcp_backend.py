@@ -20,11 +20,9 @@ from kvbaton.security.records import OVERHEAD_BYTES, RECORD_BYTES
 from kvbaton.security.sealing import NONCE_BYTES, PROOF_BYTES, Encrypt
 from kvbaton.store import tcp_server_side
 from kvbaton.store.memory_backend import MemoryBackend
-from kvbaton.store.store_client import InvitationClient, ServerSilent
-from kvbaton.store.store_server import StoreServer
-from kvbaton.store.tcp_backend import LinedBackend
+from kvbaton.store.tcp_backend import InvitationClient, LinedBackend, ServerSilent
 from kvbaton.store.tcp_connection import _HELLO, LineError, Op, StoreConnection, admit, greet
-from kvbaton.store.tcp_server_side import LineServer
+from kvbaton.store.tcp_server_side import LineServer, StoreServer
 from kvbaton.testing.store_case import StoreCase, engine, names, values
 from kvbaton.testing.store_contract import check_store
 from kvbaton.testing.store_harness import FaultyBackend

@@ -12,7 +12,7 @@ from kvbaton.transports import builtin_entries, catalogue
 from kvbaton.transports.catalogue import PlaneSettings
 from kvbaton.transports.catalogue_entry import loads
 from kvbaton.transports.checksum import checksum_device
-from kvbaton.transports.checksum.checksum_portions import Checksum
+from kvbaton.transports.checksum.checksum_memory import Checksum
 from kvbaton.transports.checksum.checksum_transport import SummedTransport
 from kvbaton.transports.core.shared_memory import DeviceMemory, allocate
 from kvbaton.transports.core.transport import HostTransport

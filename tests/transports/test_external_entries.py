@@ -10,7 +10,7 @@ import pytest
 
 from kvbaton.testing import Case, InProcessHarness, check_transport
 from kvbaton.testing.transport_case import offered
-from kvbaton.transports import catalogue, external_entries
+from kvbaton.transports import catalogue
 from kvbaton.transports.catalogue import PlaneError, PlaneSettings
 from kvbaton.transports.core.shared_memory import Region, allocate
 from tests.transports.example_package import install
@@ -19,7 +19,7 @@ Publish = Callable[..., None]
 
 ENTRY = """
 from kvbaton.protocol.effects import Capabilities
-from kvbaton.transports.catalogue_entry import CatalogueEntry
+from kvbaton.transports.builtin_entries import CatalogueEntry
 
 CAN = Capabilities({name!r}, one_sided=True, can_write=False, can_fence=False, cancels=True, same_host=True)
 PLANE = CatalogueEntry(name={name!r}, what="a test", capabilities=lambda: CAN, make=lambda me, settings: None)
@@ -29,11 +29,11 @@ PLANE = CatalogueEntry(name={name!r}, what="a test", capabilities=lambda: CAN, m
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """What is installed is looked up anew, before and after."""
-    for cache in (external_entries.claims, external_entries.load):
+    for cache in (catalogue.claims, catalogue.load):
         cache.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
-    for cache in (external_entries.claims, external_entries.load):
+    for cache in (catalogue.claims, catalogue.load):
         cache.cache_clear()
 
 
@@ -48,7 +48,7 @@ def publish(fresh: pytest.MonkeyPatch, tmp_path: Path) -> Publish:
         about = tmp_path / f"{module}-1.0.dist-info"
         about.mkdir()
         (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        (about / "entry_points.txt").write_text(f"[{external_entries.GROUP}]\n{name} = {module}:{entry}\n")
+        (about / "entry_points.txt").write_text(f"[{catalogue.GROUP}]\n{name} = {module}:{entry}\n")
 
     return publish
 

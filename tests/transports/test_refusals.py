@@ -29,8 +29,7 @@ from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport
 from kvbaton.transports.local import region_listener
 from kvbaton.transports.local.region_listener import LENGTH, ShmEndpoint
 from kvbaton.transports.net import connection_handshake as auth
-from kvbaton.transports.net.stream_socket import Bytes, Sink, Wire, take
-from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, FrameKind, FrameStatus
+from kvbaton.transports.net.stream_socket import FRAME_BYTES, Bytes, Frame, FrameKind, FrameStatus, Sink, Wire, take
 from kvbaton.transports.shm.shm_transport import ShmConfig, ShmTransport
 from kvbaton.transports.staged import staged_server
 from kvbaton.transports.staged.staged_listener import SealedStagedEndpoint, StagedEndpoint

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.engines.vllm.connector import BatonConnector
-from kvbaton.testing.corrupting import CorruptingTransport, some_byte
+from kvbaton.testing.transport_harness import CorruptingTransport, some_byte
 from kvbaton.transports import catalogue
 from kvbaton.transports.core.transport import Copy, HostTransport
 

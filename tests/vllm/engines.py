@@ -27,7 +27,7 @@ import msgspec
 
 from kvbaton.control import keyring
 from kvbaton.local_cluster import vllm_engine
-from kvbaton.processes.shared_segments import mapped
+from kvbaton.local_cluster.vllm_child import mapped
 from tests.vllm.forking import Forked, forked
 
 READY_S = 480.0

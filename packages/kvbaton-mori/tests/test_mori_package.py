@@ -16,7 +16,7 @@ from tests.wire_numbers import numbers_in
 
 import kvbaton
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.transports import catalogue, external_entries
+from kvbaton.transports import catalogue
 from kvbaton.transports.builtin_entries import DISTRIBUTIONS
 from kvbaton_mori import endpoint
 from kvbaton_mori.transport import ENTRY, MoriConfig
@@ -28,16 +28,16 @@ ABOUT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text()
 @pytest.fixture
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As pip would have it: the entry points of this package's pyproject.toml, and no other's."""
-    named = ABOUT["entry-points"][external_entries.GROUP]
-    points = {name: (EntryPoint(name, at, external_entries.GROUP),) for name, at in named.items()}
-    monkeypatch.setattr(external_entries, "claims", lambda: points)
-    monkeypatch.setattr(external_entries, "load", external_entries.load.__wrapped__)
+    named = ABOUT["entry-points"][catalogue.GROUP]
+    points = {name: (EntryPoint(name, at, catalogue.GROUP),) for name, at in named.items()}
+    monkeypatch.setattr(catalogue, "claims", lambda: points)
+    monkeypatch.setattr(catalogue, "load", catalogue.load.__wrapped__)
 
 
 @pytest.mark.usefixtures("_installed")
 def test_it_is_found_by_its_entry_point_and_offered_by_name_alone() -> None:
     assert DISTRIBUTIONS["mori"] == ABOUT["name"] and catalogue.parse("mori,tcp") == ("mori", "tcp")
-    assert catalogue.plane_of("mori").what == ENTRY.what and external_entries.problem_of(ENTRY, "mori") == ""
+    assert catalogue.plane_of("mori").what == ENTRY.what and catalogue.problem_of(ENTRY, "mori") == ""
     assert "mori" not in catalogue.offered("auto") and not catalogue.capabilities("mori").enforces
     with pytest.raises(ValueError, match="host: 'somewhere'; mori requires"):
         catalogue.check_host("mori", "somewhere")

@@ -21,12 +21,12 @@ from kvbaton.cli.flags import router_way
 from kvbaton.doctor.cluster_checks import share_line
 from kvbaton.observe.flight import dumps, terminal_timeline
 from kvbaton.observe.flight.collector import LAST_MAX
+from kvbaton.observe.flight.dumps import printable, printable_all
 from kvbaton.observe.flight.journey import Journey, joined
-from kvbaton.observe.flight.sanitize import printable, printable_all
 from kvbaton.observe.flight.terminal_timeline import Ink
 from kvbaton.observe.flight.worker_reports import PromptShare
 from kvbaton.processes.http_question import PLAIN, Way, asked, why
-from kvbaton.processes.operator_errors import CommandError
+from kvbaton.processes.operator_control import CommandError
 
 ROUTER = "http://127.0.0.1:8000"
 ANSWER_S = 10.0

@@ -15,9 +15,9 @@ import msgspec
 from kvbaton.cli import key_tokens
 from kvbaton.cli.arguments import seconds
 from kvbaton.control import key_room, keyring
-from kvbaton.control.key_report import KeyReport, report
+from kvbaton.control.key_room import KeyReport, report
 from kvbaton.control.keyring import LOOK_S
-from kvbaton.processes.operator_errors import CommandError
+from kvbaton.processes.operator_control import CommandError
 from kvbaton.protocol.legality import Role
 
 ACTIONS = {

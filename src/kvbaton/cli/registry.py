@@ -27,9 +27,8 @@ from kvbaton.control.registry import Networks, RegistryServer, RosterEntry
 from kvbaton.control.registry.roster_news import DRAINING, RosterNews, WorkerSeen
 from kvbaton.observe.metrics.exposition import Family
 from kvbaton.observe.metrics.process_metrics import registry_families
-from kvbaton.processes.open_files import raise_file_limit
-from kvbaton.processes.operator_control import told_to_stop
-from kvbaton.processes.operator_errors import CommandError
+from kvbaton.processes.child_process import raise_file_limit
+from kvbaton.processes.operator_control import CommandError, told_to_stop
 from kvbaton.protocol.legality import Role
 
 log = logging.getLogger(__name__)

@@ -28,11 +28,10 @@ from kvbaton.control.keyring import Keyring, load
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.observe.metrics.exposition import Family
 from kvbaton.observe.metrics.process_metrics import store_families
-from kvbaton.processes.open_files import raise_file_limit
-from kvbaton.processes.operator_errors import CommandError
+from kvbaton.processes.child_process import raise_file_limit
+from kvbaton.processes.operator_control import CommandError
 from kvbaton.protocol.legality import Act, may
-from kvbaton.ranks.store_address import STORE_NAME, bytes_of
-from kvbaton.ranks.store_trust import trust_of
+from kvbaton.ranks.store_trust import STORE_NAME, bytes_of, trust_of
 from kvbaton.store.disk_tier import DiskError, DiskTier
 from kvbaton.store.value_header import writers_of
 
@@ -80,8 +79,7 @@ def refuse(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from kvbaton.store.memory_backend import MemoryBackend  # with NumPy: flags are known without it
-    from kvbaton.store.store_server import StoreServer
-    from kvbaton.store.tcp_server_side import LineServer
+    from kvbaton.store.tcp_server_side import LineServer, StoreServer
 
     raise_file_limit()
     keyring = load(args.keys, args.name)

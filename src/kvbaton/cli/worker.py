@@ -30,9 +30,9 @@ from kvbaton.engines.embedded.worker_options import (
     WorkerOptions,
     flag_of,
 )
+from kvbaton.processes.child_process import raise_file_limit
 from kvbaton.processes.gc_freeze_imports import gc_freeze_imports
-from kvbaton.processes.open_files import raise_file_limit
-from kvbaton.processes.operator_errors import CommandError
+from kvbaton.processes.operator_control import CommandError
 from kvbaton.security.sealing import ENCRYPT
 from kvbaton.transports.catalogue import CHECKSUMS
 

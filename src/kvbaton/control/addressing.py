@@ -6,17 +6,111 @@ host name would be resolved on the I/O thread that serves everyone else, and a w
 Where the registries of a cluster are: `tcp://a:7700,registry-b@tcp://b:7700`.
 
 Law: one text, one meaning, wherever it is given: a worker's or vLLM's `registry`, `--registry` of each command.
+
+`"control_host": "auto"`: the address by which the rest of the cluster reaches this process.
+
+Law: it is one numeric address of this host, never a wildcard or a name. What the platform says (POD_IP, VLLM_HOST_IP)
+goes before what the routing table says; the latter is asked without a packet being sent.
+
+Which worker listens where: how an address in another system's request id becomes the name of a known worker.
+
+Laws: the book holds what authenticated discovery or the operator told, nothing that a request said; an address that it
+does not hold leads nowhere. It is replaced as a whole by whoever learns of it, and may be read from any thread.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import os
 import re
+import socket
+from collections.abc import Mapping
 
 import msgspec
 
 from kvbaton.protocol.ids import WorkerId, is_worker_id
 from kvbaton.protocol.wire.codec import FRAME_BYTES_MAX
+
+
+class AddressBook:
+    """Workers by the address of their control socket."""
+
+    def __init__(self) -> None:
+        self._names: dict[tuple[str, int], WorkerId] = {}
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def replace(self, endpoints: Mapping[str, str]) -> None:
+        """From now on these workers are known, by name, at these `tcp://` endpoints, and no others."""
+        self._names = {split_endpoint(endpoint): WorkerId(name) for name, endpoint in endpoints.items()}
+
+    def at(self, host: str, port: int) -> WorkerId | None:
+        return self._names.get((_canonical(host), port))
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """Host, canonical and without brackets, and port of a `tcp://` endpoint that was checked before."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return _canonical(host), int(port)
+
+
+def moriio_address(endpoint: str) -> str:
+    """MoRI-IO names a worker by two ports; here both are the control socket's, by which peers find it again."""
+    host, port = split_endpoint(endpoint)
+    return f"host:{host},handshake:{port},notify:{port}"
+
+
+def p2p_nccl_address(endpoint: str) -> str:
+    """P2pNccl names a worker by one `host:port`: the control socket's."""
+    host, port = split_endpoint(endpoint)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _canonical(host: str) -> str:
+    bare = host.strip("[]").lower()
+    with contextlib.suppress(ValueError):
+        return str(ipaddress.ip_address(bare))
+    return bare
+
+
+ADDRESS_ENV = ("POD_IP", "VLLM_HOST_IP")
+
+
+def own_address(field: str, towards: str, environ: Mapping[str, str] = os.environ) -> str:
+    """`towards`: endpoint of a registry, or of anything else that peers are beside. `field` is for the error."""
+    for name in ADDRESS_ENV:
+        if text := environ.get(name, "").strip():
+            return _numeric(field, name, text)
+    if not towards:
+        raise ControlError(f"{field}: auto needs POD_IP, VLLM_HOST_IP or a registry; give an address of this host")
+    host, port = split_endpoint(towards)
+    why = "no route"
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise ControlError(
+            f"{field}: auto cannot find the registry {host} ({error}); set POD_IP, or give an address of this host"
+        ) from None
+    for family, kind, number, _, address in found:
+        with contextlib.suppress(OSError), socket.socket(family, kind, number) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0]).partition("%")[0]
+    raise ControlError(f"{field}: auto found no way to {host} ({why}); set POD_IP, or give an address of this host")
+
+
+def _numeric(field: str, name: str, text: str) -> str:
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        raise ControlError(
+            f"{field}: auto takes {name}, which is {text[:80]!r}; expected an address as numbers"
+        ) from None
+    if address.is_unspecified or address.is_multicast:
+        raise ControlError(f"{field}: auto takes {name}, which is {text}; give the address by which peers reach it")
+    return str(address)
+
 
 _HOST = r"\[(?P<v6>[0-9A-Fa-f:.]{2,45})\]|(?P<host>[A-Za-z0-9][A-Za-z0-9._-]{0,252})"
 _AUTHORITY = re.compile(f"(?:{_HOST}):(?P<port>[0-9]{{1,5}})")

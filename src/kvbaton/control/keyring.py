@@ -39,7 +39,7 @@ import zmq
 from kvbaton.control import key_files as files
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.joining import admission_files
-from kvbaton.control.joining.certificate import Membership
+from kvbaton.control.joining.join_token import Membership
 from kvbaton.control.key_files import (
     FILE_BYTES_MAX,
     IDENTITIES_MAX,

@@ -26,7 +26,7 @@ import zmq
 
 from kvbaton.control.addressing import ControlError, ControlLimits, check_endpoint
 from kvbaton.control.dialler import Address, Dialler, Listener, Sent
-from kvbaton.control.joining.certificate import Membership
+from kvbaton.control.joining.join_token import Membership
 from kvbaton.control.keyring import Following, Keyring, is_public_key, with_joined, with_removed
 from kvbaton.control.sockets import Heard, SocketPlane, Waker
 from kvbaton.protocol.ids import WorkerId

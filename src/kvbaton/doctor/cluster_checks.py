@@ -25,13 +25,13 @@ from typing import TypeVar
 
 import msgspec
 
-from kvbaton.doctor.finding import Finding, finding
+from kvbaton.doctor.config_reading import Finding, finding
 from kvbaton.doctor.router_checks import JudgedWorker, LeftWorker, SeenRouter
-from kvbaton.observe.codes.alone_reasons import explained
-from kvbaton.observe.flight.sanitize import printable, printable_all
+from kvbaton.observe.codes.reasons import explained
+from kvbaton.observe.flight.dumps import printable, printable_all
 from kvbaton.observe.metrics.exposition import Sample, samples
 from kvbaton.processes.http_question import PLAIN, Way, asked, why
-from kvbaton.processes.operator_errors import CommandError
+from kvbaton.processes.operator_control import CommandError
 
 SHARE_MAX = 0.1
 TOKENS_MIN = 100

@@ -1,6 +1,11 @@
 """An engine's configuration as an operator has it: JSON, YAML, or the command that starts it; a file or a string.
 
 Law: any input becomes one `Launch`, or a finding that says what could not be read. Nothing is run.
+
+A finding of `kvbaton doctor`: its code in the catalogue, place, problem, and the next step for this case.
+
+Law: a finding's severity comes from the catalogue (`kvbaton.observe.codes.findings`), so `kvbaton explain CODE` knows
+every finding.
 """
 
 from __future__ import annotations
@@ -13,8 +18,31 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvbaton.doctor.finding import Finding, finding
 from kvbaton.engines.vllm.launch import launching
+from kvbaton.observe.codes.entry import Severity
+from kvbaton.observe.codes.findings import SEVERITY
+
+ORDER = (Severity.ERROR, Severity.WARNING, Severity.NOTE)
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One finding."""
+
+    code: str
+    severity: Severity
+    where: str  # file, flag or part of the machine
+    found: str
+    fix: str  # the next command, or the setting to change
+
+
+def finding(code: str, where: str, found: str, fix: str) -> Finding:
+    return Finding(code=code, severity=SEVERITY[code], where=where, found=found, fix=fix)
+
+
+def ordered(findings: list[Finding]) -> tuple[Finding, ...]:
+    """Each finding once, the most severe first."""
+    return tuple(sorted(dict.fromkeys(findings), key=lambda each: ORDER.index(each.severity)))
+
 
 Side = Literal["prefill", "decode"]
 TEXT_BYTES_MAX = 1 << 20

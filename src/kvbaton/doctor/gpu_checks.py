@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from kvbaton.doctor.finding import Finding, finding
+from kvbaton.doctor.config_reading import Finding, finding
 from kvbaton.transports import catalogue
 from kvbaton.transports.cuda.cuda_driver import CudaError, CudaHost
 

@@ -1,6 +1,6 @@
 """Key directories: whether an engine can use its own, and whether two engines have keys of the same cluster.
 
-Law: no secret is shown; the report is `control.key_report`'s, grouped here by what the operator must do.
+Law: no secret is shown; the report is `control.key_room`'s, grouped here by what the operator must do.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.key_files import openings
-from kvbaton.control.key_report import KeyReport, report
-from kvbaton.doctor.finding import Finding, finding
+from kvbaton.control.key_room import KeyReport, report
+from kvbaton.doctor.config_reading import Finding, finding
 
 HALF_ROTATED = "is still the old one of a rotation"
 

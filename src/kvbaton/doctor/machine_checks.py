@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from kvbaton.doctor.config_checks import ANYWHERE, ConfiguredEngine
-from kvbaton.doctor.finding import Finding, finding
+from kvbaton.doctor.config_reading import Finding, finding
 from kvbaton.engines.vllm.config.vllm_versions import SUPPORTED, vllm_version
 from kvbaton.engines.vllm.launch import launching
 from kvbaton.security.sealing import MISSING, can_seal

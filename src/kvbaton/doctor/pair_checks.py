@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvbaton.control.addressing import registry_places
-from kvbaton.control.joining.key_source import is_auto
+from kvbaton.control.joining.join_client import is_auto
 from kvbaton.doctor import key_checks, shape_checks
 from kvbaton.doctor.config_checks import ConfiguredEngine
-from kvbaton.doctor.finding import Finding, finding
+from kvbaton.doctor.config_reading import Finding, finding
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.content.vllm_compat import config_digest, weights_digest
 from kvbaton.protocol.content import difference

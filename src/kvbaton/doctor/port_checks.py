@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from kvbaton.doctor.config_checks import ANYWHERE, ConfiguredEngine
-from kvbaton.doctor.finding import Finding, finding
+from kvbaton.doctor.config_reading import Finding, finding
 
 PORT_MAX = 65535
 DEFAULT_PORT = "8000"

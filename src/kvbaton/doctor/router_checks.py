@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvbaton.doctor.finding import Finding, finding
+from kvbaton.doctor.config_reading import Finding, finding
 
 NAMES_MAX = 4
 _NEVER = ("draining", "broken")  # asked for nothing, though listed

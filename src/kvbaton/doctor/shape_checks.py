@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.doctor.config_checks import ConfiguredEngine
-from kvbaton.doctor.finding import Finding, finding
+from kvbaton.doctor.config_reading import Finding, finding
 from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.geometry.layout import (

@@ -28,7 +28,7 @@ from kvbaton.local_cluster.router_front import RouterHandle, Sources, dumping, r
 from kvbaton.processes import process_logs
 from kvbaton.processes.child_process import KVBATON_ARGV, Child, Program, Say, end, ready, start
 from kvbaton.protocol.legality import Role
-from kvbaton.ranks.store_address import STORE_NAME
+from kvbaton.ranks.store_trust import STORE_NAME
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.workers.directory import ListedEngine
 

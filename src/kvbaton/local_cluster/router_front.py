@@ -28,7 +28,7 @@ from kvbaton.control.registry import Networks, RegistryReaders, RegistryServer, 
 from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.flight.dumps import Dumps, default_directory
-from kvbaton.observe.flight.report import ReportError, decode
+from kvbaton.observe.flight.flight_records import ReportError, decode
 from kvbaton.observe.metrics.handoff_metrics import connections
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.app import Pages, RunningRouter, router_app

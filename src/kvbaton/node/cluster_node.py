@@ -30,22 +30,20 @@ from typing import Protocol
 
 import msgspec
 
-from kvbaton.control.address_book import AddressBook
-from kvbaton.control.addressing import ControlError, registry_places
-from kvbaton.control.joining.certificate import Membership
+from kvbaton.control.addressing import AddressBook, ControlError, registry_places
 from kvbaton.control.joining.join_client import JoinedMember
 from kvbaton.control.joining.join_messages import JoinFault, opened_card
+from kvbaton.control.joining.join_token import Membership
 from kvbaton.control.keyring import Keyring
-from kvbaton.control.registry.member import HeldReport, MemberState
 from kvbaton.control.registry.registry_client import OnDrain
 from kvbaton.control.registry.registry_group import RegistryGroup
 from kvbaton.control.registry.registry_messages import DirectoryEntry, Registration, Role, addresses
+from kvbaton.control.registry.statements import HeldReport, MemberState
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.node.doorway import Doorway, DoorwayConfig
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.node import Node, Rank
-from kvbaton.node.node_loop import NodeLoop
-from kvbaton.node.observation import More, NodeObservation
+from kvbaton.node.node_loop import More, NodeLoop, NodeObservation
 from kvbaton.node.ports import StorePort
 from kvbaton.observe.tracing.export import of_worker
 from kvbaton.protocol.content import compat_digest

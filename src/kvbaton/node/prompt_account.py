@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvbaton.observe.codes.alone_reasons import FIELD, PLANNED, SOURCES, UNASKED, WORDS
+from kvbaton.observe.codes.reasons import FIELD, PLANNED, SOURCES, UNASKED, WORDS
 from kvbaton.observe.flight.flight_records import Moment
 from kvbaton.protocol.ids import LeaseId, RequestId
 

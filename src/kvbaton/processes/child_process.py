@@ -18,6 +18,7 @@ import contextlib
 import errno
 import os
 import random
+import resource
 import signal
 import socket
 import sys
@@ -28,7 +29,16 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.processes.operator_errors import CommandError, StoppedError
+from kvbaton.processes.operator_control import CommandError, StoppedError
+
+
+def raise_file_limit() -> None:
+    """Raise the soft limit of open files to the hard limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
 
 PORTS = range(12_000, 32_000)
 _TRIES = 2_000

@@ -18,7 +18,7 @@ from email.message import Message
 
 import msgspec
 
-from kvbaton.observe.flight.sanitize import printable
+from kvbaton.observe.flight.dumps import printable
 
 SAID_CHARS_MAX = 200
 """Of the characters in the other side's first line."""

@@ -1,4 +1,9 @@
-"""Operator signals for a running command: Ctrl-C and SIGTERM end it in order, and are logged."""
+"""Operator signals for a running command: Ctrl-C and SIGTERM end it in order, and are logged.
+
+Errors whose message is the whole line that the operator of a command reads, with the next step.
+
+Law: nothing is imported here, so that `--help` and typing mistakes are answered at once.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,14 @@ import signal
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
-from kvbaton.processes.operator_errors import StoppedError
+
+class CommandError(Exception):
+    """The operator must act; the message is the whole line."""
+
+
+class StoppedError(Exception):
+    """The operator stopped the command before it was done."""
+
 
 log = logging.getLogger(__name__)
 

@@ -24,15 +24,14 @@ from typing import Literal
 import numpy as np
 
 from kvbaton.protocol.errors import Reason
-from kvbaton.ranks.rank_store import LocalRankStore, rank_store_settings
-from kvbaton.ranks.rank_values import NotStorable, RankValues, Run
+from kvbaton.ranks.rank_store import LocalRankStore, NotStorable, RankValues, Run, rank_store_settings
 from kvbaton.ranks.store_trust import RankStoreTrust
 from kvbaton.store.interface import Backend, OrderEnded, OrderId
 from kvbaton.transports.core.jobs import as_spans
 from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.cuda.cuda_driver import Gpu
-from kvbaton.transports.cuda.cuda_table import PIECE_BYTES, ROWS_MAX, divided
+from kvbaton.transports.cuda.cuda_runner import PIECE_BYTES, ROWS_MAX, divided
 from kvbaton.transports.staged.staged_slots import SLOT_BYTES, StagedChunk, Stager, allocate_slots
 
 Kind = Literal["get", "put"]

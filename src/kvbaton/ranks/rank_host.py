@@ -41,10 +41,9 @@ from kvbaton.ranks.rank_messages import (
     rank_name,
 )
 from kvbaton.ranks.rank_planes import HostedPlane
-from kvbaton.ranks.rank_sockets import SOCKETS
-from kvbaton.ranks.rank_store_host import MakeRankStore, RankStoreHost
+from kvbaton.ranks.rank_store_link import MakeRankStore, RankStoreHost
 from kvbaton.ranks.rank_store_messages import RankStoreCommand
-from kvbaton.ranks.rank_stream import Carrier, Clock, Stream
+from kvbaton.ranks.rank_stream import SOCKETS, Carrier, Clock, Stream
 from kvbaton.transports.core.transport import Transport
 
 log = logging.getLogger(__name__)

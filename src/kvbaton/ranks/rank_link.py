@@ -33,10 +33,9 @@ from kvbaton.protocol.events import LeaseProgressed
 from kvbaton.protocol.ids import LeaseId, PeerId, rank_peer
 from kvbaton.ranks.rank_host import RankHost, host_of
 from kvbaton.ranks.rank_messages import Command, News, Open, Progressed, RankInvitation, decode_news, encode_command
-from kvbaton.ranks.rank_sockets import SOCKETS
 from kvbaton.ranks.rank_store_link import RemoteRankStore
 from kvbaton.ranks.rank_store_messages import RankStoreNews
-from kvbaton.ranks.rank_stream import Carrier, Clock, Stream
+from kvbaton.ranks.rank_stream import SOCKETS, Carrier, Clock, Stream
 from kvbaton.ranks.rank_transport import RemoteTransport
 from kvbaton.transports.core.transport import Transport, refusals_of
 

@@ -16,8 +16,7 @@ from msgspec import Meta
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.ranks.store_trust import WRITERS_MAX, RankStoreTrust
-from kvbaton.store.content_keys import HASH_BYTES
-from kvbaton.store.interface import OrderEnded, OrderId
+from kvbaton.store.interface import HASH_BYTES, OrderEnded, OrderId
 from kvbaton.store.value_header import WRITER_BYTES
 
 KEYS_MAX = 4096  # of one order, as in `store.base.StoreSettings`

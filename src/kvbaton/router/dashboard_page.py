@@ -13,9 +13,8 @@ import msgspec
 
 from kvbaton import __version__
 from kvbaton.api.http.http_types import Answer, Handler, Request
-from kvbaton.observe.dashboard.page_files import STATE, Page, fixed_pages, json_page
-from kvbaton.observe.dashboard.pulse import CHUNKS, RETRIES
-from kvbaton.observe.dashboard.scene import Figures, ListedWorker, Scene, Trouble
+from kvbaton.observe.dashboard.pulse import CHUNKS, RETRIES, Figures, ListedWorker, Scene, Trouble
+from kvbaton.observe.dashboard.state import STATE, Page, fixed_pages, json_page
 from kvbaton.observe.dashboard.watch import ClusterWatch
 from kvbaton.router.app import Board
 from kvbaton.router.router_settings import Fallback

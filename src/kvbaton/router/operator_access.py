@@ -21,7 +21,7 @@ import msgspec
 from kvbaton.api import screening
 from kvbaton.api.api_errors import ApiError, bad_field
 from kvbaton.api.http.http_types import Answer, Events, Handler, Request, json_answer
-from kvbaton.observe.dashboard.page_files import FILES, REASONS
+from kvbaton.observe.dashboard.state import FILES, REASONS
 from kvbaton.observe.flight.collector import LAST_MAX, Gathering
 from kvbaton.observe.flight.flight_records import FlightSeat
 from kvbaton.observe.flight.journey import FIND_CHARS_MIN, Journey

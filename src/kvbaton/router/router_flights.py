@@ -16,8 +16,9 @@ from typing import Literal
 
 from kvbaton.api.api_errors import ApiError
 from kvbaton.api.http.http_types import Header
-from kvbaton.observe.codes.api import CODES
+from kvbaton.observe.codes.reasons import CODES
 from kvbaton.observe.flight.collector import Gathering
+from kvbaton.observe.flight.dumps import printable
 from kvbaton.observe.flight.flight_records import (
     NAME_CHARS_MAX,
     QUIET,
@@ -31,7 +32,6 @@ from kvbaton.observe.flight.flight_records import (
     new_trace,
     parse_trace,
 )
-from kvbaton.observe.flight.sanitize import printable
 from kvbaton.protocol.errors import Reason
 
 RECEIVED = "received"

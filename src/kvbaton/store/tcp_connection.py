@@ -31,7 +31,7 @@ from kvbaton.security.sealing import (
     Service,
     nonce,
 )
-from kvbaton.store.content_keys import KEY_CHARS_MAX, VALUE_BYTES_MAX, is_key
+from kvbaton.store.interface import KEY_CHARS_MAX, VALUE_BYTES_MAX, is_key
 from kvbaton.store.value_header import FRAME_BYTES
 
 KEYS_MAX = 4096

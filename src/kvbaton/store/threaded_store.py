@@ -15,8 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import TypeAlias, TypeVar
 
-from kvbaton.store.content_keys import is_key
-from kvbaton.store.interface import Backend, Get, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
+from kvbaton.store.interface import Backend, Get, Order, OrderEnded, OrderId, Pins, Put, StoreSettings, is_key
 from kvbaton.store.order_scheduler import Keeper
 from kvbaton.store.order_scripts import BackendCall, CallAnswer, OrderKind, Task
 from kvbaton.store.value_header import ALONE, FRAME_BYTES, StoreTrust, claimed, seal_all

@@ -1,7 +1,6 @@
 """Contract tests that any transport, store backend or engine adapter can run on itself."""
 
-from kvbaton.testing.engine_contract import EngineCase, check_engine
-from kvbaton.testing.engine_harness import EngineRig
+from kvbaton.testing.engine_contract import EngineCase, EngineRig, check_engine
 from kvbaton.testing.store_case import StoreCase
 from kvbaton.testing.store_contract import check_store
 from kvbaton.testing.store_harness import StoreHarness

@@ -12,8 +12,19 @@ from typing import TypeAlias
 import msgspec
 
 from kvbaton.protocol.content import Content
-from kvbaton.store.content_keys import Space, chain, keys, prefix
-from kvbaton.store.interface import Get, Lookup, OrderEnded, OrderId, Pieces, Put, StoreSettings
+from kvbaton.store.interface import (
+    Get,
+    Lookup,
+    OrderEnded,
+    OrderId,
+    Pieces,
+    Put,
+    Space,
+    StoreSettings,
+    chain,
+    keys,
+    prefix,
+)
 from kvbaton.store.threaded_store import KeptStore
 from kvbaton.testing.store_harness import Ends, FaultyBackend, PinBook, StoreHarness
 from kvbaton.testing.transport_harness import poll

@@ -8,19 +8,29 @@ other packages (`external`) only then.
 A transport with checksums is another transport (`tcp+sums`): both sides need the service that answers for the bytes, so
 a side with and a side without have nothing in common, and the error names it. Checksums that are `auto` are those of
 `BETWEEN_HOSTS` for device memory on a transport that leaves the host, and off everywhere else.
+
+Transports of other packages: entry points of the group `kvbaton.transports`, each naming a `CatalogueEntry`.
+
+Laws: a package's code is imported only when an operator has named its transport (or runs `kvbaton doctor`); its name is
+known from the metadata alone. `auto` never offers one. A name that this package has, or that two packages claim, is
+refused where it is used, naming the packages: no transport ever replaces another.
 """
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import logging
+import re
 from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
 
 from kvbaton.protocol.effects import Capabilities
 from kvbaton.protocol.ids import PeerId
 from kvbaton.security.sealing import Encrypt, is_loopback
-from kvbaton.transports import external_entries
 from kvbaton.transports.builtin_entries import DISTRIBUTIONS, PLANES, rdma_devices
 from kvbaton.transports.catalogue_entry import (
     SUMS,
@@ -33,11 +43,94 @@ from kvbaton.transports.catalogue_entry import (
 )
 from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.core.transport import DeviceTransport, HostTransport
-from kvbaton.transports.external_entries import conflict
 
 if TYPE_CHECKING:
     from kvbaton.transports.checksum.checksum_memory import Sums
     from kvbaton.transports.checksum.checksum_transport import SummedTransport
+
+
+GROUP = "kvbaton.transports"
+NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
+RESERVED = ("auto",)
+PAGE = "docs/write-a-transport.md"
+
+
+@functools.cache
+def claims() -> dict[str, tuple[EntryPoint, ...]]:
+    """Transports of installed packages, by name. Read once: a later installation needs a new process."""
+    found: dict[str, tuple[EntryPoint, ...]] = {}
+    for point in sorted(entry_points(group=GROUP), key=lambda point: (point.name, package_of(point))):
+        found[point.name] = (*found.get(point.name, ()), point)
+    return found
+
+
+def package_of(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else point.value
+
+
+def entry_point_names() -> tuple[str, ...]:
+    """Transports that can be named."""
+    return tuple(name for name in claims() if not conflict(name) and NAME.fullmatch(name) and name not in RESERVED)
+
+
+def conflict(name: str) -> str:
+    """Why a name must not be used; "" when only one transport has it."""
+    packages = [package_of(point) for point in claims().get(name, ())]
+    if packages and name in PLANES:
+        return (
+            f"transport {name} is kvbaton's own, and package {packages[0]} claims that name too; "
+            f"uninstall it (pip uninstall {packages[0]}), or have its entry point renamed"
+        )
+    if len(packages) > 1:
+        return (
+            f"transport {name} is claimed by the packages {' and '.join(packages)}; "
+            f"uninstall all but one (pip uninstall {packages[-1]})"
+        )
+    return ""
+
+
+def how_to_get(name: str) -> str:
+    return f"pip install {DISTRIBUTIONS[name]}" if name in DISTRIBUTIONS else "install the package that has it"
+
+
+@functools.cache
+def load(name: str) -> CatalogueEntry:
+    """The entry of another package. PlaneError names the package, and what to do."""
+    if name not in claims():
+        raise PlaneError(f"no transport {name}: choose from {', '.join(PLANES)}, or {how_to_get(name)}")
+    (point,) = claims()[name]
+    package = package_of(point)
+    try:
+        plane: CatalogueEntry = point.load()
+    except Exception as error:  # external module: it may raise anything
+        raise PlaneError(
+            f"transport {name} of package {package} cannot be loaded ({point.value}): {type(error).__name__}: {error}; "
+            f"update the package, or uninstall it (pip uninstall {package})"
+        ) from error
+    if problem := problem_of(plane, name):
+        raise PlaneError(
+            f"transport {name} of package {package} is not one ({point.value}): {problem}; "
+            f"tell its author ({PAGE}), or uninstall it (pip uninstall {package})"
+        )
+    return msgspec.structs.replace(plane, in_auto=lambda: False)
+
+
+def problem_of(plane: object, name: str) -> str:
+    """Why a package's object is not a valid entry; "" when it is."""
+    if not isinstance(plane, CatalogueEntry):
+        return f"expected a kvbaton.transports.builtin_entries.CatalogueEntry, got a {type(plane).__name__}"
+    if plane.name != name:
+        return f"its entry is named {plane.name!r}"
+    try:
+        capabilities = plane.capabilities()
+    except Exception as error:  # noqa: BLE001 - as above
+        return f"its capabilities cannot be read: {error!r}"
+    if capabilities.name != name:
+        return f"its capabilities are named {capabilities.name!r}"
+    makers = {"cpu": plane.make, "cuda": plane.make_device}
+    missing = [kind for kind in capabilities.device_kinds if makers.get(kind) is None]
+    return f"it claims to move {missing[0]} memory, but has no maker for that" if missing else ""
+
 
 __all__ = [
     "AUTO",
@@ -83,13 +176,13 @@ MadeT = TypeVar("MadeT")
 
 def names() -> tuple[str, ...]:
     """All known transports: this package's own, then those of other packages."""
-    return (*ORDER, *external_entries.names())
+    return (*ORDER, *entry_point_names())
 
 
 def plane_of(name: str) -> CatalogueEntry:
     """The entry of a transport, with checksums or without. PlaneError if none fits the name."""
     plain = name.removesuffix(SUMS)
-    return PLANES[plain] if plain in PLANES else external_entries.load(plain)
+    return PLANES[plain] if plain in PLANES else load(plain)
 
 
 def parse(text: str) -> tuple[str, ...]:
@@ -99,7 +192,7 @@ def parse(text: str) -> tuple[str, ...]:
         if problem := conflict(name):
             raise ValueError(problem)
         if name not in (AUTO, *names()):
-            apart = f"; {name} comes with: {external_entries.how_to_get(name)}" if name in DISTRIBUTIONS else ""
+            apart = f"; {name} comes with: {how_to_get(name)}" if name in DISTRIBUTIONS else ""
             known = ", ".join(names())
             raise ValueError(f"got {name!r}, expected {AUTO}, or some of {known}, separated by commas{apart}")
     if len(set(chosen)) != len(chosen) or (AUTO in chosen and len(chosen) > 1):
@@ -227,7 +320,7 @@ def _check_kind(name: str, device: str) -> None:
 def _with_sums(
     plane: HostTransport | DeviceTransport, me: PeerId, settings: PlaneSettings, sums: Sums | None = None
 ) -> SummedTransport:
-    from kvbaton.transports.checksum.checksum_portions import Checksum  # with NumPy, when somebody wants them
+    from kvbaton.transports.checksum.checksum_memory import Checksum  # with NumPy, when somebody wants them
     from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
 
     mode = BETWEEN_HOSTS if settings.checksum == "auto" else settings.checksum

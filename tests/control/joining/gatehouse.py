@@ -14,10 +14,9 @@ from kvbaton.control import keyring
 from kvbaton.control.joining import admission_files as book
 from kvbaton.control.joining import join_messages as m
 from kvbaton.control.joining.admission import Admission
-from kvbaton.control.joining.certificate import LIFE_S
 from kvbaton.control.joining.join_client import LIMITS, JoinedMember, JoinWish
 from kvbaton.control.joining.join_door import JoinDoor
-from kvbaton.control.joining.join_token import JoinToken, proof
+from kvbaton.control.joining.join_token import LIFE_S, JoinToken, proof
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.registry import RegistryServer, RegistrySettings
 from kvbaton.control.sockets import SocketPlane

@@ -18,8 +18,7 @@ from kvbaton.control.joining import admission_files as book
 from kvbaton.control.joining import join_door
 from kvbaton.control.joining import join_messages as m
 from kvbaton.control.joining.admission import HERE_S, Admission
-from kvbaton.control.joining.certificate import LIFE_S, Membership, sign, verified
-from kvbaton.control.joining.join_token import JoinToken, proof
+from kvbaton.control.joining.join_token import LIFE_S, JoinToken, Membership, proof, sign, verified
 from kvbaton.control.sockets import SocketPlane
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.legality import Role

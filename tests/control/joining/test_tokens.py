@@ -12,20 +12,11 @@ import pytest
 import zmq
 
 from kvbaton.control import key_room, keyring
-from kvbaton.control.addressing import ControlError
+from kvbaton.control.addressing import ControlError, own_address
 from kvbaton.control.joining import admission_files as book
 from kvbaton.control.joining import join_client
 from kvbaton.control.joining.admission import Admission
-from kvbaton.control.joining.advertised_address import own_address
-from kvbaton.control.joining.certificate import (
-    CERTIFICATE_BYTES_MAX,
-    CertificateFault,
-    Membership,
-    admission_public,
-    sign,
-    verified,
-)
-from kvbaton.control.joining.join_client import JoinWish, doors_of
+from kvbaton.control.joining.join_client import Credentials, JoinWish, auto_name, doors_of, enrolled
 from kvbaton.control.joining.join_messages import (
     ClusterCard,
     JoinAdmitted,
@@ -36,8 +27,17 @@ from kvbaton.control.joining.join_messages import (
     opened_card,
     signed_card,
 )
-from kvbaton.control.joining.join_token import TOKEN_ENV, JoinToken, token_from
-from kvbaton.control.joining.key_source import Credentials, auto_name, enrolled
+from kvbaton.control.joining.join_token import (
+    CERTIFICATE_BYTES_MAX,
+    TOKEN_ENV,
+    CertificateFault,
+    JoinToken,
+    Membership,
+    admission_public,
+    sign,
+    token_from,
+    verified,
+)
 from kvbaton.control.keyring import Keyring, with_joined, with_removed
 from kvbaton.control.registry.registry_messages import DirectoryEntry, Registration
 from kvbaton.control.registry.registry_union import RegistryView

@@ -10,7 +10,7 @@ import zmq
 
 from kvbaton.control import key_files, key_room, keyring
 from kvbaton.control.addressing import ControlError
-from kvbaton.control.key_report import fingerprint, report
+from kvbaton.control.key_room import fingerprint, report
 
 
 @pytest.fixture

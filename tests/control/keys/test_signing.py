@@ -6,7 +6,7 @@ import pytest
 import zmq
 
 from kvbaton.control import key_room, keyring
-from kvbaton.control.key_report import report
+from kvbaton.control.key_room import report
 from kvbaton.control.signing import SIGNATURE_BYTES, Signer, verify
 from kvbaton.protocol.ids import WorkerId
 

@@ -150,7 +150,7 @@ def test_a_client_with_the_wrong_name_key_or_address_says_so_at_once() -> None:
 def test_a_registry_that_does_not_answer_is_named_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvbaton.control.registry.registry_line.SILENCE_S", 0.05)
+    monkeypatch.setattr("kvbaton.control.registry.registry_client.SILENCE_S", 0.05)
     with socket.socket() as deaf:  # takes connections and says nothing
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 
 from kvbaton.control.registry import HeldReport, Registration, RegistrySettings
 from kvbaton.control.registry import registry_messages as m
-from kvbaton.control.registry.member import Member, MemberState
 from kvbaton.control.registry.registry_roster import RegistryRoster, Standing
+from kvbaton.control.registry.statements import Member, MemberState
 from kvbaton.protocol.ids import Incarnation, WorkerId
 
 P0, LIFE = WorkerId("p0"), Incarnation(1)

@@ -16,8 +16,8 @@ import msgspec
 import pytest
 import zmq
 
-from kvbaton.control.joining.certificate import Membership, admission_public
-from kvbaton.control.joining.certificate import sign as certify
+from kvbaton.control.joining.join_token import Membership, admission_public
+from kvbaton.control.joining.join_token import sign as certify
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry import statements

@@ -7,8 +7,8 @@ import pytest
 
 from kvbaton.control.registry import DirectoryEntry, MemberState, Registration, RegistrySettings
 from kvbaton.control.registry import registry_messages as m
-from kvbaton.control.registry.member import Member
 from kvbaton.control.registry.registry_union import RegistryView
+from kvbaton.control.registry.statements import Member
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 
 from ..rig import cluster

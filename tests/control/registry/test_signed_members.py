@@ -10,9 +10,8 @@ import pytest
 
 from kvbaton.control.registry import OperatorLine, RegistryServer, statements
 from kvbaton.control.registry import registry_messages as m
-from kvbaton.control.registry.member import MemberState
 from kvbaton.control.registry.registry_group import RegistryGroup
-from kvbaton.control.registry.statements import FRESH_S, OwnStatements
+from kvbaton.control.registry.statements import FRESH_S, MemberState, OwnStatements
 from kvbaton.protocol.ids import Incarnation, WorkerId
 
 from ..rig import DEADLINE_S, Post, cluster, posted, until
@@ -92,7 +91,7 @@ def test_a_worker_whose_clock_was_set_back_numbers_itself_above(scene: Scene) ->
 
 
 def test_a_registration_that_is_only_signed_anew_is_no_news(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbaton.control.registry.member.RESIGN_S", 0.05)
+    monkeypatch.setattr("kvbaton.control.registry.statements.RESIGN_S", 0.05)
     client = scene.client(reg("p0", 1))
     until(lambda: client.state is MemberState.LISTED and scene.server.is_complete)
     roster, first = scene.server._roster, scene.server._roster.newest(P0)

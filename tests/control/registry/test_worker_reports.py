@@ -11,10 +11,10 @@ import pytest
 from kvbaton.control.registry import MemberState, RegistryGroup, RegistryServer, RegistrySettings
 from kvbaton.control.registry import registry_client as client_module
 from kvbaton.control.registry import registry_messages as m
-from kvbaton.control.registry.member import Member
 from kvbaton.control.registry.registry_roster import RegistryRoster
 from kvbaton.control.registry.registry_watchers import QUESTIONS_MAX, REPORTS_BURST_MAX, REPORTS_PER_S_MAX, Reports
-from kvbaton.observe.flight.report import REPORT_BYTES_MAX
+from kvbaton.control.registry.statements import Member
+from kvbaton.observe.flight.flight_records import REPORT_BYTES_MAX
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.wire.codec import FRAME_BYTES_MAX
 

@@ -15,7 +15,7 @@ import pytest
 
 from kvbaton.control import key_room, keyring
 from kvbaton.control.joining import admission_files as book
-from kvbaton.control.joining.certificate import verified
+from kvbaton.control.joining.join_token import verified
 from kvbaton.control.registry import RegistryServer
 from kvbaton.engines.embedded.embedded_worker import EmbeddedWorker, reference_answers
 from kvbaton.engines.embedded.worker_options import WorkerOptions

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.cli.main import main
-from kvbaton.testing.corrupting import CorruptingTransport, some_byte
+from kvbaton.testing.transport_harness import CorruptingTransport, some_byte
 from kvbaton.transports import catalogue
 from kvbaton.transports.core.transport import HostTransport
 

@@ -17,8 +17,7 @@ from kvbaton.protocol import effects as fx
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.ids import Incarnation, PeerId, RequestId, TransferId, WorkerId
 from kvbaton.ranks.engine_store import EngineStore, EngineStoreSettings
-from kvbaton.ranks.rank_store import LocalRankStore
-from kvbaton.ranks.rank_values import rank_values
+from kvbaton.ranks.rank_store import LocalRankStore, rank_values
 from kvbaton.store.interface import Backend
 from kvbaton.testing.store_harness import FaultyBackend
 from kvbaton.testing.transport_harness import poll

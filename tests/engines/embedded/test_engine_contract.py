@@ -15,8 +15,7 @@ from kvbaton.engines.embedded.memory.kv_layout import engine_layout
 from kvbaton.engines.embedded.memory.kv_memory import KvGeometry
 from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.ids import RequestId
-from kvbaton.testing.engine_contract import EngineCase, check_engine
-from kvbaton.testing.engine_harness import EngineRig
+from kvbaton.testing.engine_contract import EngineCase, EngineRig, check_engine
 
 CONFIG = EngineConfig(cache=CacheConfig(blocks=64, block_tokens=8), prefix_caching=False)
 GEOMETRY = KvGeometry(CONFIG.model, CONFIG.cache)

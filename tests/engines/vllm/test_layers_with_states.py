@@ -16,9 +16,8 @@ from kvbaton.engines.side.protocols import Grouping
 from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.engines.vllm.config import vllm_versions
 from kvbaton.engines.vllm.content.request_content import VllmRequests, content_of, handed_position, shorten
-from kvbaton.engines.vllm.memory import cache_specs
-from kvbaton.engines.vllm.memory.cache_specs import kind_of
-from kvbaton.engines.vllm.memory.vllm_layout import Parallel, RankFacts, engine_layout, rank_facts
+from kvbaton.engines.vllm.memory import vllm_layout
+from kvbaton.engines.vllm.memory.vllm_layout import Parallel, RankFacts, engine_layout, kind_of, rank_facts
 from kvbaton.node.epochs import EpochTable
 from kvbaton.node.pin_budget import PinBudget
 from kvbaton.node.prompt_account import PromptTimes
@@ -94,7 +93,7 @@ class TestLayout:
             facts(content=16)
 
 
-@pytest.mark.parametrize(("name", "why"), cache_specs.REFUSED.items())
+@pytest.mark.parametrize(("name", "why"), vllm_layout.REFUSED.items())
 def test_what_is_refused_is_refused_with_its_name_and_reason(name: str, why: str) -> None:
     with pytest.raises(ValueError, match=r"layers\.0") as refused:
         kind_of("layers.0", spec(name))
@@ -291,9 +290,9 @@ def test_a_vllm_that_would_zero_what_has_arrived_is_refused_for_such_models() ->
 def test_a_model_has_states_if_a_group_that_is_handed_over_has() -> None:
     inner = type("UniformTypeKVCacheSpecs", (), {"kv_cache_specs": {"a": spec(), "b": mamba()}, "block_size": 8})()
     for group, expected in ((mamba(), True), (inner, True), (spec(), False)):
-        assert cache_specs.stateful(Config([LayerGroup(["a"], group)])) is expected
-    assert not cache_specs.stateful(Config([LayerGroup(["a"], mamba(), enable_kv_transfer=False)]))
-    assert cache_specs.state_blocks(Config([LayerGroup(["a"], mamba())])) == 3
+        assert vllm_layout.stateful(Config([LayerGroup(["a"], group)])) is expected
+    assert not vllm_layout.stateful(Config([LayerGroup(["a"], mamba(), enable_kv_transfer=False)]))
+    assert vllm_layout.state_blocks(Config([LayerGroup(["a"], mamba())])) == 3
 
 
 def test_d_computes_a_prompt_of_one_token() -> None:

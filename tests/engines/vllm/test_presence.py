@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from kvbaton.control.registry.member import HeldReport
 from kvbaton.control.registry.registry_messages import NOTHING
+from kvbaton.control.registry.statements import HeldReport
 from kvbaton.engines.vllm import presence
 from kvbaton.engines.vllm.presence import QUIET_S, DrainWatch, requests_in
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvbaton.engines.vllm.waiting import ASKED_MAX, Waiting
+from kvbaton.engines.vllm.block_pool import ASKED_MAX, Waiting
 
 ASIDE = "aside"
 

@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import msgspec
 
-from kvbaton.observe.dashboard.page_files import HEADERS, STATE, Page, fixed_pages, json_page
+from kvbaton.observe.dashboard.state import HEADERS, STATE, Page, fixed_pages, json_page
 
 
 @dataclass

@@ -12,7 +12,7 @@ import pytest
 
 from kvbaton.api.api_errors import ApiError
 from kvbaton.api.http.http_types import Answer, Request
-from kvbaton.observe.dashboard.page_files import FILES, HEADERS, REASONS, ROOT, STATE, fixed_pages
+from kvbaton.observe.dashboard.state import FILES, HEADERS, REASONS, ROOT, STATE, fixed_pages
 from kvbaton.protocol.errors import Reason
 from kvbaton.router.app import Router, router_app
 from kvbaton.router.dashboard_page import dashboard

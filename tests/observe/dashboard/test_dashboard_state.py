@@ -8,8 +8,7 @@ import msgspec
 import pytest
 
 from kvbaton.observe.dashboard import state
-from kvbaton.observe.dashboard.pulse import Pulse
-from kvbaton.observe.dashboard.scene import Failure, Figures, MovingHandoff, Scene, SeenHandoff
+from kvbaton.observe.dashboard.pulse import Failure, Figures, MovingHandoff, Pulse, Scene, SeenHandoff
 from kvbaton.observe.dashboard.state import (
     DOTS_MAX,
     FAILURES_MAX,

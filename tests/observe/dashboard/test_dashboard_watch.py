@@ -7,15 +7,12 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.observe.dashboard.pulse import CHUNKS, RETRIES, SAMPLES_MAX
-from kvbaton.observe.dashboard.recent import COUNTED_KEPT, WAITING_KEPT
-from kvbaton.observe.dashboard.scene import Figures, ListedWorker, Trouble, failure_of
+from kvbaton.observe.dashboard.pulse import CHUNKS, RETRIES, SAMPLES_MAX, Figures, ListedWorker, Trouble, failure_of
 from kvbaton.observe.dashboard.state import DOTS_MAX, FAILURES_MAX
-from kvbaton.observe.dashboard.watch import FRESH_S, FRESH_S_MAX, ClusterWatch
+from kvbaton.observe.dashboard.watch import COUNTED_KEPT, FRESH_S, FRESH_S_MAX, WAITING_KEPT, ClusterWatch
 from kvbaton.observe.flight.collector import Gathering
-from kvbaton.observe.flight.flight_records import WHOLE, Flight, FlightSeat, Moment
+from kvbaton.observe.flight.flight_records import WHOLE, Flight, FlightReport, FlightSeat, Moment
 from kvbaton.observe.flight.journey import join
-from kvbaton.observe.flight.report import FlightReport
 
 BEGIN = 1_800_000_000.0
 HERE = (

@@ -12,8 +12,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from kvbaton.observe.dashboard import state
-from kvbaton.observe.dashboard.pulse import Pulse
-from kvbaton.observe.dashboard.scene import Failure, Figures, MovingHandoff, Scene, SeenHandoff, Trouble
+from kvbaton.observe.dashboard.pulse import Failure, Figures, MovingHandoff, Pulse, Scene, SeenHandoff, Trouble
 from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
 from kvbaton.observe.flight.journey import join
 from tests.e2e.cluster import wait_for

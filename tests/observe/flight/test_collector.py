@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from kvbaton.observe.flight import journey as j
 from kvbaton.observe.flight.collector import LAST_MAX, SIDES_MAX, Gathering
-from kvbaton.observe.flight.flight_records import NAME_CHARS_MAX, Flight, FlightSeat, Moment
+from kvbaton.observe.flight.dumps import printable
+from kvbaton.observe.flight.flight_records import NAME_CHARS_MAX, Flight, FlightReport, FlightSeat, Moment
 from kvbaton.observe.flight.recorder import is_shared
-from kvbaton.observe.flight.report import FlightReport
-from kvbaton.observe.flight.sanitize import printable
 from kvbaton.observe.flight.worker_reports import GONE_S, WORKERS_MAX
 from tests.observe.flight.handoffs import HANDOFF, LIFE, NOW, decode, moments, prefill, router
 

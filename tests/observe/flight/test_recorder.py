@@ -8,13 +8,20 @@ from collections.abc import Sequence
 import pytest
 
 from kvbaton.observe.flight import recorder as under_test
-from kvbaton.observe.flight.flight_records import STAGES, Flight, FlightSeat, Moment, stages
+from kvbaton.observe.flight.flight_records import (
+    FLIGHTS_MAX,
+    REPORT_BYTES_MAX,
+    STAGES,
+    Flight,
+    FlightSeat,
+    Moment,
+    decode,
+    stages,
+)
 from kvbaton.observe.flight.recorder import FAILED_KEPT_MAX, KEPT_MAX, TAKEN_S, TOLD_PER_REPORT, Recorder, is_shared
-from kvbaton.observe.flight.report import FLIGHTS_MAX, REPORT_BYTES_MAX, decode
-from kvbaton.protocol.effects import End
+from kvbaton.protocol.effects import Begun, End, Ended, Mark, Side, Step
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import HandoffId, Incarnation, PeerId, RequestId, WorkerId
-from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
 
 ME = PeerId(WorkerId("d0"), Incarnation(0xAB))
 WALL = 1000.0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvbaton.observe.flight.flight_records import MOMENTS_MAX, STAGES, Flight, FlightSeat, Moment, stages
 from kvbaton.observe.tracing.trace_spans import Span, SpanKind, spans_of
-from kvbaton.protocol.marks import Step
+from kvbaton.protocol.effects import Step
 from tests.observe.tracing.flights import (
     CLIENT,
     HANDOFF,

@@ -11,9 +11,9 @@ import pytest
 from pair import Pair
 
 from kvbaton.protocol import events as ev
+from kvbaton.protocol.effects import Side, Step
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import WorkerId
-from kvbaton.protocol.marks import Side, Step
 from kvbaton.protocol.wire.messages import Committed, Granted, Linked, Welcome
 
 P = WorkerId("p")

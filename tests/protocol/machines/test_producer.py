@@ -7,11 +7,10 @@ from pair import Make, Pair
 from party import KEY, WALL_S, Load, delivered, transfer, why
 
 from kvbaton.protocol import events as ev
-from kvbaton.protocol.effects import MatchFailed, MatchFound, Unpin
+from kvbaton.protocol.effects import MatchFailed, MatchFound, Step, Unpin
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.progress import GroupProgress, whole
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, WorkerId
-from kvbaton.protocol.marks import Step
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.codec import unpack_blocks
 from kvbaton.protocol.wire.messages import (

@@ -6,9 +6,9 @@ import pytest
 from pair import Make, Pair
 
 from kvbaton.protocol import events as ev
+from kvbaton.protocol.effects import Begun, Ended, Mark, Side, Step
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import HandoffId, LeaseId, RequestId, WorkerId
-from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import Commit, Granted
 

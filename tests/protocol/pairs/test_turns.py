@@ -5,10 +5,9 @@ from __future__ import annotations
 from pair import Make, Pair
 
 from kvbaton.protocol import events as ev
-from kvbaton.protocol.effects import Unpin
+from kvbaton.protocol.effects import Ended, Step, Unpin
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import LeaseId
-from kvbaton.protocol.marks import Ended, Step
 from kvbaton.protocol.settings import Settings
 
 KEEP_S = 60.0

@@ -10,7 +10,7 @@ import pytest
 from kvbaton.api.api_errors import ApiError
 from kvbaton.api.params import NOTHING_FOR_D, REFUSED_FOR_D, target_params
 from kvbaton.node.prompt_account import word_of
-from kvbaton.observe.codes.alone_reasons import MISSED, PLANNED
+from kvbaton.observe.codes.reasons import MISSED, PLANNED
 from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.router.flow.aggregated_words import check_kept, word_for, word_params
 from kvbaton.router.flow.worker_leg import Leg, LegError

@@ -12,9 +12,8 @@ import pytest
 from kvbaton.api.api_errors import ApiError
 from kvbaton.api.http.http_types import Answer, Events, Request
 from kvbaton.observe.flight.collector import Gathering
-from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment
+from kvbaton.observe.flight.flight_records import Flight, FlightReport, FlightSeat, Moment
 from kvbaton.observe.flight.journey import Journey
-from kvbaton.observe.flight.report import FlightReport
 from kvbaton.router.app import Board, router_app
 from kvbaton.router.dashboard_page import dashboard
 from kvbaton.router.operator_access import ASK_S, FlightsPage, FlightsQuery, guarded, why_not

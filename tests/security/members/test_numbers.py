@@ -12,12 +12,12 @@ from kvbaton.protocol.wire import codec
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import Envelope, FoldedHello, FoldedWelcome
 from kvbaton.protocol.wire.ticket import Ticket
-from kvbaton.store import store_client, tcp_connection
+from kvbaton.store import tcp_backend, tcp_connection
 from kvbaton.transports.checksum import checksum_transport
 from kvbaton.transports.cuda import cuda_listener
 from kvbaton.transports.local import region_listener
 from kvbaton.transports.mooncake import mooncake_engine
-from kvbaton.transports.nixl import nixl_endpoint
+from kvbaton.transports.nixl import nixl_agent
 from kvbaton.transports.shm import shm_transport
 from kvbaton.transports.staged import staged_listener
 from kvbaton.transports.tcp import tcp_transport
@@ -33,8 +33,8 @@ ROOTS: dict[str, Any] = {
     "a word to the registry": registry.ToRegistry,
     "a word of the registry": registry.FromRegistry,
     "an answer to an operator": registry.ToOperator,
-    "a request to a store": store_client.Dial,
-    "a reply of a store": store_client.Invited,
+    "a request to a store": tcp_backend.Dial,
+    "a reply of a store": tcp_backend.Invited,
     "an item on a store's line": tcp_connection.Item,
     "an endpoint of tcp": tcp_transport.TcpEndpoint,
     "an endpoint of staged": staged_listener.StagedEndpoint,
@@ -44,7 +44,7 @@ ROOTS: dict[str, Any] = {
     "an endpoint of cuda": cuda_listener.CudaEndpoint,
     "regions of cuda": cuda_listener.Shared,
     "an endpoint of mooncake": mooncake_engine.MooncakeEndpoint,
-    "an endpoint of nixl": nixl_endpoint.NixlEndpoint,
+    "an endpoint of nixl": nixl_agent.NixlEndpoint,
     "an endpoint of sums": checksum_transport.SumEndpoint,
 }
 

@@ -9,7 +9,7 @@ import pytest
 from kvbaton.protocol.ids import PeerId
 from kvbaton.testing import Case, InProcessHarness, check_transport
 from kvbaton.testing.transport_case import offered
-from kvbaton.transports.checksum.checksum_portions import Checksum
+from kvbaton.transports.checksum.checksum_memory import Checksum
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
 from kvbaton.transports.core.shared_memory import Region
 from kvbaton.transports.core.transport import HostTransport

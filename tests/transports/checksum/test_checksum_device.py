@@ -14,15 +14,14 @@ from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.checksum.checksum_device import PART_BYTES, PIECE_BYTES, DeviceSums
-from kvbaton.transports.checksum.checksum_memory import Tell
-from kvbaton.transports.checksum.checksum_portions import Checksum, portions
+from kvbaton.transports.checksum.checksum_memory import Checksum, Tell, portions
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport, parse
 from kvbaton.transports.core.loans import EVERYTHING, lend_everything
 from kvbaton.transports.core.shared_memory import DeviceMemory, allocate
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction
 from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton.transports.net.connection_handshake import greet
-from kvbaton.transports.net.transfer_frames import PAYLOAD_BYTES_MAX, Frame, FrameKind, FrameStatus
+from kvbaton.transports.net.stream_socket import PAYLOAD_BYTES_MAX, Frame, FrameKind, FrameStatus
 from kvbaton.transports.shm.shm_transport import ShmTransport
 from tests.transports.checksum.test_checksum_service import answer, question
 from tests.transports.device.device_peer import make_plane

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
-from kvbaton.transports.checksum.checksum_portions import (
+from kvbaton.transports.checksum.checksum_memory import (
     DIGEST_BYTES,
     PART_BYTES,
     PIECE_BYTES,
@@ -21,7 +21,7 @@ from kvbaton.transports.checksum.checksum_portions import (
     portions,
 )
 from kvbaton.transports.core.transport import Copy, Direction, Spans
-from kvbaton.transports.net.transfer_frames import PAYLOAD_BYTES_MAX, ROWS_MAX
+from kvbaton.transports.net.stream_socket import PAYLOAD_BYTES_MAX, ROWS_MAX
 
 PEER = PeerId(WorkerId("p#0"), Incarnation(1))
 

@@ -20,7 +20,7 @@ from kvbaton.transports.checksum.checksum_transport import SumConfig, SumEndpoin
 from kvbaton.transports.core.jobs import to_wire
 from kvbaton.transports.core.loans import EVERYTHING, lend_everything
 from kvbaton.transports.net.connection_handshake import greet
-from kvbaton.transports.net.transfer_frames import (
+from kvbaton.transports.net.stream_socket import (
     FRAME_BYTES,
     PAYLOAD_BYTES_MAX,
     ROWS_MAX,
@@ -29,7 +29,7 @@ from kvbaton.transports.net.transfer_frames import (
     FrameKind,
     FrameStatus,
 )
-from kvbaton.transports.net.transfer_frames import parse as parse_frame
+from kvbaton.transports.net.stream_socket import parse as parse_frame
 from kvbaton.transports.tcp.tcp_transport import TcpEndpoint, TcpTransport
 from tests.transports.checksum.held_digesters import HeldDigesters
 from tests.transports.tcp.blocking import DEADLINE_S, D, P, exactly, is_closed, play, tcp_dial

@@ -17,12 +17,10 @@ from hypothesis import strategies as st
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing import Log, Side
-from kvbaton.testing.corrupting import CorruptingTransport, Strike, some_byte
 from kvbaton.testing.transport_case import READ, WRITE, copy, fill
-from kvbaton.testing.transport_harness import InProcessHarness, poll
+from kvbaton.testing.transport_harness import CorruptingTransport, InProcessHarness, Strike, poll, some_byte
 from kvbaton.transports.checksum import checksum_transport
-from kvbaton.transports.checksum.checksum_memory import HostSums
-from kvbaton.transports.checksum.checksum_portions import Checksum, portions
+from kvbaton.transports.checksum.checksum_memory import Checksum, HostSums, portions
 from kvbaton.transports.checksum.checksum_transport import (
     BYTES_MAX,
     VERSION,

@@ -19,9 +19,8 @@ from typing import cast
 
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.ranks.device_store import DeviceRankStore
-from kvbaton.ranks.rank_values import RankValues, Run
-from kvbaton.store.content_keys import Space
-from kvbaton.store.interface import OrderEnded, OrderId
+from kvbaton.ranks.rank_store import RankValues, Run
+from kvbaton.store.interface import OrderEnded, OrderId, Space
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.testing import Log, TransportHarness, check_transport
 from kvbaton.testing.transport_case import READ, SMALL_BYTES, Case, Cases, copy, fill, moved

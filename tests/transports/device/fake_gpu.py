@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from kvbaton.transports.checksum.checksum_device import digest_of
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.cuda.cuda_driver import HANDLE_BYTES, CudaError
-from kvbaton.transports.cuda.cuda_table import TABLE_NUMBERS_MAX
+from kvbaton.transports.cuda.cuda_runner import TABLE_NUMBERS_MAX
 
 _HANDLE = struct.Struct("<qqq")
 

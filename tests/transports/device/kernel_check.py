@@ -14,8 +14,7 @@ from kvbaton.testing.transport_case import READ, SMALL_BYTES, copy, fill
 from kvbaton.transports.checksum.checksum_device import digest_of
 from kvbaton.transports.cuda import cuda_runner
 from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu
-from kvbaton.transports.cuda.cuda_runner import Tables
-from kvbaton.transports.cuda.cuda_table import LaunchGroup
+from kvbaton.transports.cuda.cuda_runner import LaunchGroup, Tables
 from tests.transports.device.device_harness import DeviceHarness, DeviceView
 
 KERNEL = "kernel"

@@ -20,7 +20,7 @@ from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.core.transport import Cause, Copy, CopyEnded
-from kvbaton.transports.cuda import cuda_client, cuda_listener, cuda_table
+from kvbaton.transports.cuda import cuda_client, cuda_listener, cuda_runner
 from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton.transports.cuda.cuda_listener import EXPORTED, Allocation, CudaPlace, Exported, Shared
 from kvbaton.transports.cuda.cuda_runner import UNDER_WAY_MAX
@@ -174,7 +174,7 @@ def test_what_nobody_reads_from_is_closed_and_opened_again_at_need(rig: Rig) -> 
 
 def test_what_is_read_from_is_not_idle_however_long_that_takes(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of many launches: more of them are to come when somebody looks."""
-    monkeypatch.setattr(cuda_table, "ROWS_MAX", 1)
+    monkeypatch.setattr(cuda_runner, "ROWS_MAX", 1)
     p, d = rig.pair()
     source = rig.gpu.regions[p._memory.items()[0][1].address].view
     source[:] = random.Random(3).randbytes(SIZE)

@@ -24,17 +24,17 @@ from kvbaton.transports.core.shared_memory import DeviceMemory, RegisteredDevice
 from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceEvent, Direction, Loan, Spans
 from kvbaton.transports.cuda import cuda_client, cuda_driver, cuda_transport
 from kvbaton.transports.cuda.cuda_client import CudaRemote
-from kvbaton.transports.cuda.cuda_driver import CudaError, CudaGpu
-from kvbaton.transports.cuda.cuda_event_wait import quiet_event
+from kvbaton.transports.cuda.cuda_driver import CudaError, CudaGpu, quiet_event
 from kvbaton.transports.cuda.cuda_listener import SAMPLE_BYTES, Allocation, CudaEndpoint, CudaPlace, Exported, Shared
-from kvbaton.transports.cuda.cuda_runner import SMALL_NUMBERS, Tables
-from kvbaton.transports.cuda.cuda_table import (
+from kvbaton.transports.cuda.cuda_runner import (
     GROUP_NUMBERS,
     PIECE_BYTES,
     ROW_BYTES_MAX,
     ROWS_MAX,
+    SMALL_NUMBERS,
     TABLE_NUMBERS_MAX,
     LaunchGroup,
+    Tables,
     check_weave,
     divided,
     parts_of,

@@ -13,8 +13,7 @@ import pytest
 from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.transports.cuda import cuda_driver, cuda_runner
 from kvbaton.transports.cuda.cuda_driver import THREADS, CudaGpu
-from kvbaton.transports.cuda.cuda_runner import Tables, rows_a_launch
-from kvbaton.transports.cuda.cuda_table import LaunchGroup
+from kvbaton.transports.cuda.cuda_runner import LaunchGroup, Tables, rows_a_launch
 from tests.transports.device.fake_gpu import FakeGpu
 
 MULTIPROCESSORS = 132

@@ -28,7 +28,7 @@ from kvbaton.transports.core.transport import (
 )
 from kvbaton.transports.local.region_listener import LENGTH
 from kvbaton.transports.net import connection_handshake
-from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, FrameKind, FrameStatus, parse
+from kvbaton.transports.net.stream_socket import FRAME_BYTES, Frame, FrameKind, FrameStatus, parse
 from kvbaton.transports.staged import staged_connection, staged_server
 from kvbaton.transports.staged.staged_listener import SOCKETS_MAX, Carrier, StagedEndpoint, StagedHello, dial
 from kvbaton.transports.staged.staged_transport import StagedConfig, StagedTransport

@@ -28,7 +28,7 @@ from kvbaton.testing.transport_case import (
     scatter,
 )
 from kvbaton.transports.core.shared_memory import Region, allocate
-from kvbaton.transports.nixl import nixl_endpoint
+from kvbaton.transports.nixl import nixl_agent
 from kvbaton.transports.nixl.nixl_transport import CAPABILITIES, NixlConfig, NixlTransport
 from tests.transports.peer_process import WAYS, Kind, make
 from tests.transports.process_harness import ProcessHarness, allocated_in
@@ -231,10 +231,10 @@ def test_every_handle_is_released_whatever_became_of_its_copy(processes: Process
 def test_metadata_that_nixl_refuses_fails_the_copy_and_a_good_endpoint_mends_it(far: ProcessHarness) -> None:
     pair = far.pair(SMALL_BYTES, SMALL_BYTES)
     log = connected(pair)
-    good = nixl_endpoint.parse(pair.far.peer, pair.far.transport.endpoint(pair.near.peer))
+    good = nixl_agent.parse(pair.far.peer, pair.far.transport.endpoint(pair.near.peer))
     bad = msgspec.structs.replace(good, metadata=good.metadata[:60])
     for job, there, reason in ((1, bad, Reason.UNREACHABLE), (2, good, None)):
-        pair.near.transport.connect(pair.far.peer, nixl_endpoint.pack(there))
+        pair.near.transport.connect(pair.far.peer, nixl_agent.pack(there))
         assert pair.near.transport.submit(copy(job, pair.far, READ, [(0, 0, 64)]))
         assert log.end(job).reason is reason
 
@@ -243,12 +243,12 @@ def test_metadata_of_another_peer_is_refused_and_does_that_peer_no_harm(far: Pro
     """NIXL knows agents by name alone: what is loaded under a known name replaces what is there."""
     pair = far.pair(SMALL_BYTES, SMALL_BYTES)
     log = connected(pair)
-    good = nixl_endpoint.parse(pair.far.peer, pair.far.transport.endpoint(pair.near.peer))
+    good = nixl_agent.parse(pair.far.peer, pair.far.transport.endpoint(pair.near.peer))
     theirs = msgspec.structs.replace(good, owner=STRANGER)
-    renamed = msgspec.structs.replace(theirs, agent=nixl_endpoint.name_agent(STRANGER))
+    renamed = msgspec.structs.replace(theirs, agent=nixl_agent.name_agent(STRANGER))
     for stolen in (theirs, renamed):
         with pytest.raises(ValueError, match="agent"):
-            pair.near.transport.connect(STRANGER, nixl_endpoint.pack(stolen))
+            pair.near.transport.connect(STRANGER, nixl_agent.pack(stolen))
     assert pair.near.transport.submit(copy(1, pair.far, READ, [(0, 0, 64)]))
     assert log.end(1).reason is None
 

@@ -12,9 +12,9 @@ import pytest
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.testing import Case, InProcessHarness, Log, check_transport
-from kvbaton.testing.corrupting import CorruptingTransport, some_byte
 from kvbaton.testing.transport_case import LARGE_BYTES, READ, SMALL_BYTES, WRITE, copy, fill
-from kvbaton.transports.checksum.checksum_portions import Checksum
+from kvbaton.testing.transport_harness import CorruptingTransport, some_byte
+from kvbaton.transports.checksum.checksum_memory import Checksum
 from kvbaton.transports.checksum.checksum_transport import BYTES_MAX, SumConfig, SummedTransport
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import Direction

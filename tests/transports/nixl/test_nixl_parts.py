@@ -29,15 +29,20 @@ from kvbaton.transports.nixl.nixl_agent import (
     Agent,
     Grid,
     Indices,
+    Life,
     Lists,
+    NixlEndpoint,
     NixlError,
     NixlPlace,
     grid_of,
     load_bindings,
     merged,
+    name_agent,
+    pack,
+    parse,
+    this_life,
     without_empty,
 )
-from kvbaton.transports.nixl.nixl_endpoint import Life, NixlEndpoint, name_agent, pack, parse, this_life
 from kvbaton.transports.nixl.nixl_mover import NixlLink, NixlMover
 from kvbaton.transports.nixl.nixl_transport import (
     DEVICE_PARAMETERS,

@@ -14,8 +14,7 @@ from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.transports.core.jobs import to_wire
 from kvbaton.transports.core.mover import NO_WAIT
 from kvbaton.transports.net.connection_handshake import greet
-from kvbaton.transports.net.stream_socket import ByteSource, Sink, Wire
-from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, FrameKind, parse
+from kvbaton.transports.net.stream_socket import FRAME_BYTES, ByteSource, Frame, FrameKind, Sink, Wire, parse
 from kvbaton.transports.tcp.tcp_transport import TcpEndpoint
 
 DEADLINE_S = 20.0

@@ -25,8 +25,7 @@ from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTran
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.transport import Copy, CopyEnded, CopyRested, Direction
 from kvbaton.transports.net.connection_handshake import greet
-from kvbaton.transports.net.stream_socket import Wire
-from kvbaton.transports.net.transfer_frames import FrameKind
+from kvbaton.transports.net.stream_socket import FrameKind, Wire
 from kvbaton.transports.tcp.tcp_transport import SealedTcpEndpoint, TcpConfig, TcpEndpoint, TcpTransport
 from tests.transports.device.device_harness import DeviceHarness
 from tests.transports.tcp.blocking import D, P, is_closed, play

@@ -17,7 +17,7 @@ from kvbaton.transports.core import jobs
 from kvbaton.transports.core.loans import EVERYTHING, lend_everything
 from kvbaton.transports.core.transport import Copy, CopyEnded, DeviceEvent, Direction
 from kvbaton.transports.net.connection_handshake import SecretRing, admit
-from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, FrameKind, FrameStatus
+from kvbaton.transports.net.stream_socket import FRAME_BYTES, Frame, FrameKind, FrameStatus
 from kvbaton.transports.tcp import tcp_transport
 from kvbaton.transports.tcp.tcp_transport import TcpConfig, TcpEndpoint, TcpTransport
 from tests.transports.device.test_device_event_wait import Event

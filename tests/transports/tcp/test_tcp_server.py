@@ -13,7 +13,7 @@ from kvbaton.protocol.ids import JobId
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.loans import EVERYTHING, lend_everything
 from kvbaton.transports.core.transport import FenceEnded
-from kvbaton.transports.net.transfer_frames import WINDOW_MAX, Frame, FrameKind, FrameStatus
+from kvbaton.transports.net.stream_socket import WINDOW_MAX, Frame, FrameKind, FrameStatus
 from kvbaton.transports.tcp.tcp_server import STREAMS_PER_PEER_MAX
 from kvbaton.transports.tcp.tcp_transport import TcpConfig, TcpTransport
 from tests.transports.tcp.blocking import D, P, answer, is_closed, request, tcp_dial

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.transports.net.transfer_frames import (
+from kvbaton.transports.net.stream_socket import (
     FRAME_BYTES,
     PAYLOAD_BYTES_MAX,
     ROWS_MAX,

@@ -8,7 +8,7 @@ import pkgutil
 
 import pytest
 
-from kvbaton.engines.vllm.memory import cache_specs
+from kvbaton.engines.vllm.memory import vllm_layout
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -25,7 +25,7 @@ def test_no_kind_of_cache_is_unknown() -> None:
         each = open_.pop()
         found.add(each.__name__)
         open_ += each.__subclasses__()
-    known = {*cache_specs.HANDED_OVER, *cache_specs.REFUSED, *cache_specs.CONTAINERS}
+    known = {*vllm_layout.HANDED_OVER, *vllm_layout.REFUSED, *vllm_layout.CONTAINERS}
     assert len(found) > 10 and found <= known, f"not in cache_specs: {sorted(found - known)}"
     assert known <= found, f"in cache_specs, and not in vLLM: {sorted(known - found)}"
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from kvbaton.engines.vllm.content import drafting
+from kvbaton.engines.vllm.content import vllm_compat
 from kvbaton_proof.conformance import configs
 from kvbaton_proof.conformance.case_registry import all_cases
 from kvbaton_proof.conformance.conformance_engine import LabEngine, StepOutcome
@@ -90,7 +90,7 @@ def test_layers_announced_before_the_device_has_computed_them_are_seen() -> None
 
 def test_a_drafter_that_saw_a_guess_instead_of_the_prompt_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind a state P stops before the last token: what its drafter takes for it is P's own answer."""
-    monkeypatch.setattr(drafting, "answers_with", lambda request, token: None)
+    monkeypatch.setattr(vllm_compat, "answers_with", lambda request, token: None)
     lab = Lab()
     try:
         lab.duo(configs.EngineShape(windows=(0, configs.STATE), drafts=1, blocks=81))

@@ -26,17 +26,17 @@ from kvbaton.control import key_files as files
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.joining import admission_files as book
 from kvbaton.control.joining import join_messages as m
-from kvbaton.control.joining.certificate import (
+from kvbaton.control.joining.join_messages import signed_card
+from kvbaton.control.joining.join_token import (
     LIFE_S,
     SKEW_S,
     CertificateFault,
     Membership,
     admission_public,
+    proof,
     sign,
     verified,
 )
-from kvbaton.control.joining.join_messages import signed_card
-from kvbaton.control.joining.join_token import proof
 from kvbaton.control.keyring import Keyring, are_related
 from kvbaton.protocol.bounded import Remembered
 from kvbaton.protocol.ids import WorkerId

@@ -27,17 +27,17 @@ from msgspec import Meta
 
 from kvbaton.control import key_files as files
 from kvbaton.control.addressing import ControlError
-from kvbaton.control.joining.certificate import (
+from kvbaton.control.joining.join_token import (
     LIFE_S,
     SEED_BYTES,
     SKEW_S,
     Certificate,
     CertificateFault,
+    JoinToken,
     Membership,
     admission_public,
     verified,
 )
-from kvbaton.control.joining.join_token import JoinToken
 from kvbaton.protocol.ids import WorkerId, is_worker_id
 from kvbaton.protocol.legality import Role
 

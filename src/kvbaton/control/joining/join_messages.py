@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from kvbaton.control.joining.certificate import Certificate
+from kvbaton.control.joining.join_token import Certificate
 from kvbaton.control.key_files import TICKET_KEY_BYTES, TICKET_KEYS_MAX, is_public_key
 from kvbaton.control.signing import SIGNATURE_BYTES, SIGNING_KEY_BYTES, Signer, verify
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id

@@ -7,7 +7,6 @@ Losing all of them costs news, never service: workers and routers go on with the
 
 from kvbaton.control.addressing import registry_places
 from kvbaton.control.registry.allowed_networks import Networks
-from kvbaton.control.registry.member import HeldReport, MemberState
 from kvbaton.control.registry.operator import OperatorLine
 from kvbaton.control.registry.registry_client import RegistryClient
 from kvbaton.control.registry.registry_group import RegistryGroup
@@ -23,6 +22,7 @@ from kvbaton.control.registry.registry_messages import (
 from kvbaton.control.registry.registry_readers import RegistryReaders
 from kvbaton.control.registry.registry_roster import RegistrySettings
 from kvbaton.control.registry.registry_server import RegistryServer
+from kvbaton.control.registry.statements import HeldReport, MemberState
 
 __all__ = [
     "DirectoryEntry",

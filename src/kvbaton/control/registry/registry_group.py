@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvbaton.control.addressing import RegistryPlace
-from kvbaton.control.joining.certificate import Membership
+from kvbaton.control.joining.join_token import Membership
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.registry import registry_messages as m
-from kvbaton.control.registry.member import MemberState
 from kvbaton.control.registry.registry_client import (
     REPORT_S,
     ClientCallbacks,
@@ -32,7 +31,7 @@ from kvbaton.control.registry.registry_client import (
 from kvbaton.control.registry.registry_roster import RegistrySettings
 from kvbaton.control.registry.registry_union import News, RegistryUnion, RegistryView
 from kvbaton.control.registry.statement_reader import StatementReader
-from kvbaton.control.registry.statements import OwnStatements
+from kvbaton.control.registry.statements import MemberState, OwnStatements
 from kvbaton.protocol.ids import Incarnation, WorkerId
 
 OnDirectory = Callable[[tuple[m.DirectoryEntry, ...], dict[WorkerId, Membership]], None]

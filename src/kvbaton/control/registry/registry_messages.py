@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Meta
 
 from kvbaton.control.addressing import check_authority, check_endpoint
-from kvbaton.control.joining.certificate import Certificate
 from kvbaton.control.joining.join_messages import ClusterCard, SignedCard
+from kvbaton.control.joining.join_token import Certificate
 from kvbaton.control.keyring import is_public_key
 from kvbaton.control.signing import Signed
 from kvbaton.protocol import ids

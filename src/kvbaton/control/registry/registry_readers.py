@@ -21,7 +21,7 @@ from kvbaton.control.addressing import ControlError, ControlLimits, RegistryPlac
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.registry import registry_messages as m
 from kvbaton.control.registry.allowed_networks import Networks
-from kvbaton.control.registry.registry_line import RegistryLine
+from kvbaton.control.registry.registry_client import RegistryLine
 from kvbaton.control.registry.registry_roster import RegistrySettings
 from kvbaton.control.registry.registry_union import News, RegistryUnion, RegistryView
 from kvbaton.control.registry.registry_watchers import OnReport

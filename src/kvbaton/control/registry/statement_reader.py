@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, NamedTuple, Protocol, Self, TypeVar
 
-from kvbaton.control.joining.certificate import CertificateFault, Membership
-from kvbaton.control.joining.certificate import verified as certified
+from kvbaton.control.joining.join_token import CertificateFault, Membership
+from kvbaton.control.joining.join_token import verified as certified
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.registry import statements
 from kvbaton.control.registry.registry_messages import Registration, RegistryFault

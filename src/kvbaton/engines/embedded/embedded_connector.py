@@ -5,17 +5,22 @@ handed over is computed only if its blocks may be pinned; until then it waits, a
 store is used where there is no ticket, and as second source where a handoff failed, before the policy applies; with
 `fail` it must then have every whole block before the prompt's last token, or the request fails. A turn that cannot be
 taken is computed, under either policy.
+
+The embedded engine's requests, as the machines of `engines.side` read them.
+
+Law: a request's figures are those of now, as far as the connector's hooks have told them: what is computed, and once it
+ends also its answer.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvbaton.api.params import TransferParams
-from kvbaton.engines.embedded.embedded_requests import AskedRequest, EmbeddedRequests
+from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.engine_config import EngineConfig
 from kvbaton.engines.embedded.engine_request import EngineRequest, RequestStatus
 from kvbaton.engines.embedded.hooks import (
@@ -30,23 +35,93 @@ from kvbaton.engines.embedded.hooks import (
     NotYet,
 )
 from kvbaton.engines.embedded.memory.block_cache import BlockPool
-from kvbaton.engines.embedded.memory.kv_layout import engine_layout
+from kvbaton.engines.embedded.memory.kv_layout import content_of, engine_layout
 from kvbaton.engines.embedded.memory.kv_memory import KvGeometry
 from kvbaton.engines.side.asks import ParamsSource, Target
 from kvbaton.engines.side.decode import DecodeSide, FailedLoads
 from kvbaton.engines.side.prefill import PinAdmission, PrefillSide
-from kvbaton.engines.side.protocols import NOTHING, Answer, Grouping, Leaving, LoadVerdict
+from kvbaton.engines.side.protocols import NOTHING, Answer, EndedTurn, Grouping, Leaving, LoadVerdict
 from kvbaton.engines.side.store import NoStore, StoreSide
 from kvbaton.engines.side.turns import TurnSide
 from kvbaton.node.doorway import Doorway, DropBlocks, ForgetCached, UnpinBlocks
 from kvbaton.node.pin_budget import Room
 from kvbaton.node.prompt_account import HANDOFF, PREFILL, PromptAccount
 from kvbaton.node.turn_keeping import TurnSettings
+from kvbaton.protocol.content import Content
 from kvbaton.protocol.effects import End
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.progress import Progress
 from kvbaton.protocol.ids import LeaseId, RequestId
 from kvbaton.ranks.engine_store import EngineStore
+
+
+@dataclass(slots=True)
+class AskedRequest:
+    """A request that has not ended."""
+
+    request: EngineRequest
+    tokens: Sequence[int] = field(init=False)  # prompt and history, and the whole answer once that is told
+    num_computed_tokens: int = 0
+    known_tokens: int = 0  # that need not be computed
+    era: int | None = None  # of the pool, when it got its first block
+    takes_turn: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokens = (*self.request.prompt, *self.request.history)
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.request.request_id
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """With the history: all that is known before a token is sampled here."""
+        return self.request.given_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def params(self) -> TransferParams | None:
+        handoff = self.request.handoff
+        return handoff if isinstance(handoff, TransferParams) else None
+
+
+class EmbeddedRequests:
+    """Implements `SideRequests`."""
+
+    def handed_tokens(self, asked: AskedRequest) -> int:
+        """Of a history's last token nobody has the KV: it was sampled, and never computed."""
+        return asked.num_prompt_tokens - (1 if asked.request.history else 0)
+
+    def content(self, asked: AskedRequest, position: int) -> Content:
+        return content_of(asked.request, position, asked.tokens)
+
+    def ended_turn(self, asked: AskedRequest) -> EndedTurn | None:
+        """Of what clients were told, all but the last token: they are not told of the end's own token."""
+        params = asked.params
+        if params is None or params.keep is None:
+            return None
+        told = asked.num_tokens - (1 if asked.tokens[-1] == tokenizer.EOS else 0)
+        return EndedTurn(params.keep, told - 1)
+
+    def turn_content(self, asked: AskedRequest, upto: int) -> Content:
+        return content_of(asked.request, upto, asked.tokens)
+
+    def tokens(self, asked: AskedRequest, first: int, last: int) -> Sequence[int]:
+        return asked.tokens[first:last]
+
+    def wants_whole_prompt(self, asked: AskedRequest) -> bool:
+        """What there is no room for is refused, and not shortened."""
+        return True
+
+    def shorten(self, asked: AskedRequest, tokens: int, *, drafts: bool = False) -> None:
+        raise NotImplementedError("this engine keeps no states, and refuses what it has no room for")
+
+    def arrived_at(self, asked: AskedRequest) -> float | None:
+        return asked.request.arrived_at
+
 
 WELL = (RequestStatus.LENGTH, RequestStatus.STOPPED)
 NO_ROOM = f"{Reason.PINS_FULL}: no room to pin the KV of one more prompt for handoffs; try again later or elsewhere"

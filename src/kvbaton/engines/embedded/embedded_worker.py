@@ -22,9 +22,8 @@ from kvbaton.api.http.http_server import serving
 from kvbaton.api.http.server_loop import run
 from kvbaton.api.params import ForeignLookup, HistoryWay, Mode
 from kvbaton.api.tokens import guard
-from kvbaton.control.address_book import moriio_address, p2p_nccl_address
-from kvbaton.control.joining.join_client import JoinedMember
-from kvbaton.control.joining.key_source import enrolled
+from kvbaton.control.addressing import moriio_address, p2p_nccl_address
+from kvbaton.control.joining.join_client import JoinedMember, enrolled
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.plain.announcer import (
     FORGET_S,
@@ -34,8 +33,8 @@ from kvbaton.control.plain.announcer import (
     p2p_nccl_registration,
     registration,
 )
-from kvbaton.control.registry.member import HeldReport, MemberState
 from kvbaton.control.registry.registry_group import RegistryGroup
+from kvbaton.control.registry.statements import HeldReport, MemberState
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.engines.embedded.backend import MODEL_NAME, EngineBackend, EngineThread
 from kvbaton.engines.embedded.embedded_connector import EmbeddedConnector

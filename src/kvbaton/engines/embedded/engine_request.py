@@ -13,7 +13,7 @@ import msgspec
 
 from kvbaton.engines.embedded.memory.block_cache import HashChain
 from kvbaton.engines.embedded.memory.block_tables import Tables
-from kvbaton.observe.codes.alone_reasons import UNASKED
+from kvbaton.observe.codes.reasons import UNASKED
 from kvbaton.protocol.ids import RequestId
 
 

@@ -21,7 +21,7 @@ from kvbaton.api.params import FIELD, ForeignLookup, TransferParams, one_of, tra
 from kvbaton.api.responses import Asked, ResponseShape
 from kvbaton.engines.embedded import tokenizer
 from kvbaton.node.prompt_account import word_of
-from kvbaton.observe.codes.alone_reasons import UNASKED
+from kvbaton.observe.codes.reasons import UNASKED
 from kvbaton.protocol.errors import ProtocolError
 
 EventShape = ResponseShape | MessageShape

@@ -18,9 +18,8 @@ from kvbaton.node.cluster_node import EngineFacts
 from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.content import compat_digest
 from kvbaton.ranks.engine_store import EngineStore, EngineStoreSettings
-from kvbaton.ranks.rank_store import LocalRankStore
-from kvbaton.ranks.rank_values import NotStorable, rank_values
-from kvbaton.ranks.store_address import opener, store_place
+from kvbaton.ranks.rank_store import LocalRankStore, NotStorable, rank_values
+from kvbaton.ranks.store_trust import opener, store_place
 from kvbaton.store.interface import Backend
 
 GET_PER_LOOKUP = 5.0

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvbaton.control.registry.member import HeldReport
+from kvbaton.control.registry.statements import HeldReport
 from kvbaton.engines.embedded.http_worker import Finished, RefusedError, Token, TokenBackend
 from kvbaton.engines.embedded.server_plan import GenerateRequest, ModelCard
 

@@ -13,10 +13,9 @@ from typing import Literal
 import msgspec
 
 from kvbaton.api.tokens import is_loopback
-from kvbaton.control.addressing import check_authority, registry_places
-from kvbaton.control.joining.advertised_address import own_address
+from kvbaton.control.addressing import check_authority, own_address, registry_places
+from kvbaton.control.joining.join_client import AUTO, NEEDED, Credentials
 from kvbaton.control.joining.join_token import TOKEN_ENV
-from kvbaton.control.joining.key_source import AUTO, NEEDED, Credentials
 from kvbaton.control.plain.announcer import FORGET_S
 from kvbaton.node.pin_budget import PIN_SHARE, PIN_WAIT_S
 from kvbaton.node.turn_keeping import TurnSettings
@@ -25,7 +24,7 @@ from kvbaton.protocol import legality
 from kvbaton.protocol.ids import WORKER_ID_CHARS_MAX, is_worker_id
 from kvbaton.protocol.numbers import DURATION_S_MIN, TERM_S_MAX
 from kvbaton.protocol.settings import LEASE_S_MIN
-from kvbaton.ranks.store_address import store_place
+from kvbaton.ranks.store_trust import store_place
 from kvbaton.security.sealing import ENCRYPT, Encrypt
 from kvbaton.transports import catalogue
 from kvbaton.transports.catalogue import CHECKSUMS, ChecksumMode

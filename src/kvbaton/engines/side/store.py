@@ -20,12 +20,11 @@ import msgspec
 
 from kvbaton.engines.side.guard import guarded, makes, note, returns
 from kvbaton.engines.side.protocols import NOT_YET, NOTHING, Grouping, LoadVerdict, PinPool, SideRequests, Tables
-from kvbaton.engines.side.stored_loads import GRACE_S, StoredLoads
-from kvbaton.engines.side.stored_puts import AnswerCopies, Phase, StoredPrompt, StoredPuts
+from kvbaton.engines.side.stored_puts import GRACE_S, AnswerCopies, Phase, StoredLoads, StoredPrompt, StoredPuts
 from kvbaton.node.doorway import Doorway
 from kvbaton.protocol.geometry.layout import needed_blocks
 from kvbaton.ranks.engine_store import AskId, EngineStore, StoreTold
-from kvbaton.store.content_keys import chain, root
+from kvbaton.store.interface import chain, root
 
 LOOKUPS_MAX = 64
 """Under way; further ones wait for their turn, within their deadline. What the shelf takes beyond it is for loads."""

@@ -25,7 +25,7 @@ from kvbaton.engines.vllm.config import supported, vllm_versions
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.config.data_parallel import place_of
 from kvbaton.engines.vllm.config.store_setup import enrolment_of
-from kvbaton.engines.vllm.memory import cache_specs
+from kvbaton.engines.vllm.memory import vllm_layout
 from kvbaton.engines.vllm.scheduler_side import SchedulerSide
 from kvbaton.engines.vllm.step_metadata import BatonStep
 from kvbaton.engines.vllm.vllm_stats import BatonMetrics, BatonStats, NoMetrics
@@ -45,7 +45,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        vllm_versions.check(KVConnectorBase_V1, stateful=cache_specs.stateful(kv_cache_config))
+        vllm_versions.check(KVConnectorBase_V1, stateful=vllm_layout.stateful(kv_cache_config))
         guard.log_beside_vllm()
         settings = ConnectorSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config).settled()
         outer = getattr(vllms, "get_current_vllm_config_or_none", lambda: None)()

@@ -23,20 +23,19 @@ from typing import Literal
 
 import msgspec
 
-from kvbaton.control.address_book import moriio_address
-from kvbaton.control.addressing import ControlError
-from kvbaton.control.joining.key_source import Enrolment
+from kvbaton.control.addressing import ControlError, moriio_address
+from kvbaton.control.joining.join_client import Enrolment
 from kvbaton.control.keyring import Keyring
 from kvbaton.control.plain.announcer import FORGET_S, MoriioAnnouncer
 from kvbaton.control.plain.announcer import registration as moriio_registration
-from kvbaton.control.registry.member import HeldReport
 from kvbaton.control.registry.registry_group import RegistryGroup
+from kvbaton.control.registry.statements import HeldReport
 from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings, Moriio
 from kvbaton.engines.vllm.config.data_parallel import DataParallelPlace
-from kvbaton.engines.vllm.counting import RequestStates
+from kvbaton.engines.vllm.vllm_stats import RequestStates
 from kvbaton.node.cluster_node import ClusterNode, ClusterSettings, EngineFacts, make_doorway
-from kvbaton.node.observation import dump_on_signal
+from kvbaton.node.node_loop import dump_on_signal
 from kvbaton.node.pin_budget import Fullness
 from kvbaton.node.prompt_account import PromptAccount
 from kvbaton.protocol.content import compat_digest

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.control.joining.key_source import Enrolment
+from kvbaton.control.joining.join_client import Enrolment
 from kvbaton.control.registry.registry_messages import Role
 from kvbaton.engines.side.asks import Ask, ParamsSource, Target, ask_of, wants_kv
 from kvbaton.engines.side.decode import DecodeSide, FailedLoads, LoadAdmission
@@ -29,23 +29,19 @@ from kvbaton.engines.side.prefill import PrefillSide
 from kvbaton.engines.side.protocols import NOT_YET, NOTHING, Grouping, Leaving, LoadVerdict, Tables
 from kvbaton.engines.side.store import NoStore, StoreSide
 from kvbaton.engines.side.turns import TurnSide
-from kvbaton.engines.vllm import counting, early_claims, interpreter
-from kvbaton.engines.vllm.block_pool import PinnedPool, is_exact
+from kvbaton.engines.vllm import connector_parts, interpreter, vllm_stats
+from kvbaton.engines.vllm.block_pool import LOAD_NAP_S, NAP_S, Pace, PinnedPool, is_exact
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.config.data_parallel import DataParallelPlace
-from kvbaton.engines.vllm.connector_parts import BeforeRanks, ConnectorParts, SpoiltCache, lookup_of
+from kvbaton.engines.vllm.connector_parts import BeforeRanks, ConnectorParts, EarlyClaims, SpoiltCache, lookup_of
 from kvbaton.engines.vllm.content import request_content
-from kvbaton.engines.vllm.content.drafting import lookahead
-from kvbaton.engines.vllm.content.vllm_compat import compat_key
+from kvbaton.engines.vllm.content.vllm_compat import compat_key, lookahead
 from kvbaton.engines.vllm.content.weights_epoch import WeightsEpoch
 from kvbaton.engines.vllm.continued_requests import ContinuedRequests
-from kvbaton.engines.vllm.early_claims import EarlyClaims
-from kvbaton.engines.vllm.memory.cache_specs import state_blocks
-from kvbaton.engines.vllm.memory.vllm_layout import RankFacts, engine_layout, vllm_groups
+from kvbaton.engines.vllm.memory.vllm_layout import RankFacts, engine_layout, state_blocks, vllm_groups
 from kvbaton.engines.vllm.presence import Presence
 from kvbaton.engines.vllm.step_metadata import BatonStep, RankCard, StepDone
 from kvbaton.engines.vllm.vllm_stats import Reporting
-from kvbaton.engines.vllm.waiting import LOAD_NAP_S, NAP_S, Pace
 from kvbaton.node.cluster_node import EngineFacts, new_life
 from kvbaton.node.doorway import DropBlocks, ForgetCached, LoadReport, UnpinBlocks
 from kvbaton.node.pin_budget import budget_of
@@ -123,7 +119,7 @@ class SchedulerSide:
             tp_size=self._config.parallel_config.tensor_parallel_size,
             dp_rank=self._place.http_rank if self._place is not None else 0,
             dp_size=self._place.http_size if self._place is not None else 1,
-            continues=early_claims.continues(self._config),
+            continues=connector_parts.continues(self._config),
         )
         self.presence = Presence(self._settings, self._enrolment, engine, invitations, self._place)
         self._live = self._come_alive(self.presence, grouping)
@@ -156,7 +152,7 @@ class SchedulerSide:
         takes = recomputes and self._config.kv_transfer_config.is_kv_consumer
         turns = TurnSide(door, pool, grouping, requests, decode, self._settings.turns, blocks_total=total, takes=takes)
         self.reporting.turn_figures = turns.taker.stats
-        weights, way = self._spoilt.weights, early_claims.continues(self._config)
+        weights, way = self._spoilt.weights, connector_parts.continues(self._config)
         continued = ContinuedRequests(door, self.reporting.refused, self._config.model_config, way)
         early = EarlyClaims(self._block_pool, decode, lookup, weights, continued, claims=self._decodes)
         return ConnectorParts(door, pool, prefill, decode, early, stored, turns)
@@ -289,7 +285,7 @@ class SchedulerSide:
             return BatonStep(step, self._before.take_verdicts())
         self._try_duties(live)
         live.resets.scheduled(scheduled.num_scheduled_tokens)
-        counting.begun(self.reporting.prompts, scheduled)
+        vllm_stats.begun(self.reporting.prompts, scheduled)
         leaving = self._leaving(live, scheduled)
         for request_id in scheduled.preempted_req_ids or ():
             live.stored.preempted(request_id)

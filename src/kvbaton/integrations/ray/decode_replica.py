@@ -25,8 +25,7 @@ from ray.llm._internal.serve.serving_patterns.prefill_decode.pd_server import PD
 from ray.serve._private.http_util import session_id_from_headers
 from ray.util.metrics import Counter
 
-from kvbaton.integrations.ray.orchestration_settings import FIELD, OrchestrationSettings
-from kvbaton.integrations.ray.orchestrator import Orchestrator
+from kvbaton.integrations.ray.orchestrator import FIELD, OrchestrationSettings, Orchestrator
 from kvbaton.router.openai_api import MODE_HEADER
 
 LOOK_S = 0.25

@@ -26,7 +26,7 @@ from ray.llm._internal.serve.serving_patterns.prefill_decode.builder import PDSe
 
 from kvbaton.engines.vllm.launch.launching import CONNECTOR
 from kvbaton.integrations.ray.decode_replica import BatonDecodeServer, BatonPrefillServer
-from kvbaton.integrations.ray.orchestration_settings import FIELD, OrchestrationSettings
+from kvbaton.integrations.ray.orchestrator import FIELD, OrchestrationSettings
 from kvbaton.integrations.ray.replica_identity import KV_ROLES, RaySide, check_shared
 from kvbaton.integrations.ray.request_shaping import is_servers_fault
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from kvbaton.control.joining.key_source import AUTO, BASE_ENV, auto_name
+from kvbaton.control.joining.join_client import AUTO, BASE_ENV, auto_name
 
 FIELD = "kv_connector_extra_config"
 OWN = ("name", "keys", "peers", "control_port", "http_address")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvbaton.api.params import LEASE_FOR_PULL, Mode, pair_params
-from kvbaton.observe.codes.alone_reasons import FIELD
+from kvbaton.observe.codes.reasons import FIELD
 
 ONE = ("max_tokens", "max_completion_tokens", "min_tokens", "n", "best_of")
 ALONE = ("prompt_logprobs", "echo", "logprobs", "max_tokens", "prompt_embeds", "use_beam_search", "best_of", "n")

@@ -9,10 +9,10 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator
 
-from kvbaton.observe.codes import alone_reasons, api, findings, logs, reasons
-from kvbaton.observe.codes.api import CODES as API_CODES
-from kvbaton.observe.codes.api import INSPECT
+from kvbaton.observe.codes import findings, logs, reasons
 from kvbaton.observe.codes.entry import CodeEntry, CodeKind, Who
+from kvbaton.observe.codes.reasons import CODES as API_CODES
+from kvbaton.observe.codes.reasons import INSPECT
 
 _READ = "read error.message in the client's answer: it is the worker's own text, and is kept in no record"
 _ADVICE: dict[int, tuple[str, str]] = {
@@ -62,8 +62,8 @@ STATUSES = tuple(_of_status(status) for status in _ADVICE)
 
 CATALOGUE: dict[CodeKind, tuple[CodeEntry, ...]] = {
     CodeKind.REASON: reasons.entries(),
-    CodeKind.ALONE: alone_reasons.entries(),
-    CodeKind.API: api.CODES,
+    CodeKind.ALONE: reasons.entries(),
+    CodeKind.API: reasons.CODES,
     CodeKind.STATUS: STATUSES,
     CodeKind.LOG: tuple(sorted(logs.CODES, key=lambda entry: entry.code)),
     CodeKind.FINDING: tuple(sorted(findings.CODES, key=lambda entry: entry.code)),

@@ -1,14 +1,215 @@
 """Advice for each failure reason. Its meaning and who must act are in `protocol.errors.MEANING`.
 
 Law: every `Reason` has a row, and there are no other rows.
+
+Values of `error.code` in HTTP responses of the router and of workers, besides the failure reasons.
+
+Law: exactly the codes that the sources can return, no more and no fewer; `tests/cli/test_explain.py` checks it.
+
+Why a decode engine computes a prompt itself: as planned, or although a prefill engine should have.
+
+Law: a closed list, shared by the router or Ray's replica that says the word, the engine that counts it, metrics,
+`kvbaton doctor` and `kvbaton explain`. A handoff that was begun and failed is counted by its reason
+(`protocol.errors.Reason`) instead.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from kvbaton.observe.codes.entry import CodeEntry, CodeKind, Who
+from kvbaton.observe.codes.entry import CodeEntry, CodeKind, Who, api
 from kvbaton.protocol.errors import MEANING, Reason
+
+FIELD = "alone"
+"""Of `kv_transfer_params`: the router's word for D."""
+
+SOURCES = ("cached", "handoff", "store", "planned", "alone")
+"""Of a prompt token: D's own prefix cache, a P, the shared store; computed here as planned, or for want of a P."""
+
+PLANNED: dict[str, str] = {
+    "short": "shorter than disagg_min_tokens",
+    "cached": "D knows most of the prompt",
+    "prompt_logprobs": "the answer has log probabilities of the prompt",
+    "echo": "the answer has log probabilities of the prompt",
+    "prompt_embeds": "the prompt is embeddings",
+    "search": "one engine must make all candidates",
+    "nothing": "P had nothing to hand over",
+}
+"""As the operator or the request wants it: no prefill engine should have computed these."""
+
+UNASKED = "unasked"
+NOT_TAKEN = "not_taken"
+MISSED: dict[str, tuple[str, str]] = {
+    UNASKED: (
+        "requests reach D without a handoff: whatever stands in front of it asks no P",
+        "send requests to the kvbaton router; behind another router or gateway, check that it asks P first and passes "
+        "kv_transfer_params on (docs/llm-d.md)",
+    ),
+    "no_prefill": (
+        "no prefill worker is registered",
+        "start one, or find out why it is not listed: [not-listed] or [registry-silent] in its log",
+    ),
+    "prefill_draining": ("every prefill worker drains", "start others before the last one is drained"),
+    "prefill_broken": (
+        "the circuit breaker of every prefill worker is open",
+        "curl each one's /health, and read its log: it failed several requests in a row",
+    ),
+    "prefill_full": (
+        "prefill workers refuse: their queue or the part of their cache that handoffs may pin is full",
+        "add prefill or decode capacity; kvbaton explain pins_full",
+    ),
+    "prefill_failed": (
+        "prefill workers fail requests",
+        'read their logs; kvbaton_router_leg_failures_total{side="prefill"} has the error codes',
+    ),
+    NOT_TAKEN: (
+        "under Ray Serve, no prefill replica took the request in time: none is running, or all are busy",
+        "serve status shows the replicas; give the prefill deployment more of them, or a larger max_ongoing_requests, "
+        "or raise choose_timeout_s (docs/ray.md)",
+    ),
+    "no_pair": (
+        "no prefill worker can hand over to this decode worker",
+        "curl ROUTER/health says why: modes, transports or compatibility keys differ; kvbaton doctor compares",
+    ),
+    "handoff_failed": (
+        "handoffs fail, and the router lets D compute",
+        "kvbaton inspect --failed; kvbaton_ends_total has the reasons",
+    ),
+}
+"""A prefill engine should have computed these: what is wrong, and the next step."""
+
+WORDS = frozenset((*PLANNED, *MISSED))
+
+
+def explained(reason: str) -> tuple[str, str]:
+    """What is wrong where prompts are computed by D for this reason, and the next step."""
+    if reason in MISSED:
+        return MISSED[reason]
+    try:
+        meaning = MEANING[Reason(reason)][1]
+    except ValueError:
+        return reason, "kvbaton inspect --failed"
+    return f"handoffs end as {reason}: {meaning}", f"kvbaton explain {reason}; kvbaton inspect --failed"
+
+
+FALLBACK = "fallback"
+"""The router's own word where none of the above is meant: it counts attempts before it knows why."""
+_COUNTED = 'metric kvbaton_alone_tokens_total{reason="%s"}'
+_TRIED = 'metric kvbaton_router_alone_total{reason="%s"}'
+
+
+def alone_entries() -> tuple[CodeEntry, ...]:
+    """All words for `kvbaton explain`."""
+    missed = [_alone_entry(word, Who.OPERATOR, means, do, _COUNTED % word) for word, (means, do) in MISSED.items()]
+    fallback = _alone_entry(
+        FALLBACK, Who.OPERATOR, "no prefill worker could compute the prompt, and the router lets D compute it",
+        "find the reason in D's own account: kvbaton_alone_tokens_total, or kvbaton doctor --router URL",
+        _TRIED % FALLBACK,
+    )  # fmt: skip
+    planned = [
+        _alone_entry(word, Who.NOBODY, f"as planned: {means}", "nothing", _TRIED % word)
+        for word, means in PLANNED.items()
+    ]
+    return tuple(sorted([*missed, fallback, *planned], key=lambda entry: entry.code))
+
+
+def _alone_entry(word: str, who: Who, means: str, do: str, look: str) -> CodeEntry:
+    sentence = f"D computes a prompt itself; {means}."
+    looks = (look, "docs/metrics.md, Is it really disaggregating?")
+    return CodeEntry(code=word, kind=CodeKind.ALONE, who=who, means=sentence, do=(do,), look=looks)
+
+
+CALLER, OPERATOR, MAKERS = Who.CALLER, Who.OPERATOR, Who.MAKERS
+WORKERS = ("curl ROUTER/workers lists the workers and their states",)
+INSPECT = ("kvbaton inspect REQUEST, with the id in the response's x-request-id header or its error.request_id",)
+
+CODES: tuple[CodeEntry, ...] = (
+    api("bad_answer", 502, OPERATOR, "A worker returned a response that the router cannot use.",
+        "read its log at that time", "check that it serves the OpenAI API and has a KV connector",
+        causes=("the worker is not an OpenAI server", "P has no BatonConnector, so it returns no kv_transfer_params",
+                "a proxy between router and worker changed the response"), look=INSPECT),
+    api("bad_request", 400, CALLER, "What came was not HTTP/1.1.",
+        "see that the client speaks HTTP/1.1: https:// where the router has --tls-cert, else http://"),
+    api("body_timeout", 408, CALLER, "The request body was not complete in time.",
+        "send the body faster, or find what delays it between client and router"),
+    api("body_too_large", 413, CALLER, "The body is larger than the bound in the message.",
+        "send less, or start the router with a larger --body-limit"),
+    api("deadline", 504, OPERATOR, "The request did not complete within the router's deadline.",
+        "find the slow stage in the timeline", "add workers, or raise the deadline",
+        causes=("the workers are overloaded", "a worker is stopped"), look=INSPECT),
+    api("draining", 503, OPERATOR, "This router is shutting down and takes no new requests.",
+        "send the request to another router, or wait for the restart"),
+    api("encoded_body", 415, CALLER, "The body is compressed; compressed bodies are not supported.",
+        "send it uncompressed: no Content-Encoding, and no Transfer-Encoding other than chunked"),
+    api("foreign_origin", 403, CALLER, "The browser's Origin header names another site.",
+        "send the request from a page of the same origin, or not from a browser",
+        "start the router with --allow-origin to allow the page",
+        causes=("a web page uses its visitors' browsers to reach this port",
+                "a proxy in front of the router rewrites Host: make it keep the client's")),
+    api("full", 429, OPERATOR, "Too many requests are in flight; the same request may succeed later.",
+        "let clients wait for Retry-After and retry", "add workers if it persists",
+        causes=("more concurrent requests than the router's limits allow",), look=("queue lengths on /dashboard",)),
+    api("headers_timeout", 408, CALLER, "The request headers were not complete in time.",
+        "find what delays the client; an idle connection should send nothing at all"),
+    api("headers_too_large", 431, CALLER, "The request headers exceed the limit in the message.",
+        "send fewer or shorter headers"),
+    api("internal", 500, MAKERS, "A bug: an unexpected exception was raised.",
+        "look for [request-crashed] or [stream-crashed] in the log, and report it with the traceback"),
+    api("invalid_api_key", 401, CALLER, "This router wants an API key, and none of its own was shown.",
+        "send Authorization: Bearer KEY, as OpenAI's clients do with their api_key; x-api-key: KEY is taken too",
+        causes=("the client has no key, or another cluster's", "the operator has taken the key out of --api-key-file")),
+    api("invalid_json", 400, CALLER, "The body is not a JSON object.",
+        "send a JSON object with Content-Type: application/json"),
+    api("invalid_value", 400, CALLER, "A field of the body has an invalid value.",
+        "read the message: it starts with the field's name and says what was expected"),
+    api("method_not_allowed", 405, CALLER, "The path does not support this method.",
+        "use the method in the message; for chat and completions it is POST"),
+    api("model_not_found", 404, CALLER, "No worker here serves that model.",
+        "use one of the names in the message; curl ROUTER/v1/models lists them"),
+    api("no_pair", 503, OPERATOR, "No P and D that can serve this mode are available now.",
+        "see in the message which role is missing", "start a worker of that role, or wait until one is back",
+        causes=("a role has no worker", "all of a role are draining, suspect or broken",
+                "no pair supports the requested mode"), look=WORKERS),
+    api("no_room", 503, OPERATOR, "No memory or no worker connection is left for this request.",
+        "let clients wait for Retry-After and retry", "raise --held-bytes-max, or ulimit -n, if it persists",
+        causes=("one client address has reached its own limit",
+                "clients send large bodies slowly, or do not read their responses"),
+        look=("kvbaton_router_held_bytes, kvbaton_router_held_refused_total",)),
+    api("no_worker", 503, OPERATOR, "No worker is registered.",
+        "start workers with this router's registry: kvbaton worker, or vLLM with BatonConnector", look=WORKERS),
+    api("not_found", 404, CALLER, "The path does not exist.",
+        "see the message for the paths that exist"),
+    api("not_here", 403, CALLER, "The path is vLLM's, and the router does not pass it on.",
+        "read the message: it says why, and where to ask instead",
+        causes=("the path changes one engine, or tells of its inside", "it needs answers that are kept")),
+    api("not_the_router", 401, OPERATOR, "The worker accepts requests only from its cluster's router.",
+        "send the request to the router", "if the router itself gets this: copy tickets.json to both hosts",
+        causes=("a client sent its request to a worker directly", "router and worker have different tickets.json")),
+    api("operators_only", 403, OPERATOR,
+        "The page is for operators: it is served to the router's own machine, and elsewhere with an operator's key.",
+        "open it there, or start the router with --operator-key-file and show one of its keys",
+        "start the router with --operator-pages open where only operators can reach it",
+        causes=("no operator's key was shown, or a client's", "the page was opened by a name, or through a proxy")),
+    api("request_loop", 508, OPERATOR, "A router's request came back to it, or passed too many routers.",
+        "remove from the list of workers what is a router: see http_address under /workers",
+        causes=("a member registered the router's own address", "two routers list each other as workers"),
+        look=WORKERS),
+    api("wrong_type", 415, CALLER, "The path takes a form, and something else was sent.",
+        "send multipart/form-data, as OpenAI's clients do for audio"),
+    api("worker_died", 502, OPERATOR, "A worker disconnected before its response was complete.",
+        "find out why: the end of its log and of the kernel's (OOM)", "retry; other workers serve meanwhile",
+        look=(*INSPECT, *WORKERS)),
+    api("worker_failed", 502, OPERATOR, "A worker returned an error.",
+        "read the message, which quotes the error, and the worker's log", look=INSPECT),
+    api("worker_left", 502, OPERATOR, "A worker left the registry while the router waited for its response.",
+        "retry the request", "if it was not stopped on purpose, look for [registry-silent] in its log", look=WORKERS),
+    api("worker_timeout", 504, OPERATOR, "A worker did not respond in time.",
+        "check whether it is overloaded or stopped: curl http://WORKER/health", look=(*INSPECT, *WORKERS)),
+    api("worker_unreachable", 502, OPERATOR, "The router cannot connect to a worker.",
+        "check that the router can reach http_address, and that no firewall blocks it",
+        causes=("the worker is gone but stays listed for a few seconds", "http_address is wrong"), look=WORKERS),
+)  # fmt: skip
+
 
 FAILED = "kvbaton inspect --failed"
 DOCTOR_PAIR = "kvbaton doctor --prefill FILE --decode FILE names the field, before anything is started"

@@ -26,7 +26,8 @@ from typing import Protocol
 import msgspec
 
 from kvbaton.observe.flight import journey as j
-from kvbaton.observe.flight.flight_records import Flight, FlightSeat
+from kvbaton.observe.flight.dumps import clean, size_of
+from kvbaton.observe.flight.flight_records import Flight, FlightReport, FlightSeat
 from kvbaton.observe.flight.journey import (
     Answered,
     Journey,
@@ -39,8 +40,6 @@ from kvbaton.observe.flight.journey import (
     tries_of,
 )
 from kvbaton.observe.flight.recorder import LEVEL_MAX, is_shared
-from kvbaton.observe.flight.report import FlightReport
-from kvbaton.observe.flight.sanitize import clean, size_of
 from kvbaton.observe.flight.worker_reports import WorkerGauges, WorkerReports
 
 log = logging.getLogger(__name__)

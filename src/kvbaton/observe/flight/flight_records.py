@@ -6,6 +6,11 @@ Times are Unix seconds by the clock of the process that wrote them; `journey` pu
 Which trace a request belongs to is said by the header of W3C's trace context. Law: `parse_trace` never raises, and its
 result is valid: hexadecimal ids in lower case, neither of them all zeros. The header sent is always version 00 with the
 flags that version defines, whatever came in.
+
+A worker's periodic report to the router: gauges, and records of handoffs that ended since the last one.
+
+Law: `decode` raises `ReportError` and nothing else, whatever the bytes; its result is within bounds. A busy worker
+reports a share of its handoffs, chosen by their ids: the same ones at P, D and router.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ class FlightSeat(enum.StrEnum):
 
 
 class Moment(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A step: `protocol.marks.Step`, or one of the router's: received, chosen, prefill_sent, prefill_answered,
+    """A step: `protocol.effects.Step`, or one of the router's: received, chosen, prefill_sent, prefill_answered,
     prefill_refused, decode_sent, decode_refused, first_byte, moved, ended."""
 
     step: Name
@@ -213,3 +218,42 @@ def _hex(size: int) -> str:
     while not any(octets := secrets.token_bytes(size)):
         pass
     return octets.hex()
+
+
+FLIGHTS_MAX = 256
+GAUGES_MAX = 64
+REPORT_BYTES_MAX = 512 << 10
+
+
+class ReportError(Exception):
+    """Bytes that are not a report; the text names the field."""
+
+
+class FlightReport(msgspec.Struct, frozen=True, omit_defaults=True):
+    """From one worker, in one incarnation."""
+
+    at: float  # Unix time at the worker
+    gauges: Annotated[dict[Name, float], Meta(max_length=GAUGES_MAX)] = {}  # pins, leases, bytes_moved_total, ...
+    links: Annotated[dict[Name, Name], Meta(max_length=GAUGES_MAX)] = {}  # source worker: data plane, now
+    flights: Annotated[tuple[Flight, ...], Meta(max_length=FLIGHTS_MAX)] = ()  # ended since, and those asked for
+    share: float = 1.0  # of those that ended without failure
+    missed: int = 0  # records that did not fit
+    version: Name = ""  # of kvbaton in that process
+    host: Name = ""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(FlightReport)
+
+
+def encode(report: FlightReport) -> bytes:
+    return _encoder.encode(report)
+
+
+def decode(data: bytes) -> FlightReport:
+    if len(data) > REPORT_BYTES_MAX:
+        raise ReportError(f"report: {len(data)} bytes, at most {REPORT_BYTES_MAX}")
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise ReportError(f"report: {error}") from None

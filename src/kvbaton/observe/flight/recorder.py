@@ -17,16 +17,19 @@ from dataclasses import dataclass, field
 
 from kvbaton.observe.flight.flight_records import (
     DELIVERED,
+    FLIGHTS_MAX,
     MOMENTS_MAX,
     NAME_CHARS_MAX,
+    REPORT_BYTES_MAX,
     TEXT_CHARS_MAX,
     Flight,
+    FlightReport,
     FlightSeat,
     Moment,
+    encode,
 )
-from kvbaton.observe.flight.report import FLIGHTS_MAX, REPORT_BYTES_MAX, FlightReport, encode
+from kvbaton.protocol.effects import Begun, Ended, Mark, Side, Step
 from kvbaton.protocol.ids import PeerId, RequestId
-from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
 
 KEPT_MAX = 2048
 FAILED_KEPT_MAX = 256

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from kvbaton.observe.flight import journey as j
-from kvbaton.observe.flight.flight_records import Flight
+from kvbaton.observe.flight.flight_records import Flight, FlightReport
 from kvbaton.observe.flight.recorder import LEVEL_MAX, is_shared
-from kvbaton.observe.flight.report import FlightReport
 
 WORKERS_MAX = 1024
 GONE_S = 300.0

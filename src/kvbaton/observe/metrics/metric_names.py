@@ -7,7 +7,7 @@ read without this code beside it: it names the side, the unit and what makes the
 
 from __future__ import annotations
 
-from kvbaton.observe.codes.alone_reasons import MISSED, SOURCES
+from kvbaton.observe.codes.reasons import MISSED, SOURCES
 from kvbaton.observe.flight.flight_records import DELIVERED, STAGES
 from kvbaton.observe.metrics.metric_types import OF_PROCESSES, Label, Metric, MetricError, MetricKind, Where
 from kvbaton.protocol.errors import Reason

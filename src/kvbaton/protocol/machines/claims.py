@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvbaton.protocol.bounded import Held, PerPeer, Remembered, block_bytes, promised_bytes
+from kvbaton.protocol.effects import Side as Seen
+from kvbaton.protocol.effects import Step
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.ids import HandoffId, Reader, WorkerId
 from kvbaton.protocol.machines.context import LedgerContext, Parts
 from kvbaton.protocol.machines.lease import Lease, ReaderState, Seat
 from kvbaton.protocol.machines.pairing_state import Session
-from kvbaton.protocol.marks import Side as Seen
-from kvbaton.protocol.marks import Step
 from kvbaton.protocol.wire.codec import pack_blocks
 from kvbaton.protocol.wire.messages import DETAIL_CHARS_MAX, Claim, ClaimRefused, Feature, Granted, GrantedFrom
 from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX, Ticket, unseal

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvbaton.protocol.bounded import Remembered
-from kvbaton.protocol.effects import DropHold, End, MatchFailed, MatchFound, Report
+from kvbaton.protocol.effects import Begun, DropHold, End, Ended, MatchFailed, MatchFound, Report, Step
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import Allocated, CopyEnded, Disowned, GaveUp, NotNeeded, TurnedAway, Wanted
 from kvbaton.protocol.ids import HandoffId, WorkerId
@@ -20,7 +20,6 @@ from kvbaton.protocol.machines.context import LedgerContext, Parts
 from kvbaton.protocol.machines.inbound import RENEWING, ConsumerBook, Intake, IntakeEvent, IntakeState, Source
 from kvbaton.protocol.machines.pairing_state import Link, LinkState
 from kvbaton.protocol.machines.pairing_target import Links
-from kvbaton.protocol.marks import Begun, Ended, Step
 from kvbaton.protocol.wire.codec import unpack_blocks
 from kvbaton.protocol.wire.messages import (
     Abandon,

@@ -14,7 +14,7 @@ takes its loans back, and a handoff is delivered only if every rank says that al
 
 from __future__ import annotations
 
-from kvbaton.protocol.effects import Direction
+from kvbaton.protocol.effects import Direction, Step
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.geometry.layout import GroupKind
@@ -25,7 +25,6 @@ from kvbaton.protocol.legality import Act, may
 from kvbaton.protocol.machines.context import Cargo, Route, due, moves, start
 from kvbaton.protocol.machines.inbound import ConsumerBook, Fail, Intake, IntakeEvent, IntakeState, Source
 from kvbaton.protocol.machines.pairing_state import Link, LinkState
-from kvbaton.protocol.marks import Step
 from kvbaton.protocol.numbers import DURATION_S_MIN
 from kvbaton.protocol.wire.codec import pack_blocks, unpack_blocks
 from kvbaton.protocol.wire.messages import (

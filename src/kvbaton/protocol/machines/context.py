@@ -32,7 +32,22 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from kvbaton.protocol.effects import CancelCopy, Capabilities, Copy, Direction, Effect, Lend, Loan, Send, StartCopy
+from kvbaton.protocol.effects import (
+    Begun,
+    CancelCopy,
+    Capabilities,
+    Copy,
+    Direction,
+    Effect,
+    Ended,
+    Lend,
+    Loan,
+    Mark,
+    Send,
+    Side,
+    StartCopy,
+    Step,
+)
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import CopyEnded, Groups
 from kvbaton.protocol.geometry.layout import NULL_BLOCK, EngineLayout
@@ -41,7 +56,6 @@ from kvbaton.protocol.geometry.progress import Progress, advance, nothing, whole
 from kvbaton.protocol.geometry.spans import Area, BlockLists, Move, SpanSide, blocks_per_call, segments
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId, rank_peer
 from kvbaton.protocol.legality import Act, Role, may
-from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import ALL_FEATURES, ORIGINS_MAX, SPOKEN, Card, Message, Versions
 

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvbaton.protocol.effects import DropHold, End, MatchFailed, Report
+from kvbaton.protocol.effects import Begun, DropHold, End, Ended, MatchFailed, Report, Step
+from kvbaton.protocol.effects import Side as Seen
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import Allocated, Wanted
 from kvbaton.protocol.geometry.layout import Group
@@ -27,8 +28,6 @@ from kvbaton.protocol.legality import Table, Verdict, pairs
 from kvbaton.protocol.machines.context import LedgerContext, Parts
 from kvbaton.protocol.machines.pairing_state import Link
 from kvbaton.protocol.machines.pairing_target import Links
-from kvbaton.protocol.marks import Begun, Ended, Step
-from kvbaton.protocol.marks import Side as Seen
 from kvbaton.protocol.numbers import DURATION_S_MIN
 
 

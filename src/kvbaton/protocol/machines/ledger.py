@@ -11,7 +11,7 @@ from typing import Any
 
 from kvbaton.protocol import events as ev
 from kvbaton.protocol.bounded import Buckets
-from kvbaton.protocol.effects import Effect, ForgetCache
+from kvbaton.protocol.effects import Effect, ForgetCache, Mark
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
 from kvbaton.protocol.legality import may_say
@@ -23,7 +23,6 @@ from kvbaton.protocol.machines.pairing_state import Link, Sessions
 from kvbaton.protocol.machines.producer import Producer
 from kvbaton.protocol.machines.push_writer import Outlet
 from kvbaton.protocol.machines.puts import Puts
-from kvbaton.protocol.marks import Mark
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import Envelope, Folded, FoldedHello, FoldedWelcome, read, unfolded

@@ -7,7 +7,8 @@ refuses everything else. A discarded handoff is never leased; one that is being 
 from __future__ import annotations
 
 from kvbaton.protocol.bounded import Held, PerPeer, Remembered
-from kvbaton.protocol.effects import Direction, End, Unpin
+from kvbaton.protocol.effects import Begun, Direction, End, Ended, Step, Unpin
+from kvbaton.protocol.effects import Side as Seen
 from kvbaton.protocol.errors import ProtocolError, Reason, reason_of
 from kvbaton.protocol.events import (
     Discarded,
@@ -37,8 +38,6 @@ from kvbaton.protocol.machines.lease import (
 )
 from kvbaton.protocol.machines.pairing_state import Session
 from kvbaton.protocol.machines.push_writer import Writer
-from kvbaton.protocol.marks import Begun, Ended, Step
-from kvbaton.protocol.marks import Side as Seen
 from kvbaton.protocol.numbers import TERM_S_MIN
 from kvbaton.protocol.wire.codec import pack_blocks
 from kvbaton.protocol.wire.messages import (

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from kvbaton.protocol.bounded import Remembered
+from kvbaton.protocol.effects import Side as Seen
+from kvbaton.protocol.effects import Step
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.events import CopyEnded
 from kvbaton.protocol.geometry.progress import Progress, nothing
@@ -26,8 +28,6 @@ from kvbaton.protocol.legality import Table, Verdict, pairs
 from kvbaton.protocol.machines.context import Cargo, LedgerContext, Parts, Route, moves, start
 from kvbaton.protocol.machines.lease import Lease, LeaseState, ReaderEvent, ReaderState, judge
 from kvbaton.protocol.machines.pairing_state import Session
-from kvbaton.protocol.marks import Side as Seen
-from kvbaton.protocol.marks import Step
 from kvbaton.protocol.wire.codec import unpack_blocks
 from kvbaton.protocol.wire.messages import Accepted, Ack, Message, Offer, Quiesced, Revoke, Written
 

@@ -13,7 +13,7 @@ import msgspec
 
 from kvbaton.api.api_errors import RETRY_AFTER_S, ApiError
 from kvbaton.api.params import FIELD as PARAMS
-from kvbaton.observe.codes.alone_reasons import FALLBACK, FIELD, WORDS
+from kvbaton.observe.codes.reasons import FALLBACK, FIELD, WORDS
 from kvbaton.protocol.errors import Reason
 from kvbaton.router.flow import kv_params
 from kvbaton.router.flow.worker_leg import Leg, LegError, WorkerAnswer

@@ -16,9 +16,8 @@ from kvbaton.transports.core.jobs import as_spans
 from kvbaton.transports.core.shared_memory import DeviceMemory, RegisteredDevice
 from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.cuda.cuda_driver import SHARE, CudaGpu, Gpu
-from kvbaton.transports.cuda.cuda_runner import UNDER_WAY_MAX, CudaRunner, Tables
-from kvbaton.transports.cuda.cuda_table import LaunchGroup
-from kvbaton.transports.net.transfer_frames import ROWS_MAX
+from kvbaton.transports.cuda.cuda_runner import UNDER_WAY_MAX, CudaRunner, LaunchGroup, Tables
+from kvbaton.transports.net.stream_socket import ROWS_MAX
 
 BATCH_MAX = 16
 """Questions in one launch: 512 KiB of digests at most."""

@@ -32,10 +32,8 @@ from kvbaton.security import sealing
 from kvbaton.security.records import load
 from kvbaton.security.sealing import SECRET_BYTES, Encrypt
 from kvbaton.transports.catalogue_entry import summed
-from kvbaton.transports.checksum.checksum_client import Question, SumLink
-from kvbaton.transports.checksum.checksum_memory import HostSums, Sums
-from kvbaton.transports.checksum.checksum_portions import Checksum, described, difference, portions
-from kvbaton.transports.checksum.checksum_service import SumService
+from kvbaton.transports.checksum.checksum_client import Question, SumLink, SumService
+from kvbaton.transports.checksum.checksum_memory import Checksum, HostSums, Sums, described, difference, portions
 from kvbaton.transports.core.jobs import CopyJob
 from kvbaton.transports.core.loans import GRACE_S, Loans
 from kvbaton.transports.core.shared_memory import mapped_bytes_of

@@ -46,15 +46,18 @@ from kvbaton.transports.core.shared_memory import DeviceMemory, RegisteredDevice
 from kvbaton.transports.core.shell import AdmittingShell
 from kvbaton.transports.core.transport import Capabilities, Copy, DeviceEvent, Spans
 from kvbaton.transports.cuda.cuda_client import CudaAttachment, CudaLimits, CudaRemote, Mapped
-from kvbaton.transports.cuda.cuda_driver import SHARE, CudaError, CudaGpu, Gpu, check_share
-from kvbaton.transports.cuda.cuda_event_wait import quiet_event
+from kvbaton.transports.cuda.cuda_driver import SHARE, CudaError, CudaGpu, Gpu, check_share, quiet_event
 from kvbaton.transports.cuda.cuda_listener import CudaDoor, CudaEndpoint, parse_endpoint
-from kvbaton.transports.cuda.cuda_runner import LAUNCH_BYTES, SMALL_NUMBERS, UNDER_WAY_MAX, CudaRunner, Tables
-from kvbaton.transports.cuda.cuda_table import (
+from kvbaton.transports.cuda.cuda_runner import (
     GROUP_NUMBERS,
     GROUPS_MAX,
+    LAUNCH_BYTES,
+    SMALL_NUMBERS,
     TABLE_NUMBERS_MAX,
+    UNDER_WAY_MAX,
+    CudaRunner,
     LaunchGroup,
+    Tables,
     bytes_of,
     check_weave,
     numbers_of,

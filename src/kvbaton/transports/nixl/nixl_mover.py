@@ -27,8 +27,7 @@ from kvbaton.protocol.errors import Reason
 from kvbaton.transports.core.jobs import CopyJob, Jobs, TurnThread
 from kvbaton.transports.core.transport import Direction, Spans
 from kvbaton.transports.cuda.cuda_driver import CudaError, Gpu
-from kvbaton.transports.nixl.nixl_agent import Agent, ListChoice, Lists, NixlError, NixlPlace
-from kvbaton.transports.nixl.nixl_endpoint import NixlEndpoint
+from kvbaton.transports.nixl.nixl_agent import Agent, ListChoice, Lists, NixlEndpoint, NixlError, NixlPlace
 
 log = logging.getLogger(__name__)
 

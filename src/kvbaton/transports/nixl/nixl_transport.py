@@ -37,10 +37,19 @@ from kvbaton.transports.core.jobs import cut
 from kvbaton.transports.core.shared_memory import DeviceMemory, RegisteredDevice, RegisteredMemory
 from kvbaton.transports.core.shell import DrivenShell, at_least_one
 from kvbaton.transports.core.transport import Capabilities, Copy, DeviceEvent, Spans
-from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu
-from kvbaton.transports.cuda.cuda_event_wait import quiet_event
-from kvbaton.transports.nixl.nixl_agent import Agent, NixlError, NixlPlace, merged, without_empty
-from kvbaton.transports.nixl.nixl_endpoint import NixlEndpoint, name_agent, pack, parse, this_life
+from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu, quiet_event
+from kvbaton.transports.nixl.nixl_agent import (
+    Agent,
+    NixlEndpoint,
+    NixlError,
+    NixlPlace,
+    merged,
+    name_agent,
+    pack,
+    parse,
+    this_life,
+    without_empty,
+)
 from kvbaton.transports.nixl.nixl_mover import NixlLink, NixlMover
 
 CLOSE_S = 5.0

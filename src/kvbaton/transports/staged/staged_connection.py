@@ -27,8 +27,20 @@ from kvbaton.transports.core.transport import Direction, Spans
 from kvbaton.transports.local.region_listener import LENGTH, TakeDescriptors
 from kvbaton.transports.net.connection_handshake import greet
 from kvbaton.transports.net.socket_loop import SocketLoop
-from kvbaton.transports.net.stream_socket import Bytes, ByteSource, ByteStrip, Script, Take, Wire, take
-from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, FrameKind, FrameStatus, parse
+from kvbaton.transports.net.stream_socket import (
+    FRAME_BYTES,
+    Bytes,
+    ByteSource,
+    ByteStrip,
+    Frame,
+    FrameKind,
+    FrameStatus,
+    Script,
+    Take,
+    Wire,
+    parse,
+    take,
+)
 from kvbaton.transports.staged.staged_listener import HELLO_BYTES_MAX, StagedEndpoint, StagedHello, dial
 from kvbaton.transports.staged.staged_slots import (
     Slots,

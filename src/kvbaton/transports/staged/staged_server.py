@@ -32,8 +32,19 @@ from kvbaton.transports.core.transport import Cause, Direction, Spans, cause_of
 from kvbaton.transports.local.region_listener import LENGTH, STRANGERS_MAX, same_user
 from kvbaton.transports.net.connection_handshake import Admitted, PeerListener, Reception
 from kvbaton.transports.net.socket_loop import SocketLoop
-from kvbaton.transports.net.stream_socket import Bytes, ByteStrip, Script, Skip, Wire, take
-from kvbaton.transports.net.transfer_frames import FRAME_BYTES, Frame, FrameKind, FrameStatus, parse
+from kvbaton.transports.net.stream_socket import (
+    FRAME_BYTES,
+    Bytes,
+    ByteStrip,
+    Frame,
+    FrameKind,
+    FrameStatus,
+    Script,
+    Skip,
+    Wire,
+    parse,
+    take,
+)
 from kvbaton.transports.staged.staged_listener import Carrier, StagedHello, listen
 from kvbaton.transports.staged.staged_slots import (
     SLOTS_MAX,

@@ -25,8 +25,7 @@ from kvbaton.transports.core.jobs import Rows, as_spans
 from kvbaton.transports.core.shared_memory import Region, allocate
 from kvbaton.transports.core.transport import Spans
 from kvbaton.transports.cuda.cuda_driver import CudaError, Gpu
-from kvbaton.transports.cuda.cuda_runner import UNDER_WAY_MAX, CudaRunner, Tables
-from kvbaton.transports.cuda.cuda_table import LaunchGroup, divided
+from kvbaton.transports.cuda.cuda_runner import UNDER_WAY_MAX, CudaRunner, LaunchGroup, Tables, divided
 
 SLOTS_MAX = 64
 SLOT_BYTES = range(1 << 20, (64 << 20) + 1)

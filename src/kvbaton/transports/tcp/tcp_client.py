@@ -26,8 +26,21 @@ from kvbaton.transports.core.jobs import CopyJob, Jobs, size_of, to_wire
 from kvbaton.transports.core.transport import Direction, Spans
 from kvbaton.transports.net.connection_handshake import greet
 from kvbaton.transports.net.socket_loop import SocketLoop
-from kvbaton.transports.net.stream_socket import Bytes, ByteStrip, Script, Sink, Skip, Wire, take
-from kvbaton.transports.net.transfer_frames import FRAME_BYTES, WINDOW_MAX, Frame, FrameKind, FrameStatus, parse
+from kvbaton.transports.net.stream_socket import (
+    FRAME_BYTES,
+    WINDOW_MAX,
+    Bytes,
+    ByteStrip,
+    Frame,
+    FrameKind,
+    FrameStatus,
+    Script,
+    Sink,
+    Skip,
+    Wire,
+    parse,
+    take,
+)
 from kvbaton.transports.tcp.tcp_server import family_of, prepare
 
 

@@ -21,8 +21,21 @@ from kvbaton.transports.core.shared_memory import RegisteredMemory
 from kvbaton.transports.core.transport import Cause, Direction, Spans, cause_of
 from kvbaton.transports.net.connection_handshake import BACKLOG, Admitted, PeerListener, Reception
 from kvbaton.transports.net.socket_loop import SocketLoop
-from kvbaton.transports.net.stream_socket import Bytes, ByteStrip, Script, Sink, Skip, Wire, take
-from kvbaton.transports.net.transfer_frames import FRAME_BYTES, WINDOW_MAX, Frame, FrameKind, FrameStatus, parse
+from kvbaton.transports.net.stream_socket import (
+    FRAME_BYTES,
+    WINDOW_MAX,
+    Bytes,
+    ByteStrip,
+    Frame,
+    FrameKind,
+    FrameStatus,
+    Script,
+    Sink,
+    Skip,
+    Wire,
+    parse,
+    take,
+)
 
 STREAMS_PER_PEER_MAX = 16
 TOO_SLOW = "the loan was revoked, and the request did not end in time"

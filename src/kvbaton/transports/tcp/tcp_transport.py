@@ -36,8 +36,7 @@ from kvbaton.transports.core.shared_memory import RegisteredMemory
 from kvbaton.transports.core.shell import CLOSED, ServingShell, at_least_one
 from kvbaton.transports.core.transport import Capabilities, Copy, FenceEnded, Spans
 from kvbaton.transports.net.socket_loop import SocketLoop
-from kvbaton.transports.net.stream_socket import ByteStrip
-from kvbaton.transports.net.transfer_frames import ROWS_MAX
+from kvbaton.transports.net.stream_socket import ROWS_MAX, ByteStrip
 from kvbaton.transports.tcp.tcp_client import TcpLink, TcpRoute
 from kvbaton.transports.tcp.tcp_server import STREAMS_PER_PEER_MAX, TcpServer
 

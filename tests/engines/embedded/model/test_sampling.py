@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvbaton.engines.embedded.engine_request import Sampling
-from kvbaton.engines.embedded.model.sampling import choose
+from kvbaton.engines.embedded.model.decoder import choose
 from kvbaton.engines.embedded.tokenizer import EOS, SPEAKABLE, VOCAB
 
 

@@ -14,8 +14,7 @@ from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
 from kvbaton.engines.embedded.engine_request import Sampling
 from kvbaton.engines.embedded.memory.kv_memory import KvGeometry, KvMemory, allocate_regions
 from kvbaton.engines.embedded.model.attention import AttentionPiece
-from kvbaton.engines.embedded.model.decoder import Model
-from kvbaton.engines.embedded.model.sampling import choose
+from kvbaton.engines.embedded.model.decoder import Model, choose
 
 from ..helpers import SLIDING, TINY, Prompt, prompt
 

@@ -22,8 +22,7 @@ from kvbaton.ranks.engine_store import RankStoreInterface
 from kvbaton.ranks.store_trust import trust_of
 from kvbaton.store.interface import OrderEnded, OrderId
 from kvbaton.store.memory_backend import MemoryBackend
-from kvbaton.store.store_server import StoreServer
-from kvbaton.store.tcp_server_side import LineServer
+from kvbaton.store.tcp_server_side import LineServer, StoreServer
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.shared_memory import DeviceMemory
 from tests.transports.device.fake_gpu import FakeGpu

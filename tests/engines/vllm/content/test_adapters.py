@@ -10,16 +10,16 @@ from types import ModuleType
 
 import pytest
 
-from kvbaton.engines.vllm.content import adapters
-from kvbaton.engines.vllm.content.adapters import ONLY_HERE, adapter_text
+from kvbaton.engines.vllm.content import request_content
+from kvbaton.engines.vllm.content.request_content import ONLY_HERE, adapter_text
 
 NUMBERS = itertools.count(1)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapters, "_seen", {})
-    monkeypatch.setattr(adapters, "_said", set())
+    monkeypatch.setattr(request_content, "_seen", {})
+    monkeypatch.setattr(request_content, "_said", set())
 
 
 def made(place: Path, **files: bytes) -> Path:
@@ -120,8 +120,8 @@ def test_what_cannot_be_looked_at_is_shared_with_nobody_and_said_once(
 def test_a_folder_of_too_many_files_and_an_adapter_too_many_are_shared_with_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapters, "FILES_MAX", 2)
-    monkeypatch.setattr(adapters, "ADAPTERS_MAX", 1)
+    monkeypatch.setattr(request_content, "FILES_MAX", 2)
+    monkeypatch.setattr(request_content, "ADAPTERS_MAX", 1)
     assert not is_shared(text(made(tmp_path / "a", b=b"", c=b"")))
     assert is_shared(text(made(tmp_path / "b"), 1)) and is_shared(text(tmp_path / "b", 1))
     assert not is_shared(text(tmp_path / "b", 2))

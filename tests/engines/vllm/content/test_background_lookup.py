@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from kvbaton.engines.side import guard
-from kvbaton.engines.vllm.content import background_lookup, request_content
-from kvbaton.engines.vllm.content.background_lookup import WAIT_S, Looker
+from kvbaton.engines.vllm.content import request_content
+from kvbaton.engines.vllm.content.request_content import WAIT_S, Looker
 from tests.waiting import until
 
 
@@ -45,7 +45,7 @@ def test_what_is_not_found_in_time_stays_unknown() -> None:
 
 
 def test_so_many_wait_and_a_further_one_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(background_lookup, "WAITING_MAX", 2)
+    monkeypatch.setattr(request_content, "WAITING_MAX", 2)
     looker: Looker[int] = Looker("test")
     go, begun = threading.Event(), threading.Event()
     assert not looker.ask("first", lambda: begun.set() or (go.wait() and 1))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvbaton.engines.vllm.content.drafting import HAS_KV, answers_with, draft_key, lookahead
 from kvbaton.engines.vllm.content.request_content import handed_position, shorten
+from kvbaton.engines.vllm.content.vllm_compat import HAS_KV, answers_with, draft_key, lookahead
 
 
 def config(method: str | None = None, ahead: int | None = None, model: str = "head", **more: Any) -> Any:

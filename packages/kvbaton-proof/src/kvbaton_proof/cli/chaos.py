@@ -23,8 +23,8 @@ from kvbaton.cli import progress
 from kvbaton.cli.arguments import minutes, whole
 from kvbaton.cli.progress import note
 from kvbaton.cli.screen import stdout
-from kvbaton.processes.open_files import raise_file_limit
-from kvbaton.processes.operator_errors import CommandError
+from kvbaton.processes.child_process import raise_file_limit
+from kvbaton.processes.operator_control import CommandError
 from kvbaton_proof.chaos import chaos_plan as plans
 from kvbaton_proof.chaos.fault_catalogue import BY_NAME, FAULTS, ON_STREAMS, PROMISES
 from kvbaton_proof.chaos.outcome import Outcome

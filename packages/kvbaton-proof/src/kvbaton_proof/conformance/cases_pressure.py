@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvbaton.api.params import REFUSED_FOR_D
-from kvbaton.engines.vllm.waiting import ASKED_MAX
+from kvbaton.engines.vllm.block_pool import ASKED_MAX
 from kvbaton.node.pin_budget import PinBudget
 from kvbaton.node.prompt_account import PromptAccount
 from kvbaton.protocol.geometry.layout import needed_blocks

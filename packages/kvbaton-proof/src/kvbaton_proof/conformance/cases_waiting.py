@@ -6,7 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from kvbaton.engines.vllm.waiting import ASKED_MAX
+from kvbaton.engines.vllm.block_pool import ASKED_MAX
 from kvbaton.protocol.effects import Report
 from kvbaton_proof.conformance import stores
 from kvbaton_proof.conformance.case_registry import case

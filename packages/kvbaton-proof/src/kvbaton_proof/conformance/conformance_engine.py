@@ -265,7 +265,7 @@ class LabEngine:
         from vllm.sampling_params import SamplingParams
         from vllm.v1.request import Request, RequestStatus
 
-        from kvbaton.engines.vllm import early_claims
+        from kvbaton.engines.vllm import connector_parts
 
         name = name or f"r{next(self._names)}"
         sampling = SamplingParams(
@@ -292,7 +292,7 @@ class LabEngine:
         shortened = hands_over and len(prompt) > back and not computes_all
         history = isinstance(params, dict) and params.get("history")
         if history or self.shape.pipelined or in_step is not None:
-            early_claims.came(self.scheduler, request)  # as vLLM's thread that reads it
+            connector_parts.came(self.scheduler, request)  # as vLLM's thread that reads it
         known = request.all_token_ids[:] if history else prompt
         self.outcomes[name] = StepOutcome(tuple(known[:-back] if shortened else known))
         if in_step is not None:

@@ -23,11 +23,10 @@ from kvbaton.control.zmq import ZmqControl
 from kvbaton.ranks.rank_messages import ENGINE
 from kvbaton.ranks.rank_store_link import RemoteRankStore
 from kvbaton.ranks.rank_store_messages import RankStoreNews
-from kvbaton.ranks.store_address import STORE_NAME
+from kvbaton.ranks.store_trust import STORE_NAME
 from kvbaton.store.memory_backend import MemoryBackend
-from kvbaton.store.store_server import StoreServer
 from kvbaton.store.tcp_backend import LinedBackend
-from kvbaton.store.tcp_server_side import LineServer
+from kvbaton.store.tcp_server_side import LineServer, StoreServer
 from kvbaton.transports.shm.shm_transport import ShmTransport
 from kvbaton.transports.tcp.tcp_transport import TcpTransport
 

@@ -13,10 +13,9 @@ from typing import Any, Literal
 import msgspec
 
 from kvbaton.api.params import Mode
-from kvbaton.control.addressing import check_authority, check_endpoint, registry_places
-from kvbaton.control.joining.advertised_address import own_address
+from kvbaton.control.addressing import check_authority, check_endpoint, own_address, registry_places
+from kvbaton.control.joining.join_client import AUTO, Credentials
 from kvbaton.control.joining.join_token import TOKEN_ENV
-from kvbaton.control.joining.key_source import AUTO, Credentials
 from kvbaton.control.keyring import data_parallel_name
 from kvbaton.node.pin_budget import PIN_SHARE, PIN_WAIT_S
 from kvbaton.node.turn_keeping import TurnSettings
@@ -27,7 +26,7 @@ from kvbaton.protocol.legality import Role
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.ticket import TICKET_LIFE_S_MAX
 from kvbaton.ranks.engine_store import EngineStoreSettings
-from kvbaton.ranks.store_address import STORE_NAME, store_place
+from kvbaton.ranks.store_trust import STORE_NAME, store_place
 from kvbaton.security.sealing import Encrypt
 from kvbaton.transports import catalogue
 from kvbaton.transports.catalogue import ChecksumChoice

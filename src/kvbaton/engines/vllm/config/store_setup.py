@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import zmq
 
 from kvbaton.control.addressing import ControlError
-from kvbaton.control.joining.key_source import Enrolment, enrolled
+from kvbaton.control.joining.join_client import Enrolment, enrolled
 from kvbaton.control.keyring import TICKET_KEY_BYTES, Keyring, data_parallel_name, engine_and_rank, load
 from kvbaton.engines.vllm.config.connector_settings import FIELD, ConnectorSettings
 from kvbaton.engines.vllm.memory.vllm_layout import RankFacts, engine_layout
@@ -22,10 +22,9 @@ from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.legality import Role
 from kvbaton.ranks.device_store import DeviceRankStore, StagingShape
 from kvbaton.ranks.engine_store import RankStoreInterface
-from kvbaton.ranks.rank_store import LocalRankStore
-from kvbaton.ranks.rank_store_host import MakeRankStore
-from kvbaton.ranks.rank_values import NotStorable, rank_values
-from kvbaton.ranks.store_address import Served, opener, store_place
+from kvbaton.ranks.rank_store import LocalRankStore, NotStorable, rank_values
+from kvbaton.ranks.rank_store_link import MakeRankStore
+from kvbaton.ranks.store_trust import Served, opener, store_place
 from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.cuda.cuda_driver import CudaGpu, Gpu
 

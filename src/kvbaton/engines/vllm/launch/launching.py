@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.engines.vllm.launch import nixl_shim
-from kvbaton.processes.operator_errors import CommandError
+from kvbaton.processes.operator_control import CommandError
 
 PYTHON_VARIABLE = "KVBATON_VLLM_PYTHON"
 VENV = ".venv-vllm"

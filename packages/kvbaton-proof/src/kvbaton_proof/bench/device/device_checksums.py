@@ -25,10 +25,9 @@ from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.protocol.ids import JobId
 from kvbaton.transports.catalogue import SUMS
 from kvbaton.transports.checksum.checksum_device import DIGEST_BYTES, PART_BYTES, PIECE_BYTES
-from kvbaton.transports.checksum.checksum_portions import Checksum, portions
+from kvbaton.transports.checksum.checksum_memory import Checksum, portions
 from kvbaton.transports.core.transport import Copy, Direction
-from kvbaton.transports.cuda.cuda_runner import Tables
-from kvbaton.transports.cuda.cuda_table import LaunchGroup
+from kvbaton.transports.cuda.cuda_runner import LaunchGroup, Tables
 from kvbaton_proof.bench.device.device_peer import Offer, Order, P, Prompts, device_side
 from kvbaton_proof.bench.device.device_world import BLOCK_BYTES, DEVICE, Cache, TimedGpu, blocks_of, pattern, weave_of
 from kvbaton_proof.bench.kit.handoff_side import Want

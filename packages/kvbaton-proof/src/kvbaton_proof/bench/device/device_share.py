@@ -31,8 +31,7 @@ from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.transports.cuda import cuda_runner
 from kvbaton.transports.cuda.cuda_driver import CudaError
 from kvbaton.transports.cuda.cuda_driver import kernels as kernels_of_package
-from kvbaton.transports.cuda.cuda_runner import Tables
-from kvbaton.transports.cuda.cuda_table import LaunchGroup
+from kvbaton.transports.cuda.cuda_runner import LaunchGroup, Tables
 from kvbaton_proof.bench.device.device_world import DEVICE, Cache, TimedGpu, blocks_of, pattern, weave_of
 
 COUNTS = (16, 128, 1000)

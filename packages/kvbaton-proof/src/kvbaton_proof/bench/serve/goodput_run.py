@@ -21,8 +21,7 @@ import msgspec
 
 from kvbaton.local_cluster.vllm_engine import ServerOptions
 from kvbaton.processes.child_process import Say
-from kvbaton.processes.operator_control import told_to_stop
-from kvbaton.processes.operator_errors import CommandError
+from kvbaton.processes.operator_control import CommandError, told_to_stop
 from kvbaton.router.openai_api import MODE_HEADER
 from kvbaton_proof.bench.kit import run_facts
 from kvbaton_proof.bench.kit.run_facts import RunFacts

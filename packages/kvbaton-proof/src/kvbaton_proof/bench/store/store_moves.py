@@ -33,10 +33,22 @@ from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
 from kvbaton.processes.child_process import KVBATON_ARGV, free_ports
 from kvbaton.protocol.content import Content
-from kvbaton.ranks.store_address import opener, store_place
-from kvbaton.ranks.store_trust import trust_of
-from kvbaton.store.content_keys import Space, chain, keys, prefix
-from kvbaton.store.interface import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pieces, Put, StoreSettings
+from kvbaton.ranks.store_trust import opener, store_place, trust_of
+from kvbaton.store.interface import (
+    Backend,
+    Get,
+    Lookup,
+    Order,
+    OrderEnded,
+    OrderId,
+    Pieces,
+    Put,
+    Space,
+    StoreSettings,
+    chain,
+    keys,
+    prefix,
+)
 from kvbaton.store.mooncake_backend import MooncakeBackend, MooncakeSettings
 from kvbaton.store.threaded_store import KeptStore
 from kvbaton.store.value_header import ALONE, StoreTrust

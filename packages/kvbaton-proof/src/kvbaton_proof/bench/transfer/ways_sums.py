@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvbaton.protocol.ids import PeerId
-from kvbaton.transports.checksum.checksum_portions import Checksum
+from kvbaton.transports.checksum.checksum_memory import Checksum
 from kvbaton.transports.checksum.checksum_transport import SumConfig, SummedTransport
 from kvbaton.transports.core.transport import HostTransport
 from kvbaton.transports.shm.shm_transport import ShmTransport

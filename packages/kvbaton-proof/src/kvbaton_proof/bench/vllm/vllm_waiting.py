@@ -34,7 +34,7 @@ WAYS = ("asked about at every step", "put aside")
 
 def measure(requests: int, tokens: int, cached: int) -> dict[str, float]:
     """Milliseconds of a step, the median of each way."""
-    from kvbaton.engines.vllm.waiting import status_aside
+    from kvbaton.engines.vllm.block_pool import status_aside
     from kvbaton_proof.conformance.lab import Lab, d_params, prompt_of, router_ticket
 
     shape = configs.EngineShape(

@@ -29,7 +29,7 @@ from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId, rank_peer
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import Envelope, decode
 from kvbaton.protocol.wire.messages import ALL_FEATURES, NEWEST, SPOKEN, Card
-from kvbaton.store import store_client
+from kvbaton.store import tcp_backend
 from kvbaton_proof.chaos.liars.liar_reach import ANSWER_S, BUFFER_BYTES, Reach
 from kvbaton_proof.chaos.liars.lies import Count, Guise
 from kvbaton_proof.lies.lie_fields import Fields, Seen
@@ -79,7 +79,7 @@ class Greeted(msgspec.Struct, frozen=True):
     welcome: m.Welcome
 
 
-Heard = m.Message | registry.FromRegistry | registry.ToOperator | store_client.Invited
+Heard = m.Message | registry.FromRegistry | registry.ToOperator | tcp_backend.Invited
 Manner = Callable[[Asked], None]
 
 
@@ -220,7 +220,7 @@ class Post:
             if member.role == "router":
                 self._from_registry(frame, worker)
             elif member.role == "store":
-                told = store_client.reply(frame)
+                told = tcp_backend.reply(frame)
                 if told is not None:
                     self._heard.append((worker, 0, Incarnation(0), told))
             else:

@@ -28,7 +28,7 @@ from kvbaton.protocol.ids import Incarnation, PeerId, TransferId, WorkerId, hand
 from kvbaton.protocol.wire import messages as m
 from kvbaton.protocol.wire.codec import pack_blocks
 from kvbaton.security import sealing
-from kvbaton.store import store_client
+from kvbaton.store import tcp_backend
 from kvbaton.store.tcp_connection import KEYS_MAX, Item, LineError, Op, StoreConnection, greet
 from kvbaton.transports.core.transport import Direction
 from kvbaton_proof.chaos.liars.liar_http import Door
@@ -162,8 +162,8 @@ def _flights(post: Post, names: list[str]) -> bytes:
 
 
 def hoard(post: Post, _: Door, to: str, until: float) -> None:
-    frames = [store_client.encode(store_client.Dial(number)) for number in range(INVITATIONS)]
-    frames += [store_client.encode(store_client.Dial(-1)), b"\xc1" * 64, secrets.token_bytes(1 << 16)]
+    frames = [tcp_backend.encode(tcp_backend.Dial(number)) for number in range(INVITATIONS)]
+    frames += [tcp_backend.encode(tcp_backend.Dial(-1)), b"\xc1" * 64, secrets.token_bytes(1 << 16)]
     post.rng.shuffle(frames)
     for frame in frames:
         if time.monotonic() > until:
@@ -172,7 +172,7 @@ def hoard(post: Post, _: Door, to: str, until: float) -> None:
         post.rest(time.monotonic() + 0.002)
     post.rest(time.monotonic() + ANSWER_S / 4)
     host = urlsplit(post.errand.members[to].control).hostname or ""
-    invited = iter(post.all_heard(store_client.Invited))
+    invited = iter(post.all_heard(tcp_backend.Invited))
     held: list[StoreConnection] = []
     for op, items in _odd_questions():
         try:
@@ -203,7 +203,7 @@ def _odd_questions() -> list[tuple[Op, list[Item]]]:
     ]
 
 
-def _line(host: str, invited: store_client.Invited) -> StoreConnection:
+def _line(host: str, invited: tcp_backend.Invited) -> StoreConnection:
     line = StoreConnection(socket.create_connection((host, invited.port), ANSWER_S))
     line.until = time.monotonic() + ANSWER_S
     try:

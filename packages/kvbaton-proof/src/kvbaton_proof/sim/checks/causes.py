@@ -15,14 +15,13 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.protocol.effects import Copy, End
+from kvbaton.protocol.effects import Begun, Copy, End, Ended, Mark, Side, Step
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import HandoffId, PeerId, WorkerId
 from kvbaton.protocol.machines.context import MARKS_MAX, Parts
 from kvbaton.protocol.machines.inbound import Intake, IntakeState
 from kvbaton.protocol.machines.pairing_state import LinkState, Session
 from kvbaton.protocol.machines.push_writer import Outlet
-from kvbaton.protocol.marks import Begun, Ended, Mark, Side, Step
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire import messages as m
 from kvbaton_proof.sim.checks.step_invariants import quarantined, restless

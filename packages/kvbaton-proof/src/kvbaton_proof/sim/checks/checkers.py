@@ -5,9 +5,9 @@ Those that can be seen at every step are checked there (`life.py`, `engine.py`, 
 
 from __future__ import annotations
 
+from kvbaton.protocol.effects import Step
 from kvbaton.protocol.ids import PeerId, WorkerId
 from kvbaton.protocol.machines.pairing_state import LinkState
-from kvbaton.protocol.marks import Step
 from kvbaton_proof.sim.checks import rank_checks
 from kvbaton_proof.sim.checks.answer_checks import check_streams
 from kvbaton_proof.sim.checks.tables import check_tables

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvbaton.node.pin_budget import WAITING_MAX
+from kvbaton.protocol.effects import Mark, Side, Step
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CacheReplaced, Discarded, DrainStarted, PutWanted, Wanted
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PutId, Reader
@@ -17,7 +18,6 @@ from kvbaton.protocol.machines.consumer import Consumer
 from kvbaton.protocol.machines.lease import Lease, LeaseState, ReaderState
 from kvbaton.protocol.machines.producer import Producer
 from kvbaton.protocol.machines.puts import PutState
-from kvbaton.protocol.marks import Mark, Side, Step
 from kvbaton.protocol.wire.messages import Abandon, Offer
 from kvbaton_proof.sim.checks.rank_checks import check_gone, check_step
 from kvbaton_proof.sim.promises import HANG, LEAK, NEEDLESS, RULE, WRONG, Broken

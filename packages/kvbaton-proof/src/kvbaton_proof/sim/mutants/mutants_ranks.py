@@ -16,10 +16,10 @@ from kvbaton.ranks import rank_link, rank_planes
 from kvbaton.ranks.rank_link import RankLink
 from kvbaton.ranks.rank_messages import Submit
 from kvbaton.ranks.rank_planes import HostedPlane
+from kvbaton.ranks.rank_store import RankValues
 from kvbaton.ranks.rank_store_link import RemoteRankStore
 from kvbaton.ranks.rank_stream import Stream, StreamEnvelope
 from kvbaton.ranks.rank_transport import RemoteTransport
-from kvbaton.ranks.rank_values import RankValues
 from kvbaton_proof.sim.mutants.mutation import Mutant, both, swap
 
 _envelopes = msgspec.msgpack.Decoder(StreamEnvelope)

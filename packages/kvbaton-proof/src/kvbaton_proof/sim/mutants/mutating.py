@@ -47,7 +47,7 @@ def core() -> tuple[str, ...]:
 
 
 _CARRIED = "sockets and threads, which decide nothing: a world has a carrier of its own in their place"
-SOCKETS = {"ranks.rank_sockets": _CARRIED}
+SOCKETS = {"ranks.rank_stream": _CARRIED}
 """What no world can run, and why; tests/ranks/test_rank_*.py do."""
 
 

@@ -22,14 +22,11 @@ import msgspec
 from kvbaton.protocol.events import Groups
 from kvbaton.protocol.geometry.layout import EngineLayout
 from kvbaton.ranks.engine_store import AskId, EngineStore, EngineStoreSettings, RankStoreInterface, StoreTold
-from kvbaton.ranks.rank_store import LocalRankStore, rank_store_settings
-from kvbaton.ranks.rank_store_host import MakeRankStore
-from kvbaton.ranks.rank_store_link import RemoteRankStore
+from kvbaton.ranks.rank_store import LocalRankStore, rank_store_settings, rank_values
+from kvbaton.ranks.rank_store_link import MakeRankStore, RemoteRankStore
 from kvbaton.ranks.rank_stream import Clock
-from kvbaton.ranks.rank_values import rank_values
 from kvbaton.ranks.store_trust import RankStoreTrust
-from kvbaton.store.content_keys import keys
-from kvbaton.store.interface import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pins, Put, StoreSettings
+from kvbaton.store.interface import Backend, Get, Lookup, Order, OrderEnded, OrderId, Pins, Put, StoreSettings, keys
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.order_scheduler import Keeper
 from kvbaton.store.order_scripts import BackendCall, CallAnswer, Task
