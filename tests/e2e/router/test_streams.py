@@ -144,6 +144,20 @@ async def test_a_stream_outlives_one_d_after_the_other(crew: Crew) -> None:
         assert made.router.stats.waits.moves == {"died": 3}
 
 
+async def test_a_move_to_a_d_that_has_died_too_is_followed_by_another(crew: Crew) -> None:
+    """No try of a move may be repeated within it here: whoever is asked first and is dead would have been the end."""
+    kinds = ["greedy", "seeded", "chat", "seeded chat", "greedy", "seeded", "chat", "seeded chat", "ids"]
+    async with streets(crew, "p0", "d0", "d1", "strict", decode_retries=0) as made:
+        right = await read_all(made, kinds, "pull", [Reader() for _ in kinds])
+
+        def end() -> None:
+            crew.kill("d0")
+            crew.kill("d1")
+
+        check(await cut(made, kinds, "pull", end), right, kinds)
+        assert made.router.stats.waits.moves_failed == {}
+
+
 async def test_where_nobody_can_go_on_the_stream_ends_with_the_error_event(crew: Crew) -> None:
     async with streets(crew, "p0", "d0") as made:
         reader = Reader()

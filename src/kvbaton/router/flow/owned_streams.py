@@ -82,7 +82,7 @@ class Answers(Protocol):
     """What has calls answered."""
 
     async def serve(self, call: RoutedCall) -> Reply: ...
-    async def serve_behind(self, call: RoutedCall, left: ChosenRoute, why: str) -> Reply: ...
+    async def serve_behind(self, call: RoutedCall, left: ChosenRoute, why: str, avoid: frozenset[PeerId]) -> Reply: ...
 
 
 class OwnedStreams:
@@ -121,8 +121,8 @@ class OwnedStreams:
     def lists(self, peer: PeerId) -> bool:
         return self._roster.lists(peer, self.now())
 
-    def others(self, call: RoutedCall, but: PeerId) -> bool:
-        """Whether some other D could go on."""
+    def others(self, call: RoutedCall, but: PeerId | None) -> bool:
+        """Whether some D could go on, `but` apart."""
         assert call.life is not None
         workers = self._roster.view(self.now()).workers
         takes = call.life.takes
@@ -239,16 +239,20 @@ class OwnedStream:
         if rest:
             self._rest = rest
             return
-        if not hindrance:
+        avoid = frozenset({old.route.decode.peer})
+        while not hindrance:
             wait_s = streams.turns.take(streams.now())
             if wait_s > TURN_S_MAX:
                 hindrance = "moves_per_s"
-            elif wait_s:
+                break
+            if wait_s:
                 await asyncio.sleep(wait_s)
-        if not hindrance:
-            hindrance = await self._asked_another(why)
-        if not hindrance:
-            return
+            failed = await self._asked_another(why, avoid)
+            if failed is None:
+                return
+            # Whoever was asked may have died too, unnoticed until now, and the D that was left may only have been slow
+            avoid = frozenset()
+            hindrance = self._hindrance_behind(failed)
         count(streams.stats.waits.moves_failed, hindrance)
         log.warning(
             "[stream-not-continued] request %s: %s %s, and its stream ends there: %s",
@@ -258,7 +262,16 @@ class OwnedStream:
             raise fault
         self._rest = last
 
-    async def _asked_another(self, why: str) -> str:
+    def _hindrance_behind(self, failed: ApiError) -> str:
+        """Why none is asked after one that failed."""
+        streams, life = self._streams, self._call.life
+        assert life is not None
+        may_again = life.moves < streams.settings.moves_max and streams.now() < self._call.deadline
+        may_again = may_again and not failed.is_clients and streams.others(self._call, None)
+        return "" if may_again else failed.code or "none"
+
+    async def _asked_another(self, why: str, avoid: frozenset[PeerId]) -> ApiError | None:
+        """The fault of those that could not; None: one goes on."""
         streams, life, old = self._streams, self._call.life, self.reply
         assert life is not None
         life.moves += 1
@@ -266,10 +279,10 @@ class OwnedStream:
         life.delivered.moved()
         self._leaving, self._is_noted = "", False
         try:
-            self.reply = await streams.flow.serve_behind(self._call, old.route, why)
+            self.reply = await streams.flow.serve_behind(self._call, old.route, why, avoid)
         except ApiError as error:
             self._is_noted = True
-            return error.code or "none"
+            return error
         streams.stats.waits.moves[why] += 1
         log.info(
             "[stream-moved] request %s: %s %s; %s goes on behind %d tokens",
@@ -277,7 +290,7 @@ class OwnedStream:
             extra={"request": self._call.name},
         )  # fmt: skip
         self._stand()
-        return ""
+        return None
 
     def failed(self, fault: ApiError | None) -> None:
         """It ended with an error of D's; noted once."""

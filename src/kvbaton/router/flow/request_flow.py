@@ -125,10 +125,10 @@ class Flow:
         await self._pace.turn(call.size)
         return await self._in_time(call, self._begin(call))
 
-    async def serve_behind(self, call: RoutedCall, left: ChosenRoute, why: str) -> Reply:
-        """The same answer from its first token on, from others than the D that was left."""
+    async def serve_behind(self, call: RoutedCall, left: ChosenRoute, why: str, avoid: frozenset[PeerId]) -> Reply:
+        """The same answer from its first token on, from others than those to `avoid`."""
         tries = self._begin(call)
-        tries.behind, tries.doubts = call.life, Doubts(avoid=frozenset({left.decode.peer}))
+        tries.behind, tries.doubts = call.life, Doubts(avoid=avoid)
         tries.trip.mark(MOVED, f"{why} {left.decode.name}")
         return await self._in_time(call, tries)
 
