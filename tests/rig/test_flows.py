@@ -43,9 +43,8 @@ def test_a_token_less_or_more_is_a_problem(ids: list[int]) -> None:
     assert "3 were due" in flow(event([1]), event(ids, "length")).problem
 
 
-def test_a_gap_is_from_the_last_event_before_to_the_first_one_after() -> None:
+def test_gaps_are_of_the_time_in_which_they_end() -> None:
     found = flow()
     found.moments = [1.0, 2.0, 5.0, 5.5]
-    assert found.gap_at(2.5) == 3.0
-    assert found.gap_at(6.0) == float("inf")
+    assert found.gaps(2.0, 9.0) == [3.0, 0.5]
     assert found.gaps(4.0, 5.2) == [3.0]

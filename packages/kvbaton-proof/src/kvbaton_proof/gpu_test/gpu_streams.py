@@ -39,6 +39,7 @@ CUT_AFTER = 3  # the part of an answer that is told before D is killed
 MOST = 0.5  # of the streams, which do not all begin at once
 SLACK = 0.1
 """By so many of all streams a run may differ from another that repeats it."""
+TOOLS = ("--enable-auto-tool-choice", "--tool-call-parser", "hermes")
 POSITIONS = ("--hf-overrides", '{"max_position_embeddings": 32768}')
 NAMES = ("prompt", "lease", "block", "claim", "commit", "reader", "engine", "answer", "queue", "router")
 GREEDY: Mapping[str, Any] = {"temperature": 0, **USAGE}
@@ -84,10 +85,10 @@ def specs(sizes: Sizes) -> dict[str, Spec]:
         max_model_len=max(sizes.timed_tokens) + 64, chunk_tokens=8192,
     )  # fmt: skip
     found = (
-        Spec(name=FLOAT32, model="small", decoders=2, chunk_tokens=sizes.chunk_tokens, **fronts),
+        Spec(name=FLOAT32, model="small", decoders=2, chunk_tokens=sizes.chunk_tokens, args=TOOLS, **fronts),
         Spec(
             name=BFLOAT16, model="small", dtype="bfloat16", backend="FLASH_ATTN", variant=GRAPHS, store="12GiB",
-            cache_bytes=5 * GIB, max_model_len=longest, chunk_tokens=8192, decoders=sizes.decoders, args=POSITIONS,
+            cache_bytes=5 * GIB, max_model_len=longest, chunk_tokens=8192, decoders=sizes.decoders, args=(*POSITIONS, *TOOLS),
             second_front=switches("off"), **fronts,
             own_settings={stream_times.victims(sizes.decoders)[1]: {"copies_percent": 20}},
         ),

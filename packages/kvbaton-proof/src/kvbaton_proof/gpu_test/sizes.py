@@ -54,7 +54,7 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     talk_more: int = 64
     # streams
     flows: int = 64  # at two D's, so that about 32 are cut
-    flow_answer: int = 160
+    flow_answer: int = 400
     flow_prompt: int = 200  # at most
     long_flows: int = 4  # at each D
     long_prompt: int = 15_000

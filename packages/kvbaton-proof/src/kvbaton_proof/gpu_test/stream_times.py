@@ -1,7 +1,7 @@
 """Of the part `streams`, what takes time: gaps of streams whose D dies or is drained or is well, and first tokens.
 
-Laws: a gap is what the client sees, from the last event before D was hurt to the next one. It is told beside what the
-same router takes to have as long a prompt computed anew. Ways that are compared take turns in one run.
+Laws: a gap is what the client sees: the longest one after D was hurt, until the stream flows again. It is told beside
+what the same router takes to have as long a prompt computed anew. Ways that are compared take turns in one run.
 """
 
 from __future__ import annotations
@@ -155,12 +155,14 @@ async def _gap_of(flows: Flows, engine: Engine) -> list[float]:
     moment = clock()
     counts = [len(flow.moments) for flow in hurt]
     while any(
-        not flow.is_over and len(flow.moments) <= count + 1 for flow, count in zip(hurt, counts, strict=True)
+        not flow.is_over and len(flow.moments) <= count + UNDER_WAY for flow, count in zip(hurt, counts, strict=True)
     ) and clock() < moment + CAUGHT_UP_S:  # fmt: skip
         await asyncio.sleep(0.01)
+    ended = clock()
     await asyncio.to_thread(engine.kill)
     await asyncio.sleep(SETTLE_S)
-    return [flow.gap_at(moment) for flow in hurt]
+    # What a dead engine had sent is still on its way for a while, so the gap is not the one around the moment.
+    return [max(flow.gaps(moment, ended), default=float("inf")) for flow in hurt]
 
 
 async def _blocks(name: str, group: Group, session: aiohttp.ClientSession) -> int:

@@ -63,12 +63,6 @@ class Flow:
             return f"{rows} tokens, {due} were due"
         return ""
 
-    def gap_at(self, moment: float) -> float:
-        """Between the last event before a moment and the next one; infinite where none came."""
-        before = [each for each in self.moments if each <= moment]
-        after = [each for each in self.moments if each > moment]
-        return after[0] - before[-1] if before and after else float("inf")
-
     def gaps(self, begun: float, ended: float) -> list[float]:
         """Those that end in a time."""
         return [b - a for a, b in pairwise(self.moments) if begun < b <= ended]
