@@ -88,8 +88,8 @@ def specs(sizes: Sizes) -> dict[str, Spec]:
         Spec(name=FLOAT32, model="small", decoders=2, chunk_tokens=sizes.chunk_tokens, args=TOOLS, **fronts),
         Spec(
             name=BFLOAT16, model="small", dtype="bfloat16", backend="FLASH_ATTN", variant=GRAPHS, store="12GiB",
-            cache_bytes=5 * GIB, max_model_len=longest, chunk_tokens=8192, decoders=sizes.decoders, args=(*POSITIONS, *TOOLS),
-            second_front=switches("off"), **fronts,
+            cache_bytes=5 * GIB, max_model_len=longest, chunk_tokens=8192, decoders=sizes.decoders,
+            args=(*POSITIONS, *TOOLS), second_front=switches("off"), **fronts,
             own_settings={stream_times.victims(sizes.decoders)[1]: {"copies_percent": 20}},
         ),
         fast, msgspec.structs.replace(fast, name=FAST, second_front=switches("off"), **fronts),
