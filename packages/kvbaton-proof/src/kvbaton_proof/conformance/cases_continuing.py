@@ -111,6 +111,21 @@ def copies_of_an_answer_are_loaded_by_who_goes_on(lab: Lab, runner: Any) -> None
     demand(loaded == expected, f"{loaded} tokens were loaded, expected {expected}")
 
 
+@case(mode=MODES, runner=("v1", "v2"))
+def an_answer_goes_on_beside_one_that_is_copied(lab: Lab, mode: str, runner: Any) -> None:
+    """Both are copied, and neither keeps the other waiting."""
+    shape = EngineShape(blocks=81, runner=runner)
+    _, d = lab.sharing(shape, shape, copies_percent=50)
+    first, second = prompt_of(AFTER), prompt_of(AFTER + 7)
+    _, at_first = hand_over(lab, mode, first, 40)
+    lab.until(lambda: len(d.outcomes[at_first].tokens) > 12, "the first answer to be under way")
+    _, at_second = goes_on(lab, mode, second, said_after(second, 20))
+    lab.answered(d, at_first)
+    went_on(lab, d, at_second)
+    whole = (len(first) + 39) // shape.block_tokens + (len(second) + 20 + MORE - 1) // shape.block_tokens
+    lab.until(lambda: lab.stores[-1].values >= whole, "the store to have both answers")
+
+
 @case(mode=MODES)
 def an_answer_behind_a_prompt_of_ps_is_copied(lab: Lab, mode: str) -> None:
     """D has not looked its prompt up: P had it."""
