@@ -1,5 +1,5 @@
-"""Answers that are generated in simulated worlds: what their tokens depend on, and that nothing of it can be forgotten
-unseen."""
+"""Answers that are generated in simulated worlds: what their tokens depend on, that nothing of it can be forgotten
+unseen, and that streams are moved (rules 37 to 39)."""
 
 from __future__ import annotations
 

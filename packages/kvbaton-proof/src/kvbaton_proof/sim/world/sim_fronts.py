@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvbaton.api import sse
-from kvbaton.api.params import HistoryWay, TransferParams
-from kvbaton.engines.vllm.continued_requests import refusal
+from kvbaton.api.params import TransferParams
 from kvbaton.protocol.wire.ticket import check_history
 from kvbaton_proof.sim.world.sim_generation import GeneratingEngine, Generation, Task, letters
 from kvbaton_proof.sim.world.sim_router import Errand
@@ -28,7 +27,7 @@ FIRST_S = 25.0
 """Before a D's first event, handoffs and their time-outs included."""
 LOSES = 0.5
 """Of connections that break, those that take with them what is on its way."""
-LATE, LATE_S = 0.1, 0.3
+LATE, LATE_S, JOINS = 0.1, 0.3, 0.2
 LEFT = "the worker left"
 """Of who leaves in peace: he says so in the stream."""
 
@@ -48,6 +47,7 @@ class Connection:
     told: int = 0  # tokens that were said
     shown: int = 0  # of them, those whose text was said
     _at: float = 0.0
+    _held: bytes = b""  # events that are read with the next ones
     _silent: int = 0  # counts what came: whoever looks for silence compares
 
     # --- D's end
@@ -96,10 +96,6 @@ class Connection:
             self._send(sse.event({**self._head(), "choices": [], "usage": self.stream.client.usage(len(made.answer))}))
         self._send(sse.DONE)
 
-    def refuse(self) -> None:
-        """An error in place of an answer."""
-        self._send(None)
-
     def _tell(self, tokens: Sequence[int], text: str, finish: str | None) -> None:
         choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": finish}
         if self.stream.life.is_asked or self.stream.client.wants_ids:
@@ -125,14 +121,19 @@ class Connection:
     def _arrive(self, data: bytes | None) -> None:
         if self.closed or (self.lost and data is not None):
             return
-        self._silent += 1
-        if data is None:
-            self.router.broke(self.stream, "died")
+        self._held += data or b""
+        if data and data != sse.DONE and self.router.world.chance(JOINS):
             return
-        if not self.begun:
-            self.begun, self.stream.asked = True, {self.worker.peer}
-        self.router.came(self.stream, data)
-        self.wait()
+        self._silent += 1
+        events, self._held = self._held, b""
+        if events:
+            if not self.begun:
+                self.begun, self.stream.asked = True, {self.worker.peer}
+            self.router.came(self.stream, events)
+        if data is not None:
+            self.wait()
+        elif not self.closed:
+            self.router.broke(self.stream, "died")
 
     # --- the router's end
 
@@ -157,14 +158,11 @@ class Connection:
 
 
 def front(connection: Connection, task: Task, raw: bytes | None, mode: str) -> None:
-    """D's own front end: what it refuses, what is over already, and what its engine goes on with."""
+    """D's own front end: what is over already, and what its engine goes on with."""
     worker, stream = connection.worker, connection.stream
     engine, params = worker.engine, opened(worker, raw)
     assert isinstance(engine, GeneratingEngine)
     told = () if params is None or params.history is None else params.history.tokens
-    if told and engine.way is HistoryWay.PROMPT and refusal(task.as_vllm(), told, engine.way):
-        connection.refuse()
-        return
     made: Generation = engine.generation(task, told, lambda token: connection.say(made))
     if len(told) >= task.max_tokens and worker.alive:
         made.finished = "length"

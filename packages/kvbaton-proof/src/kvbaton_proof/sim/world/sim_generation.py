@@ -15,7 +15,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -53,14 +52,6 @@ class Task(msgspec.Struct, frozen=True):
         for token in answer:
             found = found.and_then(token)
         return found
-
-    def as_vllm(self) -> SimpleNamespace:
-        """As vLLM has it, for what its adapter refuses."""
-        return SimpleNamespace(
-            max_tokens=self.max_tokens, min_tokens=0, stop_token_ids=(), ignore_eos=False,
-            temperature=0.0 if self.greedy else 1.0, presence_penalty=1.0 if self.penalty else 0.0,
-            structured_outputs="json" if self.grammar else None,
-        )  # fmt: skip
 
 
 def drawn_fields(rng: random.Random, prompts: int) -> dict[str, Any]:
