@@ -18,7 +18,7 @@ from kvbaton.cli.arguments import seconds, whole
 from kvbaton.cli.progress import note
 from kvbaton.processes.child_process import raise_file_limit
 from kvbaton.processes.operator_control import CommandError
-from kvbaton_proof.bench.router.router_rows import DIRECT, KVBATON, TARGETS, THEIRS, TOY, Level
+from kvbaton_proof.bench.router.router_rows import DIRECT, KVBATON, OWNED, PLAIN, TARGETS, THEIRS, TOY, Level
 from kvbaton_proof.cli.bench_results import names_of, new_file, show
 
 CONCURRENCY = (1, 64, 512)
@@ -29,8 +29,8 @@ QUICK_ROUNDS, QUICK_WINDOW_S, QUICK_WARMUP_S, QUICK_LAPS_MIN = 1, 0.6, 0.1, 1
 
 def add(parser: argparse.ArgumentParser) -> None:
     option = parser.add_argument
-    option("--targets", type=names_of(TARGETS[1:], in_order=True), metavar="A,B",
-           help=f"of {', '.join(TARGETS[1:])} (default: all) and direct")  # fmt: skip
+    option("--targets", type=names_of((*TARGETS[1:], OWNED, PLAIN), in_order=True), metavar="A,B",
+           help=f"of {', '.join(TARGETS[1:])} (default: all these), {OWNED}, {PLAIN} and direct")  # fmt: skip
     option("--concurrency", type=_levels, default=",".join(map(str, CONCURRENCY)), metavar="N,N",
            help="concurrency levels")  # fmt: skip
     option("--streams", type=whole(1, CONCURRENCY_MAX), default=512, metavar="N", help="concurrent streams")

@@ -35,6 +35,13 @@ _EVENT = (
 )
 
 
+_IDS = b'"finish_reason":null,"token_ids":[1917]'
+_EVENT_IDS = _EVENT.replace(b'"finish_reason":null', _IDS)
+PROMPT_TOKENS = 1020
+_PROMPT_IDS = b',"prompt_token_ids":[%s]' % b",".join(b"%d" % (7000 + at) for at in range(PROMPT_TOKENS))
+_FIRST_IDS = _EVENT.replace(b'"finish_reason":null', _IDS + _PROMPT_IDS)
+
+
 class Counts(msgspec.Struct):
     """What was asked for so far; the counters only grow."""
 
@@ -59,6 +66,12 @@ STREAM_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-E
 _PIECE = chunk(_EVENT * (EVENTS // WRITES))
 _LAST = chunk(_EVENT * (EVENTS // WRITES) + b"data: [DONE]\n\n") + b"0\r\n\r\n"
 STREAM = (STREAM_HEAD + _PIECE, *[_PIECE] * (WRITES - 2), _LAST)
+_PIECE_IDS = chunk(_EVENT_IDS * (EVENTS // WRITES))
+STREAM_IDS = (
+    STREAM_HEAD + chunk(_FIRST_IDS + _EVENT_IDS * (EVENTS // WRITES - 1)), *[_PIECE_IDS] * (WRITES - 2),
+    chunk(_EVENT_IDS * (EVENTS // WRITES) + b"data: [DONE]\n\n") + b"0\r\n\r\n",
+)  # fmt: skip
+"""For a request that wants the ids of its tokens."""
 FIRST_EVENT = STREAM_HEAD + chunk(_EVENT)
 THE_REST = chunk(_EVENT * (EVENTS - 1) + b"data: [DONE]\n\n") + b"0\r\n\r\n"
 
@@ -70,7 +83,7 @@ class Desk:
         self.counts = Counts()
         self.holding = False
         self.held: list[asyncio.WriteTransport] = []  # as many as there are connections, at most
-        self._streams: list[tuple[asyncio.WriteTransport, int]] = []  # with the number of its next piece; likewise
+        self._streams: list[tuple[asyncio.WriteTransport, tuple[bytes, ...], int]] = []  # and the number of the next
 
     def get(self, path: bytes) -> bytes:
         if path == b"/counts":
@@ -84,20 +97,20 @@ class Desk:
             self.held.clear()
         return FINE
 
-    def stream(self, transport: asyncio.WriteTransport) -> None:
+    def stream(self, transport: asyncio.WriteTransport, pieces: tuple[bytes, ...]) -> None:
         """The first piece now, the others one by one. A timer for all: of many, uvloop let some wait for a second."""
-        transport.write(STREAM[0])
+        transport.write(pieces[0])
         if not self._streams:
             asyncio.get_running_loop().call_later(GAP_S, self._go_on)
-        self._streams.append((transport, 1))
+        self._streams.append((transport, pieces, 1))
 
     def _go_on(self) -> None:
         due, self._streams = self._streams, []
-        for transport, number in due:
+        for transport, pieces, number in due:
             if not transport.is_closing():
-                transport.write(STREAM[number])
-                if number + 1 < len(STREAM):
-                    self._streams.append((transport, number + 1))
+                transport.write(pieces[number])
+                if number + 1 < len(pieces):
+                    self._streams.append((transport, pieces, number + 1))
         if self._streams:
             asyncio.get_running_loop().call_later(GAP_S, self._go_on)
 
@@ -150,7 +163,8 @@ class Backend(asyncio.Protocol):
                 self._transport.write(FIRST_EVENT)
                 desk.held.append(self._transport)
             else:
-                desk.stream(self._transport)
+                wants_ids = request.find(b'"return_token_ids":true', body_at) >= 0
+                desk.stream(self._transport, STREAM_IDS if wants_ids else STREAM)
 
 
 def content_length(head: bytes) -> int | None:

@@ -27,6 +27,8 @@ DIRECT, KVBATON, NIXL, MORIIO, TOY = "direct", "kvbaton", "vllm-router-nixl", "v
 KVBATON_2 = "kvbaton-2"
 """The same with `--processes 2`."""
 OURS = (KVBATON, KVBATON_2)
+OWNED, PLAIN = "kvbaton-owned", "kvbaton-plain"
+"""kvbaton's router before workers that have registered: it owns its streams, or does not; only where they are named."""
 TARGETS = (DIRECT, KVBATON, KVBATON_2, NIXL, MORIIO, TOY)
 """In the order in which they are measured in the first round."""
 THEIRS = (NIXL, MORIIO)

@@ -52,6 +52,8 @@ from kvbaton_proof.bench.router.router_rows import (
     MORIIO,
     NIXL,
     OURS,
+    OWNED,
+    PLAIN,
     THEIRS,
     TOY,
     Level,
@@ -120,6 +122,10 @@ def command(name: str, site: Site, ports: Ports) -> list[str]:
         words += ["--processes", "2"] if name == KVBATON_2 else []
         words += ["--access-log", "off"]  # as the others log nothing of requests here
         return [*words, "--prefill-url", prefill, "--decode-url", decode]
+    if name in (OWNED, PLAIN):
+        owned = "on" if name == OWNED else "off"
+        module = "kvbaton_proof.bench.router.router_owned"
+        return [sys.executable, "-m", module, str(ports.http), prefill, decode, owned]
     if name == TOY:
         return [sys.executable, "-m", "kvbaton_proof.bench.router.router_toy", str(ports.http), prefill, decode]
     if site.vllm_router is None:
