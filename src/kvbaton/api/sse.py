@@ -6,7 +6,6 @@ Law: what leaves `Relay` ends where an event ends; a peer that dies in mid-event
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,7 +29,10 @@ class _SseEvent(msgspec.Struct, frozen=True):
 
 
 _TYPED_TOKENS = (b"event: response.output_text.delta", b"event: content_block_delta")
-_NO_TOKEN = re.compile(rb'\[DONE\]|"(?:text|content)": ?""|"delta": ?\{\}|"choices": ?\[\]')
+_NO_TOKEN = (
+    b"[DONE]", b'"text":""', b'"text": ""', b'"content":""', b'"content": ""', b'"delta":{}', b'"delta": {}',
+    b'"choices":[]', b'"choices": []',
+)  # fmt: skip
 """What events have that only begin or end a choice, or tell the usage."""
 _encode = msgspec.json.Encoder().encode
 _told = msgspec.json.Decoder(_SseEvent).decode
@@ -69,7 +71,7 @@ def token_chunks(events: bytes) -> int:
     if events.startswith(b"event:"):  # typed
         return sum(events.count(mark) for mark in _TYPED_TOKENS)
     count = events.count(b"\ndata:") + events.startswith(b"data:")
-    return max(count - len(_NO_TOKEN.findall(events)), 0)
+    return max(count - sum(map(events.count, _NO_TOKEN)), 0)  # a tenth of what one expression for all costs
 
 
 def only_opens(events: bytes, most: int) -> bool:

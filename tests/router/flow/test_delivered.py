@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbaton.api import sse
-from kvbaton.router.flow.delivered import Delivered, HistoryRoom, SeamError
+from kvbaton.router.flow.delivered import Delivered
+from kvbaton.router.flow.said_text import HistoryRoom, SeamError
 from tests.router.stream_reader import Reader
 
 Piece = tuple[tuple[str, ...], str]

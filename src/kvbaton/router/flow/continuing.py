@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from kvbaton.api.params import HistoryWay
-from kvbaton.router.flow.delivered import Delivered, HistoryRoom
+from kvbaton.router.flow.delivered import Delivered
 from kvbaton.router.flow.dialect_table import TicketMinter
+from kvbaton.router.flow.said_text import HistoryRoom
 from kvbaton.router.workers.directory import ListedEngine
 
 NOT_CONTINUED: Mapping[str, str] = {
@@ -46,18 +47,15 @@ _encode = msgspec.json.Encoder().encode
 class StreamLife:
     """One streamed answer, by whichever D."""
 
-    __slots__ = ("_ids_wanted", "_is_plain", "_seed", "attempts", "delivered", "history", "is_asked", "moves")
+    __slots__ = ("_fields", "_ids_wanted", "_seed", "attempts", "delivered", "history", "is_asked", "moves")
 
     def __init__(self, fields: Mapping[str, Any], room: HistoryRoom) -> None:
         options = fields.get("stream_options")
         usage_due = isinstance(options, dict) and bool(options.get("include_usage"))
         self._ids_wanted = fields.get("return_token_ids") is True
         self.delivered = Delivered(room, ids_wanted=self._ids_wanted, usage_due=usage_due)
-        greedy = fields.get("temperature") == 0
-        self._is_plain = greedy and not any(
-            fields.get(name) is not None and fields[name] not in off for name, off in _LOOKS_BACK.items()
-        )
-        self._seed = None if greedy or "seed" in fields else secrets.randbits(_SEED_BITS)
+        self._fields = fields
+        self._seed = None if fields.get("temperature") == 0 or "seed" in fields else secrets.randbits(_SEED_BITS)
         self.history: tuple[int, ...] = ()  # what the next D goes on behind
         self.is_asked = False  # whether the D that answers names its tokens
         self.moves = 0
@@ -67,6 +65,14 @@ class StreamLife:
         """Whether it can be asked as D to go on with this answer."""
         way = worker.continues if worker.is_own else HistoryWay.NONE
         return way is HistoryWay.OUTPUT or (way is HistoryWay.PROMPT and self._is_plain)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Greedy, by nothing but the tokens before."""
+        fields = self._fields
+        return fields.get("temperature") == 0 and not any(
+            fields.get(name) is not None and fields[name] not in off for name, off in _LOOKS_BACK.items()
+        )
 
     def asked(self, body: bytes, worker: ListedEngine) -> bytes:
         """D's body, with what makes its answer one that another D can go on with."""

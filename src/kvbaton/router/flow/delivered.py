@@ -12,7 +12,6 @@ something was shown. Memory is four bytes a token, and bounded. Neither HTTP nor
 
 from __future__ import annotations
 
-import hashlib
 import re
 from array import array
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from typing import Any
 import msgspec
 
 from kvbaton.api import sse
+from kvbaton.router.flow.said_text import HistoryRoom, SaidText, SeamError
 
 _IDS = re.compile(rb',\s*"(?:prompt_)?token_ids":\s*\[[0-9,\s]*\]')
 """An unescaped quote before a colon ends a name, so no text looks like this."""
@@ -32,19 +32,17 @@ _BROKEN_OFF = ("abort", "error")
 """Finish reasons of an engine that gave up on an answer which nobody asked it to end."""
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _NONE = msgspec.Raw(b"null")
+_PROMPT_IDS = b',"prompt_token_ids":['
+_DONE_BEHIND = b"\n\n" + sse.DONE
 _Path = tuple[str | int, ...]
+_TEXT, _CONTENT = ("text",), ("content",)
 
 
-class SeamError(Exception):
-    """Another engine's answer is not the one that the client has begun to read."""
-
-
-class _ToldChoice(msgspec.Struct):
+class _ToldChoice(msgspec.Struct, gc=False):
     index: int = 0
     text: str | None = None
     delta: dict[str, Any] | None = None
     token_ids: list[int] | None = None
-    prompt_token_ids: msgspec.Raw = _NONE
     finish_reason: str | None = None
 
 
@@ -52,59 +50,16 @@ class _ToldFault(msgspec.Struct):
     code: int | str | None = None
 
 
-class _ToldChunk(msgspec.Struct):
+class _ToldChunk(msgspec.Struct, gc=False):
     choices: list[_ToldChoice] = []
-    prompt_token_ids: msgspec.Raw = _NONE
     usage: msgspec.Raw = _NONE
     error: _ToldFault | None = None
 
 
 _chunk = msgspec.json.Decoder(_ToldChunk).decode
+_chunks = msgspec.json.Decoder(list[_ToldChunk]).decode
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _choices = msgspec.json.Decoder(list[dict[str, Any]]).decode
-
-
-class HistoryRoom:
-    """How many ids may be kept: of one stream, and of all streams of a router."""
-
-    __slots__ = ("held", "of_all", "of_one")
-
-    def __init__(self, of_one: int, of_all: int) -> None:
-        self.of_one = of_one
-        self.of_all = of_all
-        self.held = 0
-
-
-class _SaidText:
-    """One text that events build piece by piece."""
-
-    __slots__ = ("_again", "_digest", "chars", "owed")
-
-    def __init__(self) -> None:
-        self.chars = 0
-        self.owed = 0  # of these, how many the engine that speaks now has yet to repeat
-        self._digest = hashlib.blake2b(digest_size=16)
-        self._again = self._digest
-
-    def say(self, text: str) -> None:
-        self.chars += len(text)
-        self._digest.update(text.encode())
-
-    def begin_again(self) -> None:
-        self.owed = self.chars
-        self._again = hashlib.blake2b(digest_size=16)
-
-    def left(self, text: str) -> str:
-        """What of the next piece the client does not have."""
-        if self.owed:
-            known, text = text[: self.owed], text[self.owed :]
-            self._again.update(known.encode())
-            self.owed -= len(known)
-            if not self.owed and self._again.digest() != self._digest.digest():
-                raise SeamError("its text differs from what the client has")
-        if text:
-            self.say(text)
-        return text
 
 
 class Delivered:
@@ -125,7 +80,7 @@ class Delivered:
         self._ids = array("i")
         self._at = -1  # after a move: how many of the ids were repeated; before: -1
         self._begun = 0  # how many ids the client had at the last move
-        self._channels: dict[_Path, _SaidText] = {}
+        self._channels: dict[_Path, SaidText] = {}
         self._once: set[_Path] = set()
         self._head: dict[str, msgspec.Raw] = {}
         self._prompt_tokens = 0
@@ -178,6 +133,14 @@ class Delivered:
                 raise SeamError("it sent an event that cannot be read")
             self._get_stuck("unreadable")
             return events
+        if self._at < 0 and not self.broken_off:
+            if not self._head:
+                return self._begin(events)
+            if shown := self._at_once(events):
+                return shown
+        return self._one_by_one(events)
+
+    def _one_by_one(self, events: bytes) -> bytes:
         shown = []
         for event in events.split(b"\n\n"):
             if event.startswith(b"data: {") and not self.broken_off:
@@ -193,6 +156,57 @@ class Delivered:
 
     # --- of the first engine
 
+    def _begin(self, events: bytes) -> bytes:
+        """The first event says whose answer it is, and bears the ids of a prompt that may be long."""
+        first, _, rest = events.partition(b"\n\n")
+        if not first.startswith(b"data: {"):
+            return first + b"\n\n" + (self.told(rest) if rest else b"")
+        before, mark, behind = first.partition(_PROMPT_IDS)
+        ids, _, after = behind.partition(b"]")
+        try:
+            head = _fields((before + after)[6:])
+        except _UNREADABLE:
+            head = {}
+        self._head = {name: head[name].copy() for name in _HEAD if name in head} or {"id": _NONE}
+        self._prompt_tokens = ids.count(b",") + 1 if mark and ids.strip() else 0
+        shown = self._first(before + after)
+        if shown:
+            shown = (first if self._ids_wanted else shown) + b"\n\n"
+        return shown + (self.told(rest) if rest else b"")
+
+    def _at_once(self, events: bytes) -> bytes:
+        """The same for events that only bear tokens of one text, as almost all do; b"" where one is of another kind."""
+        if not events.startswith(b"data: {"):
+            return b""
+        body = events[6:-16] if events.endswith(_DONE_BEHIND) else events[6:-2]
+        try:  # no line ends within JSON
+            chunks = _chunks(b"[%b]" % body.replace(b"\n\ndata: ", b","))
+        except _UNREADABLE:
+            return b""
+        ids: list[int] = []
+        texts = []
+        path: _Path = ()
+        for chunk in chunks:
+            if len(chunk.choices) != 1 or chunk.error is not None:
+                return b""
+            choice = chunk.choices[0]
+            if choice.token_ids is None or choice.index or choice.finish_reason in _BROKEN_OFF:
+                return b""
+            if choice.text is not None:
+                path, text = _TEXT, choice.text
+            elif choice.delta is not None and len(choice.delta) == 1 and type(choice.delta.get("content")) is str:
+                path, text = _CONTENT, choice.delta["content"]
+            else:
+                return b""
+            ids += choice.token_ids
+            texts.append(text)
+        shown = events if self._ids_wanted else _stripped(events)
+        if shown:
+            self._finished = self._finished or chunks[-1].choices[0].finish_reason is not None
+            self._keep(ids)
+            self._channel(path).say("".join(texts))
+        return shown
+
     def _first(self, event: bytes) -> bytes:
         payload = event[6:]
         try:
@@ -203,11 +217,10 @@ class Delivered:
         if self._gives_up(chunk):
             self.broken_off = event + b"\n\n"
             return b""
-        self._note(chunk, payload)
+        self._note(chunk)
         if self._ids_wanted or _MARK not in event:
             return event
-        bare = _IDS.sub(b"", event)
-        return bare if _MARK not in bare else _without_ids(payload)
+        return _stripped(event) or _without_ids(payload)
 
     def _gives_up(self, chunk: _ToldChunk) -> bool:
         if chunk.error is not None:
@@ -215,11 +228,7 @@ class Delivered:
             return not (len(code) == 3 and code[0] == "4" and code.isdigit())  # the client's own fault stays its own
         return any(choice.finish_reason in _BROKEN_OFF for choice in chunk.choices)
 
-    def _note(self, chunk: _ToldChunk, payload: bytes) -> None:
-        if not self._head:
-            fields = _fields(payload)
-            self._head = {name: fields[name] for name in _HEAD if name in fields}
-            self._note_prompt(chunk)
+    def _note(self, chunk: _ToldChunk) -> None:
         if not chunk.choices:
             self._usage_due = self._usage_due and not _is_told(chunk.usage)
             return
@@ -235,16 +244,10 @@ class Delivered:
         elif text and ids is None:
             self._get_stuck("no_ids")
         if text is not None:
-            self._channel(("text",)).say(text)
+            self._channel(_TEXT).say(text)
         elif choice.delta:
             for name, value in choice.delta.items():
                 self._note_part(value, (name,), ids)
-
-    def _note_prompt(self, chunk: _ToldChunk) -> None:
-        for told in (chunk.prompt_token_ids, *(choice.prompt_token_ids for choice in chunk.choices)):
-            ids = bytes(told)
-            if ids.startswith(b"[") and ids[1:-1].strip():
-                self._prompt_tokens = ids.count(b",") + 1
 
     def _note_part(self, value: Any, path: _Path, ids: list[int] | None) -> None:
         if type(value) is str:
@@ -280,10 +283,10 @@ class Delivered:
         self.stuck = self.stuck or why
         self.close()
 
-    def _channel(self, path: _Path) -> _SaidText:
+    def _channel(self, path: _Path) -> SaidText:
         found = self._channels.get(path)
         if found is None:
-            found = self._channels[path] = _SaidText()
+            found = self._channels[path] = SaidText()
         return found
 
     # --- of those that follow
@@ -325,7 +328,7 @@ class Delivered:
         known = self._repeated(ids)
         new, had = False, self._chars
         if choice.get("text") is not None:
-            choice["text"] = self._channel(("text",)).left(choice["text"])
+            choice["text"] = self._channel(_TEXT).left(choice["text"])
             new = bool(choice["text"])
         elif choice.get("delta"):
             left = self._left(choice["delta"], ())
@@ -382,6 +385,15 @@ def _number(part: Any, place: int) -> int:
     """Which of several tool calls a part of a delta is of."""
     index = part.get("index") if isinstance(part, Mapping) else None
     return index if type(index) is int else place
+
+
+def _stripped(events: bytes) -> bytes:
+    """Events without ids; b"" where they stand in another way than engines write them."""
+    first, *rest = events.split(b',"token_ids":[')  # at the speed of C, where `_IDS` tries each comma
+    bare = b"".join([first, *[each.partition(b"]")[2] for each in rest]])
+    if _MARK in bare:
+        bare = _IDS.sub(b"", bare)
+    return bare if _MARK not in bare else b""
 
 
 def _without_ids(payload: bytes) -> bytes:

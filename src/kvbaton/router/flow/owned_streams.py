@@ -26,8 +26,8 @@ from kvbaton.api.bodies import BodyKind
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.flow.attempt import ChosenRoute, RoutedCall
 from kvbaton.router.flow.continuing import StreamLife
-from kvbaton.router.flow.delivered import HistoryRoom, SeamError
 from kvbaton.router.flow.reply import Reply
+from kvbaton.router.flow.said_text import HistoryRoom, SeamError
 from kvbaton.router.policy import NEVER
 from kvbaton.router.router_settings import RouterSettings
 from kvbaton.router.router_stats import RouterStats, count

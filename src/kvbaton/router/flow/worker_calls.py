@@ -255,7 +255,13 @@ class EventStream:
         while True:
             try:
                 exchange, patience = self._exchange, self._patience
-                data = await (exchange.read() if patience is None else self._read_soon(exchange, *patience))
+                if patience is None:
+                    data = await exchange.read()
+                else:
+                    soon = asyncio.get_running_loop().time() + patience[0]
+                    exchange.wait_until(min(soon, self._deadline), patience[1])
+                    data = await exchange.read()
+                    exchange.wait_until(self._deadline)  # a client that reads slowly is no silence of D's
                 whole = self._feed(data)
             except http_types.WireError as error:
                 bare(error)
@@ -283,13 +289,6 @@ class EventStream:
     def expect_within(self, seconds: float, put_off: Callable[[], float]) -> None:
         """Break where D tells nothing for so long while it is listened to; as `Exchange.wait_until`."""
         self._patience = seconds, put_off
-
-    async def _read_soon(self, exchange: Exchange, stall_s: float, put_off: Callable[[], float]) -> bytes:
-        now = asyncio.get_running_loop().time()
-        exchange.wait_until(min(now + stall_s, self._deadline), put_off)
-        data = await exchange.read()
-        exchange.wait_until(self._deadline)  # a client that reads slowly is no silence of D's
-        return data
 
     def break_off(self) -> None:
         """Whoever listens hears that it broke, by no fault of D's."""

@@ -18,8 +18,9 @@ import msgspec
 from kvbaton.api.params import HistoryWay, Mode, source_params, target_params
 from kvbaton.protocol.ids import PeerId, TransferId, WorkerId
 from kvbaton.router.flow.continuing import StreamLife
-from kvbaton.router.flow.delivered import Delivered, HistoryRoom, SeamError
+from kvbaton.router.flow.delivered import Delivered
 from kvbaton.router.flow.dialect_table import TicketMinter
+from kvbaton.router.flow.said_text import HistoryRoom, SeamError
 from kvbaton.router.policy import Pair
 from kvbaton.router.workers.directory import ListedEngine
 from kvbaton_proof.sim.checks.answer_checks import Client, check_excuse
