@@ -74,8 +74,7 @@ async def test_two_kv_groups_with_a_sliding_window_are_handed_over(tmp_path):
         await two.at_rest()
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("which", ["first", "middle", "last"])
+@pytest.mark.parametrize(("layer", "which"), [(0, "first"), (1, "middle"), (2, "last")])
 async def test_a_damaged_block_changes_the_answer(tmp_path, layer, which):
     """The comparison above can fail: one page of one layer is zeroed after its copy, and the answer is another."""
     prompt = f"{layer}{which} " + "a question that fills several blocks of tokens, one after the other, " * 3

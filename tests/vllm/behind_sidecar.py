@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from kvbaton_proof.rig.client import TO_PREFILL
 from tests.vllm.duo import TOKENS, Duo, Prompt, prompt_of, same
 from tests.vllm.engines import ask, free_port, post
 from tests.vllm.sidecar_twin import (
@@ -25,7 +26,6 @@ from tests.vllm.sidecar_twin import (
     sidecar_twin,
     unchanged,
 )
-from tests.vllm.toy_proxy import TO_PREFILL
 
 MORIIO_WRITE: dict[str, Any] = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,

@@ -21,8 +21,9 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from kvbaton_proof.bench.router.router_toy import BODY_BYTES_MAX, passed_on
+from kvbaton_proof.rig.client import TO_PREFILL
 from tests.aiohttp_server import serving
-from tests.vllm.toy_proxy import BODY_BYTES_MAX, TO_PREFILL, passed_on
 
 TARGETS = "x-prefiller-host-port"
 REQUEST_ID = "X-Request-Id"
@@ -55,7 +56,7 @@ class SidecarTwin:
     def __init__(self, decode: str, session: aiohttp.ClientSession) -> None:
         self.url = ""
         self.retries = 0
-        self.to_prefill: dict[str, Any] = TO_PREFILL
+        self.to_prefill = TO_PREFILL
         self.rewrite: Rewrite = unchanged  # of P's answer on its way to D
         self.legs: list[tuple[str, str, dict[str, Any]]] = []  # where, request id, body
         self._decode = decode

@@ -773,6 +773,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "SWEEP_S", 0.01)
 
 
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Connections that the server has forgotten."""
+    found: list[Any] = []
+    forget = http_server.HttpServer.forget
+    monkeypatch.setattr(http_server.HttpServer, "forget", lambda self, each: (forget(self, each), found.append(each)))
+    return found
+
+
+async def large(_: Request) -> Answer:
+    """More than the kernel buffers."""
+    return Answer(b"x" * (8 << 20))
+
+
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("begun", [b"G", b"GET /echo HTTP/1.1\r\nHost: a\r\nX-A: 1\r\n", GET + b"POST"])
 async def test_headers_that_do_not_come_are_not_waited_for(
@@ -905,16 +919,10 @@ async def test_a_client_that_reads_late_gets_all_of_its_stream(run: Run) -> None
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("connection", [b"close", b"keep-alive"])
 async def test_a_client_that_does_not_read_its_whole_answer_is_cut_off(
-    run: Run, monkeypatch: pytest.MonkeyPatch, connection: bytes
+    run: Run, monkeypatch: pytest.MonkeyPatch, lost: list[Any], connection: bytes
 ) -> None:
     """Closing alone would wait for it for ever, and count it as a connection."""
     monkeypatch.setattr(http_server, "UNREAD_S", 0.05)
-    lost: list[Any] = []
-    forget = http_server.HttpServer.forget
-    monkeypatch.setattr(http_server.HttpServer, "forget", lambda self, each: (forget(self, each), lost.append(each)))
-
-    async def large(_: Request) -> Answer:
-        return Answer(b"x" * (8 << 20))
 
     async with one_door(Stage(large=large)) as (town, _):
         client = await town.client()
@@ -923,57 +931,40 @@ async def test_a_client_that_does_not_read_its_whole_answer_is_cut_off(
         await until(lambda: lost)
 
 
-@pytest.mark.usefixtures("quick")
-async def test_a_closed_connection_that_waits_for_its_reader_is_swept(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Less than a full buffer may be left when an answer is done, and still never be read."""
-    monkeypatch.setattr(http_server, "KEEPALIVE_S", 0.5)
-    monkeypatch.setattr(http_server._Connection, "pause_writing", lambda _: None)  # as if it were not full
-    lost: list[Any] = []
-    forget = http_server.HttpServer.forget
-    monkeypatch.setattr(http_server.HttpServer, "forget", lambda self, each: (forget(self, each), lost.append(each)))
-
-    async def large(_: Request) -> Answer:
-        return Answer(b"x" * (8 << 20))
-
-    async with one_door(Stage(large=large)) as (town, _):
-        for connection in (b"close", b"keep-alive"):
-            lost.clear()
-            client = await town.client()
-            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
-            await client.say(b"GET /large HTTP/1.1\r\nHost: a\r\nConnection: " + connection + b"\r\n\r\n")
-            await until(lambda: lost)
+ANSWERED = b"GET /large HTTP/1.1\r\nHost: a\r\nConnection: "
+STREAMED = b"GET /streamed HTTP/1.0\r\nConnection: keep-alive\r\n\r\n"
+CLOSING = b"GET /streamed HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n"
+NONSENSE = b"nonsense\r\n\r\n"
 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     "said",
     [
-        b"GET /large HTTP/1.0\r\nConnection: keep-alive\r\n\r\n" * 3,
-        b"GET /large HTTP/1.0\r\nConnection: keep-alive\r\n\r\nnonsense\r\n\r\n",
-        b"GET /large HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n" * 2,
-        b"GET /large HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\nnonsense\r\n\r\n",
+        ANSWERED + b"close\r\n\r\n",
+        ANSWERED + b"keep-alive\r\n\r\n",
+        STREAMED * 3,
+        STREAMED + NONSENSE,
+        CLOSING * 2,
+        CLOSING + NONSENSE,
     ],
 )
-async def test_one_that_sent_more_than_is_answered_is_swept_too(
-    run: Run, monkeypatch: pytest.MonkeyPatch, said: bytes
+async def test_a_closed_connection_that_waits_for_its_reader_is_swept(
+    run: Run, monkeypatch: pytest.MonkeyPatch, lost: list[Any], said: bytes
 ) -> None:
-    """A closed connection with requests, or a fault, behind its last answer was never looked at again."""
+    """Less than a full buffer may be left when an answer is done, and still never be read. One with requests, or a
+    fault, behind its last answer was never looked at again."""
     monkeypatch.setattr(http_server, "KEEPALIVE_S", 0.5)
-    monkeypatch.setattr(http_server._Connection, "pause_writing", lambda _: None)  # less than a full buffer is left
-    lost: list[Any] = []
-    forget = http_server.HttpServer.forget
-    monkeypatch.setattr(http_server.HttpServer, "forget", lambda self, each: (forget(self, each), lost.append(each)))
+    monkeypatch.setattr(http_server._Connection, "pause_writing", lambda _: None)  # as if it were not full
 
     async def events() -> Source:
         yield b"x" * (8 << 20)
 
-    async with one_door(Stage(large=streaming(events))) as (town, _):
+    async with one_door(Stage(large=large, streamed=streaming(events))) as (town, _):
         client = await town.client()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await client.say(said)
-        await until(lambda: lost, 5)
+        await until(lambda: lost)
 
 
 # --- clients that go
@@ -1204,9 +1195,6 @@ async def test_one_that_sends_a_byte_at_a_time_is_no_safer_than_an_idle_one(run:
 
 @pytest.mark.usefixtures("three_at_once")
 async def test_one_that_does_not_read_its_answer_gives_way_too(run: Run) -> None:
-    async def large(_: Request) -> Answer:
-        return Answer(b"x" * (8 << 20))
-
     async with one_door(Stage(large=large)) as (town, stage):
         deaf = await town.client()
         deaf.writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -1311,9 +1299,6 @@ async def test_whatever_a_client_sends_is_counted_until_it_is_gone(run: Run, wha
 
 
 async def test_an_answer_is_counted_until_it_was_read(run: Run) -> None:
-    async def large(_: Request) -> Answer:
-        return Answer(b"x" * (8 << 20))
-
     async with one_door(Stage(large=large)) as (town, stage):
         stage.room = ClientQuotas(30 << 20)
         deaf = [await town.client() for _ in range(3)]

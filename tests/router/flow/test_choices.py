@@ -171,7 +171,7 @@ async def test_a_request_that_every_worker_chokes_on_breaks_nobody() -> None:
 
 
 async def test_a_p_that_hangs_until_the_deadline_is_held_against_it() -> None:
-    short = settings(deadline_s=6.0, first_byte_s=60, suspect_s=60)
+    short = settings(deadline_s=3.0, first_byte_s=60, suspect_s=60)
     async with cluster([hang, lease], 1, settings=short) as c:
         ends = [(await c.post(BODY))[0] for _ in range(4)]
         late = ends.count(504)  # the leg and its request were due together: the machine had stood still

@@ -24,9 +24,10 @@ from kvbaton.control.plain.announcer import (
     p2p_nccl_registration,
     registration,
 )
+from kvbaton_proof.bench.router.router_toy import Toy
+from kvbaton_proof.rig.client import TO_PREFILL
 from tests.aiohttp_server import serving
 from tests.vllm.router_process import moriio_router, nixl_router, p2p_nccl_router
-from tests.vllm.toy_proxy import TO_PREFILL, toy_proxy
 
 P_PEER, D_PEER = MoriioAddress("127.0.0.1", 6301, 61005), MoriioAddress("127.0.0.1", 6401, 61105)
 P_TP, D_TP = 2, 4
@@ -272,8 +273,10 @@ async def test_nixl_url_mode_hands_ps_answer_to_d(path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 async def test_our_toy_proxy_does_the_same_with_a_plain_id(path: str) -> None:
-    async with pair() as (p, d), toy_proxy(f"http://{p.address}", f"http://{d.address}") as proxy:
-        assert (await ask(proxy.url, path, stream=True)).endswith(b"data: [DONE]\n\n")
+    async with pair() as (p, d):
+        proxy = Toy(f"http://{p.address}", f"http://{d.address}")
+        async with serving(proxy.app(), "127.0.0.1", 0) as url:
+            assert (await ask(url, path, stream=True)).endswith(b"data: [DONE]\n\n")
         check_legs(p, d)
         assert p.ids == d.ids and parse(p.ids[0]) is None
-        assert d.params == FROM_P and proxy.handed == [FROM_P]
+        assert d.params == FROM_P and list(proxy.handed) == [FROM_P]

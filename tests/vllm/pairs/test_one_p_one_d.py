@@ -22,6 +22,8 @@ import pytest
 from kvbaton.observe.flight.flight_records import STAGES
 from kvbaton.observe.metrics import metric_names
 from kvbaton.protocol.wire.ticket import seal, unseal
+from kvbaton_proof.bench.router.router_toy import Toy
+from tests.aiohttp_server import serving
 from tests.journeys import inspect_whole
 from tests.vllm import behind_sidecar
 from tests.vllm.cache_memory import overwrite_cache
@@ -39,7 +41,6 @@ from tests.vllm.duo import (
 )
 from tests.vllm.engines import Answer, Engine, EngineError, free_port, post, until
 from tests.vllm.router_process import moriio_router, nixl_router
-from tests.vllm.toy_proxy import toy_proxy
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -357,8 +358,8 @@ def test_clients_that_leave_leave_nothing_behind(duo: Duo, oracle: Oracle) -> No
 
 
 async def test_pull_behind_a_toy_proxy_and_the_real_router_by_urls_and_by_discovery(duo: Duo, discovery: str) -> None:
-    async with toy_proxy(duo.p.url, duo.d.url) as proxy:
-        await asyncio.to_thread(answers_behind, proxy.url, duo, "toy proxy")
+    async with serving(Toy(duo.p.url, duo.d.url).app(), "127.0.0.1", 0) as url:
+        await asyncio.to_thread(answers_behind, url, duo, "toy proxy")
     async with nixl_router([duo.p.url], [duo.d.url]) as router:
         await asyncio.to_thread(answers_behind, router.url, duo, "vllm-router, URLs")
     async with moriio_router(address=discovery) as router:

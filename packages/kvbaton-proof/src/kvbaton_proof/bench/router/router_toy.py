@@ -1,4 +1,4 @@
-"""A toy proxy for comparison: it stands in for vLLM's toy proxies; their shape, our code.
+"""A toy proxy for comparison and for tests: it stands in for vLLM's toy proxies; their shape, our code.
 
 Laws: for each request P, then D, with a new client session (and so new connections) for each of them; bodies are
 decoded and encoded again; what D sends is passed on as it comes. It retries nothing and knows one P and one D. It is a
@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import sys
 import uuid
+from collections import deque
 from typing import Any
 
 import aiohttp
 from aiohttp import web
 
+from kvbaton_proof.rig.client import TO_PREFILL
+
 BACKLOG = 1024
 BODY_BYTES_MAX = 1 << 26
+HANDED_MAX = 100
 TIMEOUT_S = 600.0
 PATHS = ("/v1/completions", "/v1/chat/completions")
 
@@ -24,6 +28,7 @@ class Toy:
     """One P, one D."""
 
     def __init__(self, prefill: str, decode: str) -> None:
+        self.handed: deque[Any] = deque(maxlen=HANDED_MAX)  # what P gave for D, of the last requests
         self._prefill = prefill
         self._decode = decode
 
@@ -41,11 +46,12 @@ class Toy:
         headers = {"X-Request-Id": uuid.uuid4().hex}
         prefill, decode = self._prefill + request.path, self._decode + request.path
         async with _session() as session, session.post(prefill, json=to_prefill(body), headers=headers) as answer:
-            answer.raise_for_status()
-            said = await answer.json()
-        body["kv_transfer_params"] = said.get("kv_transfer_params")
+            if answer.status != 200:
+                return await passed_on(request, answer)
+            self.handed.append((await answer.json(content_type=None)).get("kv_transfer_params"))
+            body["kv_transfer_params"] = self.handed[-1]
         async with _session() as session, session.post(decode, json=body, headers=headers) as answer:
-            return await _passed_on(request, answer)
+            return await passed_on(request, answer)
 
 
 def _session() -> aiohttp.ClientSession:
@@ -54,13 +60,13 @@ def _session() -> aiohttp.ClientSession:
 
 def to_prefill(body: dict[str, Any]) -> dict[str, Any]:
     """The same prompt, one token, no stream, and the news that another engine will decode."""
-    asked = {**body, "max_tokens": 1, "stream": False}
+    asked = {**body, "max_tokens": 1, "stream": False, "kv_transfer_params": dict(TO_PREFILL)}
     asked.pop("stream_options", None)
-    asked["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False}
-    return asked
+    return asked | {name: min(asked[name], 1) for name in ("max_completion_tokens", "min_tokens") if asked.get(name)}
 
 
-async def _passed_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+async def passed_on(request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
+    """The worker's status, type and bytes, as they come."""
     response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]})
     await response.prepare(request)
     async for data in answer.content.iter_any():
