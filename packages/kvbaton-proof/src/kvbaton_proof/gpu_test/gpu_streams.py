@@ -166,7 +166,7 @@ async def _hurt(sizes: Sizes, group: Group, session: aiohttp.ClientSession, page
     group.d.send(signal.SIGKILL)
     broken = await flows.ended()
     await asyncio.to_thread(group.d.kill)
-    _told(name, unbroken, again, broken, cut, page, table, say)
+    _told(name, unbroken, again, broken, cut, sizes.flows // (2 * group.spec.decoders), page, table, say)
     figures = await group.router.figures(session) or {}
     moves = {each: count for each, count in figures.items() if each.startswith("kvbaton_router_moves")}
     page.figure(f"{name}: the router's moves", moves)
@@ -181,6 +181,7 @@ def _told(
     again: Sequence[Flow],
     broken: Sequence[Flow],
     cut: Sequence[bool],
+    least_cut: int,
     page: Page,
     table: Table,
     say: Say,
@@ -206,7 +207,7 @@ def _told(
     wrong = Counter(flow.problem for flow in broken if flow.problem and not flow.loss)
     before = [flow.loss or flow.problem for flow in (*unbroken, *again) if flow.loss or flow.problem]
     page.verdict(f"{name}: unbroken streams that failed", f"{len(before)} {before[:2]}", "0", not before)
-    page.verdict(f"{name}: streams cut", total["cut"], "at least a quarter", 4 * total["cut"] >= total["streams"])
+    page.verdict(f"{name}: streams cut", total["cut"], f"at least {least_cut}", total["cut"] >= least_cut)
     page.verdict(f"{name}: lost", f"{total['lost']} {dict(lost.most_common(3))}", "0", not total["lost"])
     page.verdict(f"{name}: twice, missing, two heads", f"{total['wrong']} {dict(wrong.most_common(3))}", "0", not wrong)
     least = total["again"] - SLACK * total["streams"]
