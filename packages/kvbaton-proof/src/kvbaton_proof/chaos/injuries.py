@@ -18,6 +18,7 @@ from kvbaton.store.disk_tier import SUFFIX
 from kvbaton_proof.chaos import client_injuries, strangers
 from kvbaton_proof.chaos.chaos_plan import Step
 from kvbaton_proof.chaos.chaos_scene import Scene
+from kvbaton_proof.chaos.fleet import FleetError
 from kvbaton_proof.chaos.liars import false_fault
 from kvbaton_proof.chaos.members import ROUTER
 from kvbaton_proof.chaos.strangers import listening
@@ -30,7 +31,7 @@ UNDER_WAY_S = 0.3
 WITH = "with "
 """Before the name of who is killed at the same time, in a step's detail."""
 DRAIN_S_MAX = 10.0
-"""However long the streams are: they go on elsewhere."""
+"""However long the streams are: they go on elsewhere, but for the short ones that cannot."""
 AT_ONCE = 24
 """Strangers at a time."""
 
@@ -110,7 +111,11 @@ async def roll(scene: Scene, step: Step) -> Done:
 async def _drained(scene: Scene, name: str) -> str:
     await scene.flowing(name)
     cut = await scene.cut(name)
-    seconds = await scene.fleet.drain(name, DRAIN_S_MAX)
+    try:
+        seconds = await scene.fleet.drain(name, DRAIN_S_MAX)
+    except FleetError as error:  # it is gone all the same, and the plan goes on
+        scene.problems.append(str(error))
+        return f"{name} was killed after {DRAIN_S_MAX:g} s of draining, {cut}"
     return f"{name} drained in {seconds:.1f} s" + (f", {cut}" if cut else "")
 
 

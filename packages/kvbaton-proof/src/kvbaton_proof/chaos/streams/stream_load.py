@@ -36,6 +36,8 @@ GAPS_MAX = 100_000
 SAID_MAX = 20
 FAILURES = BAD | {Fate.LATE}
 POLL_S = 0.05
+STAYING_PART = 4
+"""What cannot go on is so much shorter: a D that drains waits for it."""
 
 
 class Kind(msgspec.Struct, frozen=True):
@@ -121,7 +123,7 @@ async def learned(
             return told
 
     async def one(kind: Kind, text: str, number: int) -> Asked:
-        body = body_of(kind, text, tokens)
+        body = body_of(kind, text, tokens if kind.goes_on else tokens // STAYING_PART)
         told = await whole_of(kind, body)
         if kind.stops:
             found = whole(kind.api, told)[0][0].text
@@ -190,6 +192,7 @@ class Flow:
     told_at: float = 0.0  # when it last had news; 0: none yet
     gap_s: float = 0.0  # the longest without news since it was cut: what D said before may still be on its way
     cuts: int = 0
+    is_hurt: bool = False  # its D was, whether or not it had told anything
 
 
 @dataclass(slots=True)
@@ -211,7 +214,10 @@ class StreamBoard:
         """A D is hurt from now on, and `others` are not: how many streams that cuts."""
         found = 0
         for flow in self.flows:
-            if name not in flow.where or not flow.told_at:
+            if name not in flow.where:
+                continue
+            flow.is_hurt = True  # of what is on its way from a D, something may yet be told
+            if not flow.told_at:
                 continue
             found += 1
             self.cut += not flow.cuts
@@ -335,7 +341,7 @@ class StreamLoad:
             how = type(error).__name__
         finally:
             self.board.flows.discard(flow)
-        was = {"was_cut": bool(flow.cuts), "goes_on": kind.goes_on, "is_refused": is_refused}
+        was = {"was_cut": flow.is_hurt, "goes_on": kind.goes_on, "is_refused": is_refused}
         fate, said = judge(reader, flow.asked.right, **was)
         if how == "late" and late_s < self._late_s and not reader.problems:
             self.board.end(flow, Fate.GONE, "")
