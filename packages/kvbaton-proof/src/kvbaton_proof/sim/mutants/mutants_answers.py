@@ -56,7 +56,7 @@ def _closed_and_read(original: Any) -> Any:
 
 
 def _seed_of_the_moment(original: Any) -> Any:
-    def asked(self: Any, body: bytes, worker: Any) -> bytes:
+    def asked(self: Any, body: bytes, worker: Any) -> Any:
         if self._seed is not None:
             self._seed += 1
         return original(self, body, worker)

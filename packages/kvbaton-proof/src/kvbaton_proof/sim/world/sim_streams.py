@@ -153,7 +153,7 @@ class StreamRouter:
         asks = _encode(source_params(Mode(mode), ticket) if ticket else {"do_remote_decode": True})
         params = opened(source, life.told(asks, pair.prefill, self.minter) or asks)
         errand = Errand(source.peer.worker, ticket)
-        given = params.history.tokens[:-1] if params.history is not None else ()
+        given = params.history.tokens[:-1] if params is not None and params.history is not None else ()
         prompt = partial(
             self.cluster.add, stream.number, source, task.said(given), task.tokens + len(given), "prefill",
             mode=mode, ticket=ticket,
