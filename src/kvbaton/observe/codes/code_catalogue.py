@@ -62,7 +62,7 @@ STATUSES = tuple(_of_status(status) for status in _ADVICE)
 
 CATALOGUE: dict[CodeKind, tuple[CodeEntry, ...]] = {
     CodeKind.REASON: reasons.entries(),
-    CodeKind.ALONE: reasons.entries(),
+    CodeKind.ALONE: reasons.alone_entries(),
     CodeKind.API: reasons.CODES,
     CodeKind.STATUS: STATUSES,
     CodeKind.LOG: tuple(sorted(logs.CODES, key=lambda entry: entry.code)),
