@@ -11,6 +11,7 @@ from typing import Any
 from kvbaton.api.params import HistoryWay
 from kvbaton.router.flow import delivered
 from kvbaton.router.flow.continuing import StreamLife
+from kvbaton.router.flow.said_text import SaidText
 from kvbaton_proof.sim.mutants.mutation import Mutant, swap
 from kvbaton_proof.sim.world.sim_fronts import Connection
 from kvbaton_proof.sim.world.sim_generation import Sampler
@@ -91,9 +92,9 @@ def _named_by_the_prompt(original: Any) -> Any:
 
 ANSWER_MUTANTS: tuple[Mutant, ...] = (
     Mutant("token_said_twice", "37", "where two engines' answers meet, the last token is shown again",
-           swap(delivered._SaidText, "left", _last_letter_again)),
+           swap(SaidText, "left", _last_letter_again)),
     Mutant("token_lost", "37", "what is told in one piece with what the client has is taken for that",
-           swap(delivered._SaidText, "left", _all_before_the_seam)),
+           swap(SaidText, "left", _all_before_the_seam)),
     Mutant("history_of_another_request", "37, 38", "the next D gets what another stream has said",
            swap(delivered.Delivered, "history", _history_of_another)),
     Mutant("two_engines_speak", "37", "the D that was left is still read: it was only slow",
