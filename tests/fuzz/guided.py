@@ -29,10 +29,8 @@ from mutators import Shape, mutated
 
 import kvbaton
 
-ROOT = str(Path(kvbaton.__file__).parent)
+ROOT = f"{Path(kvbaton.__file__).parent}/"
 TRACED: tuple[str, ...] = (ROOT,)
-HARNESS = str(Path(ROOT, "proof", "sim"))
-"""Carries fuzzed ledgers, and is not what is fuzzed."""
 INPUT_BYTES_MAX = 8192
 INPUT_S_MAX = 5.0
 """Of CPU. Inputs take milliseconds; one that takes this long grows with the square of something."""
@@ -122,7 +120,7 @@ class Coverage:
         code = frame.f_code
         base = self._codes.get(code)
         if base is None:
-            ours = code.co_filename.startswith(TRACED) and not code.co_filename.startswith(HARNESS)
+            ours = code.co_filename.startswith(TRACED)
             base = self._codes[code] = (len(self._codes) + 1) << 20 if ours else 0
         return self._within if base else None
 

@@ -1,8 +1,8 @@
 """Unit tests with a mutant on: which test fails, if any does.
 
-The tests of a part of the tree are collected once in each process, so that pytest and all that they import are there;
-for each mutant a child is forked, which imports the tests anew (they hold what the mutant replaces) and ends at the
-first failure. Law: tests are in a checkout, and without one nobody is asked.
+Tests are collected once in each process, so that pytest and all that they import are there; for each mutant a child is
+forked, which imports the tests anew (they hold what the mutant replaces) and ends at the first failure. Law: tests are
+in a checkout, and without one nobody is asked.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def _holds_on_the_clean_tree(test: str) -> bool:
 
 def _asked(name: str, tests: Sequence[str], patience_s: float) -> Verdict:
     """With a mutant or, without a name, on the clean tree; in a child."""
-    _collected_once(FOLDERS)
+    for path in dict.fromkeys(test.partition("::")[0] for test in tests):
+        _collected_once(path)
     context = get_context("fork")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_run, args=(name, list(tests), theirs))
@@ -113,10 +114,10 @@ class _FirstFailure:
 
 
 @functools.cache
-def _collected_once(folders: tuple[str, ...]) -> None:
+def _collected_once(path: str) -> None:
     """What this imports is there in every child."""
     with _silently():
-        _pytest().main([*WORDS, "--collect-only", *folders])
+        _pytest().main([*WORDS, "--collect-only", path])
 
 
 def _pytest() -> Any:

@@ -271,13 +271,30 @@ class Channel:
         self.carrier.world.faults["rank_frames_lost"] += count
 
 
-class SimLines:
+class _End:
+    """What both ends have in common."""
+
+    def __init__(self, process: SimProcess) -> None:
+        self.process = process
+        self.loop: SimLoop | None = None
+
+    def wait(self, timeout_s: float | None) -> None:
+        raise AssertionError("turns are taken by the world's clock")
+
+    def wake(self) -> None:
+        if self.loop is not None:
+            self.loop.wake()
+
+    def close(self) -> None:
+        """What was sent is on its way, as with a socket that lingers."""
+
+
+class SimLines(_End):
     """Implements `rank_carrying.Lines`: the engine's ends."""
 
     def __init__(self, carrier: SimCarrier) -> None:
+        super().__init__(carrier.engine)
         self.counters: Counter[str] = Counter()
-        self.process = carrier.engine
-        self.loop: SimLoop | None = None
         self._carrier = carrier
         for channel in carrier.channels.values():
             channel.wake_engine = self.wake
@@ -292,27 +309,16 @@ class SimLines:
             channel.at_engine.clear()
         return found
 
-    def wait(self, timeout_s: float | None) -> None:
-        raise AssertionError("turns are taken by the world's clock")
 
-    def wake(self) -> None:
-        if self.loop is not None:
-            self.loop.wake()
-
-    def close(self) -> None:
-        """What was sent is on its way, as with a socket that lingers."""
-
-
-class SimLine:
+class SimLine(_End):
     """Implements `rank_carrying.Line`: one rank's end."""
 
     strangers = 0
 
     def __init__(self, carrier: SimCarrier, rank: int, process: SimProcess) -> None:
+        super().__init__(process)
         self.endpoint = f"tcp://127.0.0.1:{5000 + rank}"
         self.keys = carrier.key(), carrier.key(), carrier.key()
-        self.process = process
-        self.loop: SimLoop | None = None
         self._channel = carrier.channels[rank]
         self._channel.wake_rank = self.wake
 
@@ -322,16 +328,6 @@ class SimLine:
     def receive(self) -> Sequence[bytes]:
         found, self._channel.at_rank = self._channel.at_rank, []
         return found
-
-    def wait(self, timeout_s: float | None) -> None:
-        raise AssertionError("turns are taken by the world's clock")
-
-    def wake(self) -> None:
-        if self.loop is not None:
-            self.loop.wake()
-
-    def close(self) -> None:
-        """What was sent is on its way, as with a socket that lingers."""
 
 
 class SimArrival:
