@@ -10,7 +10,7 @@ import pytest
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.testing import Case, InProcessHarness, check_transport, transport_harness
-from kvbaton.testing import transport_contract as ending
+from kvbaton.testing import transport_ending as ending
 from kvbaton.transports.core.shared_memory import Region
 from kvbaton.transports.core.transport import Copy, CopyEnded, Direction, FenceEnded, TransportEvent
 from kvbaton.transports.tcp import tcp_transport
