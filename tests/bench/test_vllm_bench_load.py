@@ -13,7 +13,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from kvbaton.engines.vllm.launch import nixl_shim
+from kvbaton.engines.vllm.launch import launching
 from kvbaton_proof.bench.vllm import vllm_levels
 from kvbaton_proof.bench.vllm.vllm_levels import Load, Outcome
 from kvbaton_proof.bench.vllm.vllm_rows import Level
@@ -99,17 +99,17 @@ class _Config:
 def test_the_shim_keeps_the_delay_whatever_nixls_api_writes() -> None:
     bindings = ModuleType("nixl_cu12._bindings")
     vars(bindings)["nixlAgentConfig"] = _Config
-    assert nixl_shim.rest(bindings, 1000)
+    assert launching.rest(bindings, 1000)
     config = bindings.nixlAgentConfig()
     config.pthrDelay = 0
     assert config.pthrDelay == 1000 and isinstance(config, _Config)
 
 
 def test_the_shim_leaves_another_nixl_as_it_is() -> None:
-    assert not nixl_shim.rest(ModuleType("nixl_cu12._bindings"))
+    assert not launching.rest(ModuleType("nixl_cu12._bindings"))
     bindings = ModuleType("nixl_cu12._bindings")
     vars(bindings)["nixlAgentConfig"] = SimpleNamespace
-    assert not nixl_shim.rest(bindings) and bindings.nixlAgentConfig is SimpleNamespace
+    assert not launching.rest(bindings) and bindings.nixlAgentConfig is SimpleNamespace
 
 
 def test_the_shim_sees_to_the_bindings_when_they_are_imported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -120,19 +120,19 @@ def test_the_shim_sees_to_the_bindings_when_they_are_imported(monkeypatch: pytes
                                           "lambda s, v: setattr(s, 'd', v))\n")  # fmt: skip
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    nixl_shim.install()
-    nixl_shim.install()
+    launching.install()
+    launching.install()
     try:
         from nixl_cu12 import _bindings
 
         config = _bindings.nixlAgentConfig()
         config.pthrDelay = 0
-        assert config.pthrDelay == nixl_shim.DELAY_US
+        assert config.pthrDelay == launching.DELAY_US
     finally:
         for name in ("nixl_cu12", "nixl_cu12._bindings"):
             sys.modules.pop(name, None)
 
 
 def test_the_site_directory_holds_what_python_imports_by_itself(tmp_path: Path) -> None:
-    site = nixl_shim.write_site(tmp_path / "site")
+    site = launching.write_site(tmp_path / "site")
     compile((site / "sitecustomize.py").read_text(), "sitecustomize.py", "exec")

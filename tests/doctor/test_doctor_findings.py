@@ -19,7 +19,7 @@ import pytest
 
 from kvbaton.cli.main import main
 from kvbaton.control import key_room, keyring
-from kvbaton.doctor import machine_checks, port_checks
+from kvbaton.doctor import machine_checks
 from kvbaton.engines.vllm.launch.launching import CONNECTOR, PYTHON_VARIABLE
 from kvbaton.observe.codes.entry import Severity
 from kvbaton.observe.codes.findings import SEVERITY
@@ -582,7 +582,7 @@ def test_notes_are_no_verdict(
     del place.transfer("p")["kv_load_failure_policy"]
     free = free_ports(1)[0]  # and no connection takes it meanwhile: the range is only said to hold it
     (place.base / "range").write_text(f"{free}\t{free}\n")
-    monkeypatch.setattr(port_checks, "EPHEMERAL", place.base / "range")
+    monkeypatch.setattr(machine_checks, "EPHEMERAL", place.base / "range")
     place.more = ["--port", f"{ELSEWHERE}:80", "--port", str(free)]
     status, found = told(capsys, place.words())
     notes = {"huge-pages", "policy-default", "host-foreign", "port-ephemeral"}

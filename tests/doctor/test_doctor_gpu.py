@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvbaton.cli.main import main
-from kvbaton.doctor import gpu_checks
+from kvbaton.doctor import machine_checks
 from kvbaton.doctor.config_checks import examine
 from kvbaton.doctor.config_reading import parse
 from kvbaton.engines.vllm.launch.launching import CONNECTOR
@@ -40,15 +40,15 @@ class Machine:
 def plain(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Neither a container nor a limit."""
     monkeypatch.setattr(builtin_entries, "RDMA_DEVICES", tmp_path / "none")
-    monkeypatch.setattr(gpu_checks, "_inode", lambda path: gpu_checks.NAMESPACES[path.name])
+    monkeypatch.setattr(machine_checks, "_inode", lambda path: machine_checks.NAMESPACES[path.name])
 
 
 def codes(machine: Any, device: str = "cuda") -> list[str]:
-    return [each.code for each in gpu_checks.examine(machine, "no driver", device)]
+    return [each.code for each in machine_checks.examine_gpus(machine, "no driver", device)]
 
 
 def test_a_machine_that_is_well_has_no_findings() -> None:
-    assert codes(Machine()) == [] and gpu_checks.names(Machine()) == ("GPU number 0", "GPU number 1")
+    assert codes(Machine()) == [] and machine_checks.names(Machine()) == ("GPU number 0", "GPU number 1")
 
 
 def test_caches_on_a_gpu_need_one_and_others_do_not() -> None:
@@ -57,7 +57,7 @@ def test_caches_on_a_gpu_need_one_and_others_do_not() -> None:
 
 @pytest.mark.parametrize("apart", [{(0, 1)}, {(1, 0)}, {(0, 1), (1, 0)}])
 def test_gpus_that_cannot_read_each_other_are_named_once(apart: set[tuple[int, int]]) -> None:
-    found = gpu_checks.examine(Machine(apart), "", "cuda")
+    found = machine_checks.examine_gpus(Machine(apart), "", "cuda")
     assert [each.code for each in found] == ["gpu-peer"] and "0 and 1" in found[0].found
 
 
@@ -66,10 +66,12 @@ def test_a_gpu_without_ipc_is_told() -> None:
 
 
 def test_a_container_of_its_own_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_checks, "_inode", lambda path: 7 if path.name == "ipc" else gpu_checks.NAMESPACES["pid"])
-    found = gpu_checks.examine(Machine(), "", "cuda")
+    monkeypatch.setattr(
+        machine_checks, "_inode", lambda path: 7 if path.name == "ipc" else machine_checks.NAMESPACES["pid"]
+    )
+    found = machine_checks.examine_gpus(Machine(), "", "cuda")
     assert [each.code for each in found] == ["gpu-container"] and "its own ipc namespace" in found[0].found
-    monkeypatch.setattr(gpu_checks, "_inode", lambda _path: 0)  # no /proc: nothing can be said
+    monkeypatch.setattr(machine_checks, "_inode", lambda _path: 0)  # no /proc: nothing can be said
     assert codes(Machine()) == []
 
 
@@ -132,7 +134,7 @@ def test_what_works_is_not_refused(text: str, device: str) -> None:
 
 
 def test_the_gpus_are_on_the_page(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_checks, "look", lambda: (Machine({(0, 1)}), ""))
+    monkeypatch.setattr(machine_checks, "look", lambda: (Machine({(0, 1)}), ""))
     main(["doctor"])
     said = capsys.readouterr().out
     assert "GPUs: 0: GPU number 0, 1: GPU number 1" in said and "[gpu-peer]" in said
@@ -143,7 +145,7 @@ def test_the_gpus_are_on_the_page(capsys: pytest.CaptureFixture[str], monkeypatc
 def test_without_a_gpu_caches_are_looked_for_in_host_memory(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_checks, "look", lambda: (None, "no driver"))
+    monkeypatch.setattr(machine_checks, "look", lambda: (None, "no driver"))
     main(["doctor", "--json"])
     told = json.loads(capsys.readouterr().out)
     assert (

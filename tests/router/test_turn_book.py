@@ -14,7 +14,7 @@ from kvbaton.protocol.ids import Incarnation, WorkerId
 from kvbaton.protocol.wire.ticket import unseal
 from kvbaton.router.flow.attempt import RoutedCall
 from kvbaton.router.flow.dialect_table import TicketMinter
-from kvbaton.router.turns import turn_names
+from kvbaton.router.turns import turn_book
 from kvbaton.router.turns.turn_book import TurnBook, TurnTable
 from kvbaton.router.workers.directory import ListedEngine
 from tests.router.fake_workers import QUICK, cluster
@@ -155,13 +155,13 @@ def test_turns_that_were_planted_along_a_text_cost_its_owner_no_more_than_their_
     """A client that knows a long text plants a turn at each step of it, with an end of its own: each is looked at."""
     table = TurnTable()
     turns, _, counts = book(table=table)
-    text, ends = "x" * turn_names.STEP_BYTES * 40, []
+    text, ends = "x" * turn_book.STEP_BYTES * 40, []
     for steps in range(1, 40):
-        talk(turns, call(prompt=text[: steps * turn_names.STEP_BYTES] + "another end"))
-    genuine = turn_names.whole
-    monkeypatch.setattr(turn_names, "whole", lambda state, rest: ends.append(len(rest)) or genuine(state, rest))
+        talk(turns, call(prompt=text[: steps * turn_book.STEP_BYTES] + "another end"))
+    genuine = turn_book.whole
+    monkeypatch.setattr(turn_book, "whole", lambda state, rest: ends.append(len(rest)) or genuine(state, rest))
     assert offered(turns, call(prompt=text)) is None
-    assert len(ends) == 39 and max(ends) < turn_names.STEP_BYTES, "not 39 times the text"
+    assert len(ends) == 39 and max(ends) < turn_book.STEP_BYTES, "not 39 times the text"
     assert len(table) == 39 and counts == {"noted": 39}
 
 

@@ -23,11 +23,9 @@ from kvbaton.doctor import (
     cluster_checks,
     config_checks,
     config_reading,
-    gpu_checks,
     key_checks,
     machine_checks,
     pair_checks,
-    port_checks,
     router_checks,
 )
 from kvbaton.doctor.cluster_checks import SeenWorkerState
@@ -109,12 +107,12 @@ def run(args: argparse.Namespace) -> int:
 
 def diagnose(args: argparse.Namespace) -> Diagnosis:
     """Everything that the arguments ask for."""
-    gpus, problem = gpu_checks.look()
+    gpus, problem = machine_checks.look()
     device = args.device if args.device != "auto" else "cuda" if gpus is not None else "cpu"
     engines, findings = _engines(args, device)
-    findings += gpu_checks.examine(gpus, problem, device)
-    uses = [*(use for engine in engines for use in port_checks.uses(engine)), *map(_use, args.port)]
-    findings += port_checks.examine(uses)
+    findings += machine_checks.examine_gpus(gpus, problem, device)
+    uses = [*(use for engine in engines for use in machine_checks.uses(engine)), *map(_use, args.port)]
+    findings += machine_checks.examine_ports(uses)
     findings += machine_checks.examine(args.transport, device, args.shm, engines)
     findings += machine_checks.vllm(args.vllm_python, any(engine.options is None for engine in engines))
     for directory in args.keys:
@@ -134,7 +132,7 @@ def diagnose(args: argparse.Namespace) -> Diagnosis:
         python=platform.python_version(),
         machine=f"{platform.machine()} {platform.system()} {platform.release()}, {os.cpu_count()} cores",
         host=boot_id(),
-        gpus=gpu_checks.names(gpus),
+        gpus=machine_checks.names(gpus),
         rdma_devices=planes.rdma_devices(),
         packages=machine_checks.packages(PACKAGES),
         planes=tuple(_planes(offered)) if has_transports else (),
@@ -210,11 +208,11 @@ def _keys(engine: ConfiguredEngine) -> list[Finding]:
     return key_checks.examine(told.keys, engine.where, first, [*ranks, *others])
 
 
-def _use(text: str) -> port_checks.Use:
+def _use(text: str) -> machine_checks.Use:
     host, _, number = text.rpartition(":")
     if not number.isdigit():
         raise CommandError(f"argument --port: got {text!r}, expected a port, or host:port")
-    return port_checks.Use(f"--port {text}", "port", host.strip("[]") or "127.0.0.1", int(number))
+    return machine_checks.Use(f"--port {text}", "port", host.strip("[]") or "127.0.0.1", int(number))
 
 
 # --- this machine

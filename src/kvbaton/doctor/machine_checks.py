@@ -1,20 +1,34 @@
 """This machine: interpreter, transports, limits, memory; what an engine needs before it can start.
 
 Law: read-only; every probe of another program has a deadline.
+
+The GPUs of this machine: whether they exist, and whether processes and GPUs can read each other's memory.
+
+Law: read-only, and no GPU is used: it queries the driver about devices and the kernel about namespaces.
+
+Ports: whether they can be bound now, and whether two parts of a configuration use the same one.
+
+Law: a port is tried by binding it for an instant, without listening; a process that already has it is not disturbed.
 """
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import re
 import resource
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol
+
+import msgspec
 
 from kvbaton.doctor.config_checks import ANYWHERE, ConfiguredEngine
 from kvbaton.doctor.config_reading import Finding, finding
@@ -22,6 +36,106 @@ from kvbaton.engines.vllm.config.vllm_versions import SUPPORTED, vllm_version
 from kvbaton.engines.vllm.launch import launching
 from kvbaton.security.sealing import MISSING, can_seal
 from kvbaton.transports import catalogue
+from kvbaton.transports.cuda.cuda_driver import CudaError, CudaHost
+
+PORT_MAX = 65535
+DEFAULT_PORT = "8000"
+EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+class Use(msgspec.Struct, frozen=True):
+    """A port that something will listen on."""
+
+    where: str
+    what: str
+    host: str
+    port: int
+
+
+def uses(engine: ConfiguredEngine) -> Iterator[Use]:
+    """The fixed ports of an engine; 0 takes a free one and needs no check."""
+    if engine.options is not None:
+        yield from _fixed(engine.where, "http_port", engine.options.http_host, engine.options.http_port)
+    elif engine.launch.options is not None:
+        text = engine.launch.option("port") or DEFAULT_PORT
+        if text.lstrip("-").isdigit():
+            yield Use(engine.where, "--port", engine.launch.option("host"), int(text))
+    elif engine.settings is not None and engine.settings.http_address:
+        host, _, text = engine.settings.http_address.rpartition(":")
+        yield Use(engine.where, "http_address", host.strip("[]"), int(text))
+    if engine.told is not None:
+        yield from _fixed(engine.where, "control_port", engine.told.control_host, engine.told.control_port)
+
+
+def examine_ports(wanted: Iterable[Use]) -> list[Finding]:
+    """Checks every port against the machine and against the others."""
+    listed = list(wanted)
+    found: list[Finding] = []
+    for index, use in enumerate(listed):
+        if not 1 <= use.port <= PORT_MAX:
+            text = f"{use.what}: {use.port} is not a valid port"
+            found.append(finding("port-range", use.where, text, f"choose 1 to {PORT_MAX}"))
+            continue
+        twin = next((other for other in listed[:index] if _clash(use, other)), None)
+        if twin is not None:
+            text = f"{use.what} and {twin.what} of {twin.where} are both {_told(use)}"
+            found.append(finding("port-twice", use.where, text, f"give {use.what} another port"))
+        else:
+            found += _try(use)
+    return found
+
+
+def _fixed(where: str, what: str, host: str, port: int) -> Iterator[Use]:
+    if port:
+        yield Use(where, what, host, port)
+
+
+def _clash(one: Use, other: Use) -> bool:
+    wide = one.host in ANYWHERE or other.host in ANYWHERE
+    return one.port == other.port and (wide or _numeric(one.host) == _numeric(other.host))
+
+
+def _try(use: Use) -> Iterator[Finding]:
+    family = socket.AF_INET6 if ":" in use.host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT does not matter
+        try:
+            probe.bind((_numeric(use.host), use.port))
+        except (OSError, TypeError, ValueError) as error:
+            yield _refused(use, error)
+            return
+    low, high = _ephemeral()
+    if low <= use.port <= high:
+        text = f"{use.what}: {use.port} is in {low}..{high}, the range for outgoing connections"
+        fix = f"choose one below {low}, or: sysctl -w net.ipv4.ip_local_reserved_ports={use.port}"
+        yield finding("port-ephemeral", use.where, text, fix)
+
+
+def _refused(use: Use, error: Exception) -> Finding:
+    if not isinstance(error, OSError) or error.errno == errno.EADDRNOTAVAIL or isinstance(error, socket.gaierror):
+        text = f"{use.what}: {use.host} is not an address of this machine"
+        return finding("host-foreign", use.where, text, "run doctor on that host too")
+    text = f"{use.what}: {_told(use)} cannot be bound: {error.strerror}"
+    fix = f"find the process: ss -ltnp 'sport = :{use.port}'; stop it, or choose another port"
+    return finding("port-taken", use.where, text, fix)
+
+
+def _numeric(host: str) -> str:
+    return "127.0.0.1" if host == "localhost" else host
+
+
+def _told(use: Use) -> str:
+    host = f"[{use.host}]" if ":" in use.host else use.host
+    return f"{host or '*'}:{use.port}"
+
+
+def _ephemeral() -> tuple[int, int]:
+    try:
+        low, high = map(int, EPHEMERAL.read_text().split())
+    except (OSError, ValueError):
+        return PORT_MAX + 1, PORT_MAX + 1
+    return low, high
+
 
 MACHINE = "this machine"
 PYTHON_MIN = (3, 11)
@@ -218,3 +332,86 @@ def packages(names: Sequence[str]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+NAMESPACES = {"ipc": 0xEFFFFFFF, "pid": 0xEFFFFFFC}
+"""Inode numbers of the host's own namespaces; a container has others."""
+PAIRS_SHOWN = 8
+
+
+class Host(Protocol):
+    """See `cuda_driver.CudaHost`."""
+
+    count: int
+
+    def name(self, device: int) -> str: ...
+    def shares(self, device: int) -> bool: ...
+    def reaches(self, device: int, other: int) -> bool: ...
+
+
+def look() -> tuple[Host | None, str]:
+    """The driver, or the reason why it cannot be queried."""
+    try:
+        host = CudaHost()
+    except (ImportError, CudaError) as error:
+        return None, str(error)
+    return (host, "") if host.count else (None, "the driver shows no GPU (CUDA_VISIBLE_DEVICES?)")
+
+
+def names(host: Host | None) -> tuple[str, ...]:
+    return tuple(host.name(device) for device in range(host.count)) if host is not None else ()
+
+
+def examine_gpus(host: Host | None, problem: str, device: str) -> list[Finding]:
+    """`device`: where the KV caches are."""
+    if device != "cuda":
+        return []
+    if host is None:
+        fix = "check nvidia-smi; in a container: --gpus all; or check for host memory: --device cpu"
+        return [finding("gpu-missing", MACHINE, f"no GPU can be used: {problem}", fix)]
+    return [*_sharing(host), *_peers(host), *_container(), *_locking(catalogue.rdma_devices())]
+
+
+def _sharing(host: Host) -> Iterator[Finding]:
+    for device in range(host.count):
+        if not host.shares(device):
+            found = f"GPU {device} ({host.name(device)}): the driver offers no CUDA IPC, so transport cuda is not used"
+            yield finding("gpu-ipc", MACHINE, found, "nothing, if staged-shm is fast enough; otherwise another GPU")
+
+
+def _peers(host: Host) -> Iterator[Finding]:
+    apart = [
+        f"{one} and {other}"
+        for one, other in itertools.combinations(range(host.count), 2)
+        if not (host.reaches(one, other) and host.reaches(other, one))
+    ]
+    if apart:
+        shown = ", ".join(apart[:PAIRS_SHOWN]) + (
+            f" and {len(apart) - PAIRS_SHOWN} more" if apart[PAIRS_SHOWN:] else ""
+        )
+        found = f"no peer access between GPUs {shown}: KV between them uses staged-shm, through host memory"
+        fix = "put P and D of a pair on GPUs with peer access: nvidia-smi topo -p2p r"
+        yield finding("gpu-peer", MACHINE, found, fix)
+
+
+def _container(proc: Path = Path("/proc/self/ns")) -> Iterator[Finding]:
+    own = [name for name, number in NAMESPACES.items() if _inode(proc / name) not in {0, number}]
+    if own:
+        found = f"this is a container with its own {' and '.join(own)} namespace: transport cuda works only inside it"
+        fix = "run P and D in one container, or give both --ipc=host --pid=host; otherwise KV uses staged-tcp"
+        yield finding("gpu-container", MACHINE, found, fix)
+
+
+def _locking(rdma: Sequence[str]) -> Iterator[Finding]:
+    """The driver pins staging memory whatever the limit is; RDMA does not."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if rdma and soft != resource.RLIM_INFINITY:
+        found = f"at most {soft >> 10} KiB of memory may be locked; nixl over {rdma[0]} locks all that it registers"
+        yield finding("memlock-small", MACHINE, found, "ulimit -l unlimited, or LimitMEMLOCK=infinity of the unit")
+
+
+def _inode(path: Path) -> int:
+    try:
+        return os.stat(path).st_ino
+    except OSError:
+        return 0

@@ -2,28 +2,148 @@
 
 Law: it compares what the engines compare (`protocol.content`, `protocol.geometry`, the transports' names); what cannot
 be known from here, such as weights on another host, is left to them.
+
+Whether P's ranks can be mapped onto D's: the layouts as far as a launch determines them, through the real planner.
+
+Law: every decision is `protocol.geometry.plan`'s; a model that is not on this host has no shape.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from kvbaton.control.addressing import registry_places
 from kvbaton.control.joining.join_client import is_auto
-from kvbaton.doctor import key_checks, shape_checks
+from kvbaton.doctor import key_checks
 from kvbaton.doctor.config_checks import ConfiguredEngine
 from kvbaton.doctor.config_reading import Finding, finding
+from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.content.vllm_compat import config_digest, weights_digest
 from kvbaton.protocol.content import difference
+from kvbaton.protocol.errors import ProtocolError
+from kvbaton.protocol.geometry.layout import (
+    Cell,
+    EngineLayout,
+    Group,
+    GroupKind,
+    Per,
+    Place,
+    Plane,
+    Rank,
+    Share,
+    validate,
+)
+from kvbaton.protocol.geometry.plan import plan
 from kvbaton.security.sealing import is_loopback
 from kvbaton.transports import catalogue
 
 if TYPE_CHECKING:
     from kvbaton.engines.embedded.worker_options import WorkerOptions
+
+
+CONFIG_BYTES_MAX = 4 << 20
+BLOCK_TOKENS = 128
+COUNT_MAX = 1024  # of heads and layers, as in `protocol.layout`
+HEAD_BYTES = 1024  # any size will do: only the placement of heads matters
+
+
+def examine_shapes(p: ConfiguredEngine, d: ConfiguredEngine, where: str) -> Iterator[Finding]:
+    layouts = []
+    for engine in (p, d):
+        try:
+            layouts.append(_layout(engine))
+        except (ValueError, ProtocolError) as error:
+            yield finding("pair-shape", engine.where, str(error), "choose a number that divides it")
+            return
+    source, target = layouts
+    if source is None or target is None:
+        return
+    try:
+        plan(source, target)
+    except ProtocolError as error:
+        yield finding("pair-shape", where, error.detail, "give both the same tensor parallelism and block size")
+
+
+def is_latent(engine: ConfiguredEngine) -> bool:
+    """MLA: its rows may be written into blocks of another size."""
+    return bool((config_of(engine) or {}).get("kv_lora_rank"))
+
+
+def config_of(engine: ConfiguredEngine) -> dict[str, Any] | None:
+    """The model's config.json, where it is on this host."""
+    model = engine.launch.option("model")
+    path = Path(model) / "config.json"
+    try:
+        if not model or path.stat().st_size > CONFIG_BYTES_MAX:
+            return None
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _layout(engine: ConfiguredEngine) -> EngineLayout | None:
+    if engine.options is not None:
+        from kvbaton.engines.embedded.memory.kv_layout import engine_layout  # with NumPy
+        from kvbaton.engines.embedded.memory.kv_memory import KvGeometry
+
+        told = engine.options
+        cache = CacheConfig(blocks=told.blocks, block_tokens=told.block_tokens, tp=told.tp)
+        return engine_layout(KvGeometry(ModelConfig(seed=told.seed), cache))
+    config = config_of(engine)
+    if config is None:
+        return None
+    inner = config.get("text_config")
+    config = inner if isinstance(inner, dict) else config
+    heads, layers = (_count(config, f"num_{what}") for what in ("attention_heads", "hidden_layers"))
+    kv_heads = 1 if config.get("kv_lora_rank") else _count(config, "num_key_value_heads") or heads
+    if not (heads and layers):
+        return None
+    if heads % engine.tp:
+        raise ValueError(f"tensor_parallel_size: {engine.tp} does not divide the model's {heads} attention heads")
+    if kv_heads % engine.tp and engine.tp % kv_heads:
+        raise ValueError(f"tensor_parallel_size: {engine.tp} and {kv_heads} KV heads do not divide each other")
+    return _vllm_layout(layers, kv_heads, engine.tp)
+
+
+def _count(config: dict[str, Any], name: str) -> int:
+    """0 where the value is missing."""
+    value = config.get(name)
+    return value if isinstance(value, int) and 0 < value <= COUNT_MAX else 0
+
+
+def _vllm_layout(layers: int, heads: int, tp: int) -> EngineLayout:
+    """Heads of whole blocks, as vLLM's CPU attention stores them: the smallest unit that can move on its own."""
+    count = max(1, heads // tp)
+    group = Group(
+        name="attention",
+        kind=GroupKind.FULL,
+        block_tokens=BLOCK_TOKENS,
+        layers=tuple(f"layer.{number}" for number in range(layers)),
+        heads=heads,
+        cells=(Cell("kv", HEAD_BYTES, Per.HEAD),),
+        dtype="any",
+    )
+    page = HEAD_BYTES * count
+    places = tuple(Place(number, number * page, layers * page) for number in range(layers))
+    ranks = tuple(
+        Rank(
+            pp=0,
+            tp=rank,
+            dcp=0,
+            region_bytes=(layers * page,),
+            shares=(Share(rank * heads // tp, count, 1, places, (Plane(0, HEAD_BYTES, 0),)),),
+        )
+        for rank in range(tp)
+    )
+    return validate(EngineLayout((group,), ranks))
+
 
 CPU_BLOCK = "128"  # vLLM's own choice on CPU
 CONFIG_FIELDS_SHOWN = 3
@@ -41,7 +161,7 @@ def examine(p: ConfiguredEngine, d: ConfiguredEngine, device: str = "cpu") -> li
     if (p.settings is None) is not (d.settings is None):
         fix = "pair vLLM with vLLM, and kvbaton worker with kvbaton worker"
         return [*found, finding("pair-differs", where, "engine: one is vLLM, the other is kvbaton worker", fix)]
-    return [*found, *_facts(p, d, where, device), *shape_checks.examine(p, d, where)]
+    return [*found, *_facts(p, d, where, device), *examine_shapes(p, d, where)]
 
 
 # --- finding each other
@@ -154,7 +274,7 @@ def _facts(p: ConfiguredEngine, d: ConfiguredEngine, where: str, device: str) ->
     dtypes = [DTYPES.get(dtype, dtype) for dtype in (e.launch.option("dtype") or "auto" for e in (p, d))]
     if "auto" not in dtypes:
         yield from _differing({"dtype": dtypes[0]}, {"dtype": dtypes[1]}, where)
-    if not shape_checks.is_latent(p):
+    if not is_latent(p):
         sizes = [each.launch.option("block_size") or (CPU_BLOCK if device == "cpu" else "") for each in (p, d)]
         if all(sizes):  # on a GPU vLLM's default depends on the attention backend
             yield from _differing({"block_size": sizes[0]}, {"block_size": sizes[1]}, where)
@@ -182,7 +302,7 @@ def _model(p: ConfiguredEngine, d: ConfiguredEngine, where: str) -> Iterator[Fin
     ours, theirs = (_real(each.launch.option("model")) for each in (p, d))
     if ours == theirs or not (ours and theirs) or p.settings.model_id:
         return
-    configs = [shape_checks.config_of(each) for each in (p, d)]
+    configs = [config_of(each) for each in (p, d)]
     weights = [_weights(each) for each in (p, d)]
     if not (all(configs) and all(weights)):
         found = f"model: P has {p.launch.option('model')}, D has {d.launch.option('model')}"

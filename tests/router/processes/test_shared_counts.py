@@ -13,7 +13,7 @@ from kvbaton.api.http.client_quotas import ClientQuotas
 from kvbaton.observe.metrics import metric_names
 from kvbaton.observe.metrics.metric_types import Histogram
 from kvbaton.protocol.ids import Incarnation, PeerId, WorkerId
-from kvbaton.router.processes import merged_stats
+from kvbaton.router.processes import shared_counts
 from kvbaton.router.processes.shared_counts import (
     HELD,
     NUMBERS,
@@ -148,9 +148,9 @@ def test_figures_of_several_processes_are_those_of_one() -> None:
             each.waits.note("pull", 0.01 * number, (0.0, 0.005 * number), f"handoff-{number}")
             each.tickets += number
             each.room.refused["request"] += 1
-    merged = merged_stats.MergedStats(lambda: None)
+    merged = shared_counts.MergedStats(lambda: None)
     merged.processes = 1
-    merged_stats.merge(merged, [merged_stats.counted(each) for each in parts])
+    shared_counts.merge(merged, [shared_counts.counted(each) for each in parts])
     assert merged.as_numbers() == both.as_numbers()
     for mine, theirs in zip(merged.waits.families(), both.waits.families(), strict=True):
         assert mine.metric is theirs.metric and mine.samples.keys() == theirs.samples.keys()
@@ -162,5 +162,5 @@ def test_figures_of_several_processes_are_those_of_one() -> None:
                 each and each.transfer for each in wanted.exemplars
             ]
     assert merged.waits.families()[0].metric is metric_names.ROUTER_FIRST_BYTE
-    over = merged_stats.together([merged_stats.at_rest(merged_stats.counted(each)) for each in parts])
+    over = shared_counts.together([shared_counts.at_rest(shared_counts.counted(each)) for each in parts])
     assert (over.in_flight, over.counters["ends"]) == (0, dict(both.ends)), "what an ended one counted stays counted"

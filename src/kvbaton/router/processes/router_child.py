@@ -29,7 +29,7 @@ from kvbaton.processes import process_logs
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.app import Router, RouterParts, router_app
 from kvbaton.router.flow.hops import Hops
-from kvbaton.router.processes import merged_stats
+from kvbaton.router.processes import shared_counts
 from kvbaton.router.processes.process_link import (
     ChildReady,
     ChildSetup,
@@ -226,7 +226,7 @@ class RouterChild:
             return
         ended = self._gathering.taken()
         live = tuple(self._gathering.under_way(LIVE_MAX)) if number else ()
-        figures = FiguresTold(number, merged_stats.counted(parts.stats), live)
+        figures = FiguresTold(number, shared_counts.counted(parts.stats), live)
         # An answer comes last, when all is told. Else records do: who counts when one comes finds the figures there
         for message in (ended, figures) if number else (figures, ended):
             if message is not None:

@@ -34,7 +34,7 @@ from kvbaton.router.flow.worker_calls import Legs
 from kvbaton.router.front_secrets import FrontSecrets
 from kvbaton.router.operator_access import FlightsPage, Show
 from kvbaton.router.operator_api import OperatorApi
-from kvbaton.router.processes import merged_stats, shared_port
+from kvbaton.router.processes import shared_counts, shared_port
 from kvbaton.router.processes.process_link import (
     ChildReady,
     ChildSetup,
@@ -129,7 +129,7 @@ class RouterParent:
         discard: Discard | None,
     ) -> None:
         self.gathering = gathering
-        self.stats = merged_stats.MergedStats(self._merge)
+        self.stats = shared_counts.MergedStats(self._merge)
         self.draining = asyncio.Event()
         self.pages: dict[str, Handler] = {}
         self.processes = [RouterProcess(index, gathering, self._heard) for index in range(setup.processes)]
@@ -301,8 +301,11 @@ class RouterParent:
 
     def _merge(self) -> None:
         """Sum up what all told last; what is under way is in memory that they share."""
-        figures = [merged_stats.counted(self._parts.stats), *(part for each in self.processes for part in each.figures)]
-        merged_stats.merge(self.stats, figures)
+        figures = [
+            shared_counts.counted(self._parts.stats),
+            *(part for each in self.processes for part in each.figures),
+        ]
+        shared_counts.merge(self.stats, figures)
         self.stats.used = process_metrics.together(each.process for each in figures)
         self.stats.in_flight = self._counts.total(IN_FLIGHT)
         self.stats.processes = sum(each.ready.is_set() for each in self.processes)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from kvbaton.observe.flight.collector import Gathering
 from kvbaton.observe.flight.flight_records import Flight
 from kvbaton.processes.child_process import Child, Program, end, start
-from kvbaton.router.processes import merged_stats
+from kvbaton.router.processes import shared_counts
 from kvbaton.router.processes.process_link import (
     CountedFigures,
     FiguresTold,
@@ -150,7 +150,7 @@ class RouterProcess:
         self.ready.clear()
         self.level = 0
         self._watch(())
-        self._past = merged_stats.together([self._past, merged_stats.at_rest(self._counted)])
+        self._past = shared_counts.together([self._past, shared_counts.at_rest(self._counted)])
         self._counted = CountedFigures()
         for answer in self._questions.values():
             if not answer.done():
