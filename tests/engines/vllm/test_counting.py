@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from kvbaton.engines.vllm.vllm_stats import RequestStates
+from kvbaton.engines.vllm.counting import RequestStates
 
 
 def request(name: str, state: object, computed: int = 0) -> Any:

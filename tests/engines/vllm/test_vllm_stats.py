@@ -16,7 +16,7 @@ import prometheus_client
 import pytest
 
 import kvbaton
-from kvbaton.engines.vllm.vllm_stats import FLIGHTS_MAX, Tray
+from kvbaton.engines.vllm.counting import FLIGHTS_MAX, Tray
 from kvbaton.node.pin_budget import PinBudget
 from kvbaton.node.prompt_account import PromptAccount
 from kvbaton.observe.flight.flight_records import Flight, FlightSeat, Moment

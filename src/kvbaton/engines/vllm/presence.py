@@ -33,7 +33,7 @@ from kvbaton.control.registry.statements import HeldReport
 from kvbaton.engines.vllm.block_pool import PinnedPool
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings, Moriio
 from kvbaton.engines.vllm.config.data_parallel import DataParallelPlace
-from kvbaton.engines.vllm.vllm_stats import RequestStates
+from kvbaton.engines.vllm.counting import RequestStates
 from kvbaton.node.cluster_node import ClusterNode, ClusterSettings, EngineFacts, make_doorway
 from kvbaton.node.node_loop import dump_on_signal
 from kvbaton.node.pin_budget import Fullness

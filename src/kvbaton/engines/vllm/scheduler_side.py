@@ -29,7 +29,7 @@ from kvbaton.engines.side.prefill import PrefillSide
 from kvbaton.engines.side.protocols import NOT_YET, NOTHING, Grouping, Leaving, LoadVerdict, Tables
 from kvbaton.engines.side.store import NoStore, StoreSide
 from kvbaton.engines.side.turns import TurnSide
-from kvbaton.engines.vllm import connector_parts, interpreter, vllm_stats
+from kvbaton.engines.vllm import connector_parts, counting, interpreter
 from kvbaton.engines.vllm.block_pool import LOAD_NAP_S, NAP_S, Pace, PinnedPool, is_exact
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.config.data_parallel import DataParallelPlace
@@ -285,7 +285,7 @@ class SchedulerSide:
             return BatonStep(step, self._before.take_verdicts())
         self._try_duties(live)
         live.resets.scheduled(scheduled.num_scheduled_tokens)
-        vllm_stats.begun(self.reporting.prompts, scheduled)
+        counting.begun(self.reporting.prompts, scheduled)
         leaving = self._leaving(live, scheduled)
         for request_id in scheduled.preempted_req_ids or ():
             live.stored.preempted(request_id)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvbaton.engines.vllm import worker_side
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
-from kvbaton.engines.vllm.worker_side import DeviceCache, DeviceClock, HostClock, cache_of, planes_over, spoken_of
+from kvbaton.engines.vllm.memory import caches
+from kvbaton.engines.vllm.memory.caches import DeviceCache, DeviceClock, HostClock, cache_of, planes_over, spoken_of
 from kvbaton.transports import catalogue
 from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.cuda.cuda_driver import CudaError
@@ -149,7 +149,7 @@ def test_some_layers_of_a_step_are_spoken_of_and_its_last_always(layers: int, ch
 
 
 def test_events_are_used_again_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_side, "EVENTS_MAX", 2)
+    monkeypatch.setattr(caches, "EVENTS_MAX", 2)
     gpu, told = SlowGpu(), queue.Queue[int]()
     clock = DeviceClock(gpu, lambda: 1)
     for layer in range(3):
