@@ -369,19 +369,22 @@ def _lasts_s(source: Life, handoff: HandoffId, now: float) -> float:
 
 
 def is_full(life: Life) -> bool:
-    """Whether one of its tables has no room for one more."""
+    """Whether one of its tables has no room for one more. Asked after every step, so what costs least comes first."""
     ledger, settings = life.node.ledger, life.character.settings
     producer, consumer = ledger.producer, ledger.consumer
-    counts = (
-        (len(producer.parked), settings.parked_max), (len(producer.leases), settings.leases_max),
-        (len(producer.tombstones), settings.tombstones_max), (len(producer.ended), settings.tombstones_max),
-        (len(ledger.sessions.by_number), settings.sessions_max), (len(consumer.by_handoff), settings.intakes_max),
-        (quarantined(consumer), settings.quarantine_blocks_max), (restless(producer), settings.quarantine_blocks_max),
-    )  # fmt: skip
-    shares = producer.held._seats.values(), producer.held._bytes.values(), producer.parked._counts.values()
-    limits = settings.seats_per_peer_max, settings.bytes_per_peer_max - LEASE_BYTES, settings.parked_per_peer_max
-    return any(count >= limit for count, limit in counts) or any(
-        max(share, default=-1) >= limit for share, limit in zip(shares, limits, strict=True)
+    held, quarantine = producer.held, settings.quarantine_blocks_max
+    return (
+        len(producer.parked) >= settings.parked_max
+        or len(producer.leases) >= settings.leases_max
+        or len(producer.tombstones) >= settings.tombstones_max
+        or len(producer.ended) >= settings.tombstones_max
+        or len(ledger.sessions.by_number) >= settings.sessions_max
+        or len(consumer.by_handoff) >= settings.intakes_max
+        or max(held._seats.values(), default=-1) >= settings.seats_per_peer_max
+        or max(held._bytes.values(), default=-1) >= settings.bytes_per_peer_max - LEASE_BYTES
+        or max(producer.parked._counts.values(), default=-1) >= settings.parked_per_peer_max
+        or quarantined(consumer) >= quarantine
+        or restless(producer) >= quarantine
     )
 
 
