@@ -42,27 +42,27 @@ def test_streams_outlive_a_d_that_is_killed_and_one_that_drains(tmp_path):
             assert time.monotonic() - begun < DRAIN_S, "it waits for no stream's end"
 
         async def scenario() -> None:
-            for hurt, reason in ((kill, "died"), (drain, "draining")):
-                before = await _moves(cluster)
-                asked = asyncio.gather(*(_stream(cluster.url, prompt) for prompt in prompts))
-                await hurt(await eventually(lambda: _busy(cluster), 30.0))
-                assert await asked == right, reason
-                after = await _moves(cluster)
-                assert after.get(reason, 0) > before.get(reason, 0), (before, after)
-                if reason == "died":
-                    cluster.restart("d0" if "d0" not in await cluster.workers() else "d1")
-                    await eventually(lambda: _both(cluster), 30.0)
+            async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+                for hurt, reason in ((kill, "died"), (drain, "draining")):
+                    before = await _moves(cluster)
+                    asked = asyncio.gather(*(_stream(client, prompt) for prompt in prompts))
+                    await hurt(await eventually(lambda: _busy(cluster), 30.0))
+                    assert await asked == right, reason
+                    after = await _moves(cluster)
+                    assert after.get(reason, 0) > before.get(reason, 0), (before, after)
+                    if reason == "died":
+                        cluster.restart("d0" if "d0" not in await cluster.workers() else "d1")
+                        await eventually(lambda: _both(cluster), 30.0)
 
         asyncio.run(scenario())
         asyncio.run(all_at_rest(cluster, {"p0"}))
 
 
-async def _stream(url: str, prompt: str) -> str:
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        chunks = await client.completions.create(
-            model="kvbaton-tiny", prompt=prompt, max_tokens=TOKENS, temperature=0, stream=True
-        )
-        return "".join([chunk.choices[0].text async for chunk in chunks if chunk.choices])
+async def _stream(client: openai.AsyncOpenAI, prompt: str) -> str:
+    chunks = await client.completions.create(
+        model="kvbaton-tiny", prompt=prompt, max_tokens=TOKENS, temperature=0, stream=True
+    )
+    return "".join([chunk.choices[0].text async for chunk in chunks if chunk.choices])
 
 
 async def _busy(cluster: Up) -> str | None:
