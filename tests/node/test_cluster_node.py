@@ -18,7 +18,8 @@ from kvbaton.node.node import Rank
 from kvbaton.protocol.content import compat_digest
 from kvbaton.protocol.events import Event
 from kvbaton.protocol.ids import WorkerId
-from tests.node.test_node_loop import BLOCKS, TOKENS, InstantStore, InstantTransport, layout, until
+from tests.node.test_node_loop import BLOCKS, TOKENS, InstantStore, InstantTransport, layout
+from tests.waiting import until
 
 
 class Noting:

@@ -15,7 +15,8 @@ from kvbaton.engines.embedded.backend import EngineBackend, EngineThread
 from kvbaton.engines.embedded.embedded_engine import Engine
 from kvbaton.engines.embedded.engine_config import CacheConfig, EngineConfig
 from kvbaton.engines.embedded.http_worker import RefusedError, worker_app
-from tests.engines.embedded.test_server import Door, door, until
+from tests.engines.embedded.test_server import Door, door
+from tests.waiting import soon
 
 PATH = "/v1/responses"
 BODY: dict[str, Any] = {"model": "tiny", "input": "ab", "max_output_tokens": 3, "temperature": 0}
@@ -58,7 +59,7 @@ async def test_the_clients_own_stream_helper_finds_the_final_response() -> None:
         async with client.responses.stream(model="tiny", input="hey", extra_body=extra) as stream:
             final = await stream.get_final_response()
         assert (final.output_text, final.status) == ("HEY", "completed")
-        await until(lambda: d.backend.aborted == 1)  # the stop text ended it
+        await soon(lambda: d.backend.aborted == 1)  # the stop text ended it
 
 
 async def test_a_stream_consists_of_named_and_numbered_events_and_has_no_done() -> None:
@@ -209,9 +210,9 @@ async def test_a_client_that_goes_aborts_its_request(stream: bool) -> None:
     async with door() as d:
         d.backend.wait_at = 1
         call = asyncio.create_task(d.post({**BODY, "stream": stream}, PATH))
-        await until(lambda: len(d.backend.requests) == 1)
+        await soon(lambda: len(d.backend.requests) == 1)
         call.cancel()
-        await until(lambda: d.backend.aborted == 1)
+        await soon(lambda: d.backend.aborted == 1)
 
 
 async def test_the_embedded_engine_says_the_same_in_a_response_as_in_a_chat() -> None:
