@@ -71,7 +71,7 @@ def token_chunks(events: bytes) -> int:
     if events.startswith(b"event:"):  # typed
         return sum(events.count(mark) for mark in _TYPED_TOKENS)
     count = events.count(b"\ndata:") + events.startswith(b"data:")
-    return max(count - sum(map(events.count, _NO_TOKEN)), 0)  # a tenth of what one expression for all costs
+    return max(count - sum(map(events.count, _NO_TOKEN)), 0)  # cheaper than one expression
 
 
 def only_opens(events: bytes, most: int) -> bool:
