@@ -32,9 +32,10 @@ from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.core.transport import Copy
 from kvbaton.transports.cuda.cuda_transport import CudaConfig, CudaTransport
 from tests.transports.device import device_death
-from tests.transports.device.device_harness import DeviceHarness, DeviceProcess, DeviceView, FarDevice
+from tests.transports.device.device_harness import DeviceHarness, DeviceView, FarDevice
 from tests.transports.device.device_peer import make_gpu
 from tests.transports.device.kernel_check import KERNEL, a_wrong_byte_is_a_mismatch_and_only_then, check_kernels
+from tests.transports.process_harness import PeerProcess
 
 EXTRA = Cases()
 PLANES = ("cuda", "nixl", "staged-shm", "staged-tcp", "cuda+sums", "staged-tcp+sums")
@@ -70,7 +71,7 @@ def a_killed_owners_memory_is_free_within_5_s(harness: TransportHarness) -> None
     with gpu:
         address = gpu.allocate(1 << 20)
     near.register(0, DeviceMemory(address, 1 << 20))
-    process = DeviceProcess("cuda")
+    process = PeerProcess("device.device_peer", "cuda")
     try:
         far = FarDevice(process, owner, "cuda", size, 5.0)
         lend_everything(far, reader)
