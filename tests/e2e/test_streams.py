@@ -14,20 +14,17 @@ import aiohttp
 import openai
 import pytest
 
-from kvbaton.engines.embedded.embedded_worker import reference_answers
 from tests.e2e.cluster import Up, all_at_rest, eventually, get_json, some_prompts, up
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-STREAMS, TOKENS = 12, 300
-DRAIN_S = 10.0
+STREAMS, TOKENS = 6, 1200
+DRAIN_S = 20.0
 
 
 def test_streams_outlive_a_d_that_is_killed_and_one_that_drains(tmp_path):
-    """Promise 6, by an unmodified client."""
-    prompts = [each for each in some_prompts(40, "streams") if len(reference_answers([each], TOKENS)[0]) == TOKENS]
-    prompts = prompts[:STREAMS]
-    right = reference_answers(prompts, TOKENS)
+    """Promise 6, by an unmodified client, beside the same requests of which nobody was hurt."""
+    prompts = some_prompts(STREAMS, "streams")
     with up(tmp_path, "--decode", "2", "--lease-s", "2") as cluster:
 
         async def kill(name: str) -> None:
@@ -43,6 +40,8 @@ def test_streams_outlive_a_d_that_is_killed_and_one_that_drains(tmp_path):
 
         async def scenario() -> None:
             async with openai.AsyncOpenAI(base_url=f"{cluster.url}/v1", api_key="none", max_retries=0) as client:
+                right = await asyncio.gather(*(_stream(client, prompt) for prompt in prompts))
+                assert {len(text) for text in right} == {TOKENS}
                 for hurt, reason in ((kill, "died"), (drain, "draining")):
                     before = await _moves(cluster)
                     asked = asyncio.gather(*(_stream(client, prompt) for prompt in prompts))
@@ -60,17 +59,18 @@ def test_streams_outlive_a_d_that_is_killed_and_one_that_drains(tmp_path):
 
 async def _stream(client: openai.AsyncOpenAI, prompt: str) -> str:
     chunks = await client.completions.create(
-        model="kvbaton-tiny", prompt=prompt, max_tokens=TOKENS, temperature=0, stream=True
-    )
+        model="kvbaton-tiny", prompt=prompt, max_tokens=TOKENS, temperature=0, stream=True,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
     return "".join([chunk.choices[0].text async for chunk in chunks if chunk.choices])
 
 
 async def _busy(cluster: Up) -> str | None:
-    """The D with most of the streams, once it computes a good part of them."""
+    """The D with most of the streams, once it computes some of them at once."""
     stats = await cluster.workers()
     running = {name: each["running"] for name, each in stats.items() if name.startswith("d")}
     name = max(running, key=lambda each: running[each])
-    return name if running[name] >= STREAMS // 3 else None
+    return name if running[name] >= 2 else None
 
 
 async def _both(cluster: Up) -> bool:
