@@ -299,8 +299,8 @@ class SimTransport:
             fate = "stall"
         self._move(job, batches, duration / (batches + 1), fate)
 
-    def _move(self, job: _Job, batches: int, gap_s: float, fate: str) -> None:
-        """Land one batch after `gap_s`; then the next, until all have landed or fate strikes."""
+    def _move(self, job: _Job, batches: int, gap_s: float, fate: str, late_s: float = 0.0) -> None:
+        """Land one batch after `gap_s`, or `late_s` for once; then the next, until all have landed or fate strikes."""
 
         def act() -> None:
             if job.over or not (self.alive or self._posted(job)):
@@ -313,7 +313,7 @@ class SimTransport:
                 self._end(job, Reason.PEER_UNKNOWN)
             elif not self._lent(job):
                 if self._asks_again(job):
-                    self._move(job, batches, AGAIN_S_MAX, fate)
+                    self._move(job, batches, gap_s, fate, AGAIN_S_MAX)
                 else:
                     self._end(job, Reason.LEASE_EXPIRED)
             elif fate == "fail" and job.moved * 2 >= len(job.spans):
@@ -328,7 +328,7 @@ class SimTransport:
                 self._land(job, step)
                 self._move(job, max(1, batches - 1), gap_s, fate)
 
-        self.fabric.world.after(gap_s, act)
+        self.fabric.world.after(late_s or gap_s, act)
 
     def _posted(self, job: _Job) -> bool:
         """Hardware goes on writing what a process had posted, whether that process is stopped or dead."""
