@@ -13,7 +13,7 @@ import pytest
 
 from kvbaton.cli import main as cli
 from kvbaton.processes.child_process import Say
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.kit import run_facts
 from kvbaton_proof.bench.router import router_run, several_routers
 from kvbaton_proof.bench.router.router_rows import (

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvbaton.cli import main as cli
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.kit import lab_pages
 from kvbaton_proof.bench.kit.run_facts import public
 from kvbaton_proof.bench.vllm import vllm_levels, vllm_rows

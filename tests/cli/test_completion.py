@@ -12,7 +12,7 @@ import pytest
 
 from kvbaton.cli import completion
 from kvbaton.cli import main as cli
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 
 
 @pytest.fixture(scope="module")

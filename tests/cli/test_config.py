@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvbaton.cli import main as cli
 from kvbaton.cli.settings import layers
 from kvbaton.cli.settings.file import FILE_BYTES_MAX, ITEMS_MAX, PROBLEMS_MAX, parse, read
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 
 
 def parsed(command: str, *words: str, **variables: str) -> argparse.Namespace:

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from kvbaton.cli import main as cli
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.cli import conformance
 from kvbaton_proof.conformance.case_registry import (
     STALL_S,

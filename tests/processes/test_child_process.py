@@ -13,7 +13,8 @@ import pytest
 
 from kvbaton.processes import child_process
 from kvbaton.processes.child_process import Child, ChildError, Program, end, ready, start
-from kvbaton.processes.operator_control import StoppedError, unless_stopped
+from kvbaton.processes.operator_control import unless_stopped
+from kvbaton.processes.operator_errors import StoppedError
 from kvbaton_proof.rig.servers import with_news
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(60)"

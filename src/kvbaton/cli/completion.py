@@ -14,7 +14,7 @@ import shtab
 
 from kvbaton.cli.arguments import planes_choice
 from kvbaton.observe.codes.code_catalogue import CATALOGUE
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.transports import catalogue
 
 SHELLS = ("bash", "zsh", "fish")

@@ -20,7 +20,7 @@ from kvbaton.cli.arguments import Parser
 from kvbaton.cli.screen import stdout
 from kvbaton.cli.settings import layers
 from kvbaton.cli.settings.file import PROBLEMS_MAX, Problem, SettingsFile, read
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 
 HIDDEN = "(not shown)"
 _STAND_INS = {

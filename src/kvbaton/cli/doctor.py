@@ -33,7 +33,7 @@ from kvbaton.doctor.config_checks import ConfiguredEngine
 from kvbaton.doctor.config_reading import Finding, ordered
 from kvbaton.doctor.router_checks import SeenRouter
 from kvbaton.observe.codes.entry import Severity
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.transports import catalogue as planes
 from kvbaton.transports.core.shared_memory import boot_id
 

@@ -27,7 +27,7 @@ from kvbaton.cli.progress import note
 from kvbaton.control import keyring as keys
 from kvbaton.control.keyring import engine_of
 from kvbaton.control.registry import DrainState, OperatorLine, registry_places
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.ids import WorkerId, is_worker_id
 
 ANSWER_S = 5.0  # a healthy registry answers in milliseconds

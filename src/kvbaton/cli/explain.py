@@ -15,7 +15,7 @@ import msgspec
 
 from kvbaton.observe.codes.code_catalogue import CATALOGUE, TITLES, close, find
 from kvbaton.observe.codes.entry import CodeEntry, CodeKind, Who
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 
 WIDTH = 100
 ACTS: dict[Who, str] = {

@@ -26,7 +26,7 @@ from kvbaton.observe.flight.journey import Journey, joined
 from kvbaton.observe.flight.terminal_timeline import Ink
 from kvbaton.observe.flight.worker_reports import PromptShare
 from kvbaton.processes.http_question import PLAIN, Way, asked, why
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 
 ROUTER = "http://127.0.0.1:8000"
 ANSWER_S = 10.0

@@ -19,7 +19,7 @@ from kvbaton.control import key_files
 from kvbaton.control.joining import admission_files
 from kvbaton.control.key_room import TokenView, tokens
 from kvbaton.control.keyring import LOOK_S
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.legality import Role
 
 ACTIONS = ("new", "list", "revoke")

@@ -17,7 +17,7 @@ from kvbaton.cli.arguments import seconds
 from kvbaton.control import key_room, keyring
 from kvbaton.control.key_room import KeyReport, report
 from kvbaton.control.keyring import LOOK_S
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.legality import Role
 
 ACTIONS = {

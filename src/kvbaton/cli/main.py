@@ -23,7 +23,7 @@ import kvbaton
 from kvbaton.cli import screen
 from kvbaton.cli.arguments import BAD_USAGE, HelpFormatter, Parser, add_common, complain
 from kvbaton.processes.gc_freeze_imports import gc_freeze_imports
-from kvbaton.processes.operator_control import CommandError, StoppedError
+from kvbaton.processes.operator_errors import CommandError, StoppedError
 
 GROUPS: Mapping[str, Mapping[str, str]] = {
     "run a cluster": {

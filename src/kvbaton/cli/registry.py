@@ -28,7 +28,8 @@ from kvbaton.control.registry.roster_news import DRAINING, RosterNews, WorkerSee
 from kvbaton.observe.metrics.exposition import Family
 from kvbaton.observe.metrics.process_metrics import registry_families
 from kvbaton.processes.child_process import raise_file_limit
-from kvbaton.processes.operator_control import CommandError, told_to_stop
+from kvbaton.processes.operator_control import told_to_stop
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.legality import Role
 
 log = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ from kvbaton.cli.drain import (
 )
 from kvbaton.cli.progress import note
 from kvbaton.local_cluster import restart_orders
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.ids import WorkerId
 
 START_S = 240.0

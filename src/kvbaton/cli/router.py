@@ -23,7 +23,8 @@ from kvbaton.control.plain import Fleet, PlainSettings
 from kvbaton.control.registry import Networks, registry_places
 from kvbaton.local_cluster.router_front import RouterHandle, Sources, drained, dumping, run_router
 from kvbaton.processes.child_process import raise_file_limit
-from kvbaton.processes.operator_control import CommandError, told_to_stop
+from kvbaton.processes.operator_control import told_to_stop
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.router.flow.request_admission import BODY_COPIES
 from kvbaton.router.front_secrets import FrontSecrets

@@ -29,7 +29,7 @@ from kvbaton.control.zmq import ZmqControl
 from kvbaton.observe.metrics.exposition import Family
 from kvbaton.observe.metrics.process_metrics import store_families
 from kvbaton.processes.child_process import raise_file_limit
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.legality import Act, may
 from kvbaton.ranks.store_trust import STORE_NAME, bytes_of, trust_of
 from kvbaton.store.disk_tier import DiskError, DiskTier

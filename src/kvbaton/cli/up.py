@@ -42,7 +42,8 @@ from kvbaton.local_cluster.vllm_engine import (
     tiny_model,
 )
 from kvbaton.processes.child_process import free_ports, raise_file_limit
-from kvbaton.processes.operator_control import CommandError, StoppedError, told_to_stop, unless_stopped
+from kvbaton.processes.operator_control import told_to_stop, unless_stopped
+from kvbaton.processes.operator_errors import CommandError, StoppedError
 from kvbaton.router.processes.router_parent import PROCESSES_MAX
 from kvbaton.router.router_settings import Fallback, RouterSettings
 from kvbaton.security.sealing import ENCRYPT

@@ -32,7 +32,7 @@ from kvbaton.engines.embedded.worker_options import (
 )
 from kvbaton.processes.child_process import raise_file_limit
 from kvbaton.processes.gc_freeze_imports import gc_freeze_imports
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.security.sealing import ENCRYPT
 from kvbaton.transports.catalogue import CHECKSUMS
 

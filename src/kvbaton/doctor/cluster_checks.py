@@ -31,7 +31,7 @@ from kvbaton.observe.codes.reasons import explained
 from kvbaton.observe.flight.dumps import printable, printable_all
 from kvbaton.observe.metrics.exposition import Sample, samples
 from kvbaton.processes.http_question import PLAIN, Way, asked, why
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 
 SHARE_MAX = 0.1
 TOKENS_MIN = 100

@@ -26,7 +26,7 @@ from kvbaton.doctor.config_reading import Finding, Launch, finding
 from kvbaton.engines.vllm.config import supported
 from kvbaton.engines.vllm.config.connector_settings import FIELD, ConnectorSettings
 from kvbaton.engines.vllm.launch.launching import CONNECTOR
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.settings import Settings
 from kvbaton.security.sealing import MISSING, Encrypt, check, is_loopback
 

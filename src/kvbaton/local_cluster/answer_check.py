@@ -22,7 +22,8 @@ from kvbaton.api.params import Mode
 from kvbaton.local_cluster.embedded_cluster import Cluster, ClusterPlan, running
 from kvbaton.local_cluster.stream_check import TOKENS, StreamRow, long_ones, outlive, stream_texts
 from kvbaton.processes.child_process import Say
-from kvbaton.processes.operator_control import CommandError, unless_stopped
+from kvbaton.processes.operator_control import unless_stopped
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.openai_api import MODE_HEADER
 
 MAX_TOKENS = 12

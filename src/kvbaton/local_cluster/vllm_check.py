@@ -24,7 +24,8 @@ from kvbaton.local_cluster.embedded_cluster import Cluster, ClusterPlace, runnin
 from kvbaton.local_cluster.vllm_engine import HOST, VllmPlan, member, serving
 from kvbaton.observe.metrics.exposition import samples, total
 from kvbaton.processes.child_process import Say, end, free_ports, start
-from kvbaton.processes.operator_control import CommandError, unless_stopped
+from kvbaton.processes.operator_control import unless_stopped
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.openai_api import MODE_HEADER
 
 MAX_TOKENS = 12

@@ -29,7 +29,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.processes.operator_control import CommandError, StoppedError
+from kvbaton.processes.operator_errors import CommandError, StoppedError
 
 
 def raise_file_limit() -> None:

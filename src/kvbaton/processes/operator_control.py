@@ -1,9 +1,4 @@
-"""Operator signals for a running command: Ctrl-C and SIGTERM end it in order, and are logged.
-
-Errors whose message is the whole line that the operator of a command reads, with the next step.
-
-Law: nothing is imported here, so that `--help` and typing mistakes are answered at once.
-"""
+"""Operator signals for a running command: Ctrl-C and SIGTERM end it in order, and are logged."""
 
 from __future__ import annotations
 
@@ -14,14 +9,7 @@ import signal
 from collections.abc import Coroutine, Iterator
 from typing import Any, TypeVar
 
-
-class CommandError(Exception):
-    """The operator must act; the message is the whole line."""
-
-
-class StoppedError(Exception):
-    """The operator stopped the command before it was done."""
-
+from kvbaton.processes.operator_errors import StoppedError
 
 log = logging.getLogger(__name__)
 

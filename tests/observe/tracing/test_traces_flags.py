@@ -17,7 +17,7 @@ from kvbaton.cli.flags import traces
 from kvbaton.cli.main import main
 from kvbaton.engines.embedded.worker_options import argv_of
 from kvbaton.observe.flight.collector import Gathering
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from tests.observe.tracing.collector import Collector, collecting
 from tests.observe.tracing.flights import router
 

@@ -14,7 +14,7 @@ from aiohttp import web
 from kvbaton.api.http.http_types import Request
 from kvbaton.cli.arguments import Parser
 from kvbaton.cli.flags import router_access
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.dashboard_page import dashboard
 from kvbaton.router.front_access import OPEN_PATHS, ApiKeys, KeyFileError, read_keys
 from kvbaton.router.front_secrets import FrontSecrets

@@ -12,7 +12,7 @@ import os
 import msgspec
 
 from kvbaton.processes import process_logs
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.processes.process_logs import (
     ACCESS_LINES,
     ACCESS_VARIABLE,

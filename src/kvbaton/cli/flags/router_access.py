@@ -11,7 +11,7 @@ import msgspec
 
 from kvbaton.api.http.tls_server import TlsError
 from kvbaton.cli.flags.router_way import OPERATOR_KEY_VARIABLE
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.front_access import (
     ANY,
     KeyFileError,

@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Mapping
 
 from kvbaton.processes.http_question import Way
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 
 OPERATOR_KEY_VARIABLE = "KVBATON_OPERATOR_KEY"
 

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from kvbaton.observe.flight.flight_records import Flight
 from kvbaton.observe.tracing.export import TRACES_PATH, ExportError, SpanExport, needed, traces_url
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 
 log = logging.getLogger(__name__)
 

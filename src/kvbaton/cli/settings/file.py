@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 
 FILE_BYTES_MAX = 256 << 10
 ITEMS_MAX = 1024

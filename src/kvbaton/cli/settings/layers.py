@@ -21,7 +21,7 @@ import msgspec
 from kvbaton.cli.arguments import Parser, meant
 from kvbaton.cli.progress import note
 from kvbaton.cli.settings.file import FileSetting, Problem, SettingsFile, read
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 
 CONFIGURED = ("up", "router", "registry", "worker", "store")
 CONFIG = "config"

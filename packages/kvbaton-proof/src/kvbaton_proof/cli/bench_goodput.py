@@ -17,7 +17,7 @@ from kvbaton.api.http.server_loop import run as run_loop
 from kvbaton.cli import progress
 from kvbaton.cli.arguments import seconds, whole
 from kvbaton.processes.child_process import raise_file_limit
-from kvbaton.processes.operator_control import CommandError, StoppedError
+from kvbaton.processes.operator_errors import CommandError, StoppedError
 from kvbaton_proof.bench.kit.run_facts import AGGREGATED
 from kvbaton_proof.cli import bench_serve
 from kvbaton_proof.cli.bench_results import show

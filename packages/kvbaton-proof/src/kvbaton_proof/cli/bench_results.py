@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvbaton.cli.progress import note
 from kvbaton.cli.screen import stdout
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 
 if TYPE_CHECKING:
     from kvbaton_proof.bench.kit.lab_pages import Findings

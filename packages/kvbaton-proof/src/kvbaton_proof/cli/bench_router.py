@@ -17,7 +17,7 @@ from kvbaton.cli import progress
 from kvbaton.cli.arguments import seconds, whole
 from kvbaton.cli.progress import note
 from kvbaton.processes.child_process import raise_file_limit
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.router.router_rows import DIRECT, KVBATON, OWNED, PLAIN, TARGETS, THEIRS, TOY, Level
 from kvbaton_proof.cli.bench_results import names_of, new_file, show
 

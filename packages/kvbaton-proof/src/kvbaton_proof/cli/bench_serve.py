@@ -21,7 +21,7 @@ from kvbaton.api.http.server_loop import run as run_loop
 from kvbaton.cli import progress
 from kvbaton.cli.arguments import planes_choice, seconds, url, whole
 from kvbaton.processes.child_process import raise_file_limit
-from kvbaton.processes.operator_control import CommandError, StoppedError
+from kvbaton.processes.operator_errors import CommandError, StoppedError
 from kvbaton_proof.bench.kit.run_facts import AGGREGATED, SINGLE
 from kvbaton_proof.bench.load.request_plan import REQUESTS, Lengths
 from kvbaton_proof.cli.bench_results import names_of, new_file, show

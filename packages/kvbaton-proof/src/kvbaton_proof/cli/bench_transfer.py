@@ -12,7 +12,7 @@ import sys
 
 from kvbaton.cli import progress
 from kvbaton.cli.arguments import whole
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.kit.run_facts import ADVICE, DISTRIBUTIONS, PACKAGES
 from kvbaton_proof.cli.bench_results import in_folder, names_of, show
 

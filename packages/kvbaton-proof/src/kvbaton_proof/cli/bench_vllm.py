@@ -19,7 +19,7 @@ from kvbaton.cli.arguments import planes_choice, seconds, whole
 from kvbaton.cli.progress import note
 from kvbaton.cli.screen import stdout
 from kvbaton.processes.child_process import raise_file_limit
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.vllm.vllm_rows import Level
 from kvbaton_proof.cli.bench_results import names_of, new_file, show
 

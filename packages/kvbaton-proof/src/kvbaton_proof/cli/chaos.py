@@ -24,7 +24,7 @@ from kvbaton.cli.arguments import minutes, whole
 from kvbaton.cli.progress import note
 from kvbaton.cli.screen import stdout
 from kvbaton.processes.child_process import raise_file_limit
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.chaos import chaos_plan as plans
 from kvbaton_proof.chaos.fault_catalogue import BY_NAME, FAULTS, ON_STREAMS, PROMISES
 from kvbaton_proof.chaos.outcome import Outcome
@@ -44,10 +44,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--engine", choices=("embedded", "vllm"), default="embedded", help="which engines")
     add("--connector", choices=tuple(CONNECTORS), default="kvbaton", help="with vllm: the connector to test")
     add("--plan", choices=PLANS, default=None, help="random for embedded engines, standard for vllm; or streams")
-    add("--streams", type=whole(1, STREAMS_MAX), default=None, metavar="N", help="long streams kept open (64, vllm 24)")
-    add("--prompt-tokens", type=whole(16, 3072), default=64, metavar="N", help="of the prompts of long streams")
-    add("--copies-percent", type=float, default=0.0, metavar="P", help="of a D's blocks, as copies of its answers")
-    add("--no-continue", action="store_true", help="the router lets streams die with their D: the check must fail")
     add("--faults", default=None, metavar="A,B", help="only these; kvbaton chaos --list names them")
     add("--prefill", type=whole(1, SIZE_MAX), default=2, metavar="N", help="embedded prefill workers")
     add("--decode", type=whole(1, SIZE_MAX), default=2, metavar="N", help="embedded decode workers")
@@ -56,6 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--vllm-python", default=None, metavar="PATH", help="the Python interpreter with vLLM, if not this one")
     add("--json", action="store_true", help="print one JSON object on stdout")
     add("--list", action="store_true", help="print every fault with its targets, moments and the promises it tests")
+    add = parser.add_argument_group("--plan streams").add_argument
+    add("--streams", type=whole(1, STREAMS_MAX), default=None, metavar="N", help="long streams kept open (64, vllm 24)")
+    add("--prompt-tokens", type=whole(16, 3072), default=64, metavar="N", help="of the prompts of long streams")
+    add("--copies-percent", type=float, default=0.0, metavar="P", help="of a D's blocks, as copies of its answers")
+    add("--no-continue", action="store_true", help="the router lets streams die with their D: the check must fail")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import msgspec
 
 from kvbaton.cli import progress
 from kvbaton.cli.arguments import whole
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.sim import kept_seeds
 from kvbaton_proof.sim.campaign import Summary, default_jobs, run_seeds
 from kvbaton_proof.sim.cover import Coverage

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvbaton.engines.vllm.config import vllm_versions
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.conformance import configs
 from kvbaton_proof.conformance.case_registry import Case, CaseVerdict, all_cases
 

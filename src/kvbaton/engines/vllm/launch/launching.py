@@ -31,7 +31,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 
 DELAY_US = 1000
 SITE = "from kvbaton.engines.vllm.launch.launching import install\n\ninstall()\n"

@@ -27,7 +27,7 @@ import msgspec
 
 from kvbaton.api import sse
 from kvbaton.api.bodies import BodyKind
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.load.request_plan import Ask, Piece, prompt
 
 CODE_CHARS_MAX = 40

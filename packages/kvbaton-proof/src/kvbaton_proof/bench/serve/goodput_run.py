@@ -21,7 +21,8 @@ import msgspec
 
 from kvbaton.local_cluster.vllm_engine import ServerOptions
 from kvbaton.processes.child_process import Say
-from kvbaton.processes.operator_control import CommandError, told_to_stop
+from kvbaton.processes.operator_control import told_to_stop
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.openai_api import MODE_HEADER
 from kvbaton_proof.bench.kit import run_facts
 from kvbaton_proof.bench.kit.run_facts import RunFacts

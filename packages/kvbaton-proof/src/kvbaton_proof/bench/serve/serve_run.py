@@ -23,7 +23,8 @@ import msgspec
 
 from kvbaton.local_cluster.vllm_engine import ServerOptions
 from kvbaton.processes.child_process import Say
-from kvbaton.processes.operator_control import CommandError, StoppedError, told_to_stop, unless_stopped
+from kvbaton.processes.operator_control import told_to_stop, unless_stopped
+from kvbaton.processes.operator_errors import CommandError, StoppedError
 from kvbaton.router.openai_api import MODE_HEADER
 from kvbaton_proof.bench.kit import run_facts
 from kvbaton_proof.bench.kit.run_facts import AGGREGATED, SINGLE, RunFacts

@@ -39,7 +39,8 @@ from kvbaton.engines.vllm.launch.launching import PROBE_S
 from kvbaton.local_cluster.vllm_engine import ServerOptions, fetch
 from kvbaton.observe.metrics.exposition import figures
 from kvbaton.processes.child_process import GUARD, STOP_S, Program, Say, end, start
-from kvbaton.processes.operator_control import CommandError, told_to_stop, unless_stopped
+from kvbaton.processes.operator_control import told_to_stop, unless_stopped
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton.router.openai_api import MODE_HEADER
 from kvbaton_proof.bench.kit import cpu_meter
 from kvbaton_proof.bench.kit.cpu_meter import Cpu, family

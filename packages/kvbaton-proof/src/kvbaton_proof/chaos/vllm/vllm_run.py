@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from kvbaton.engines.vllm.launch import launching
-from kvbaton.processes.operator_control import CommandError
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.chaos.chaos_plan import Plan, Step
 from kvbaton_proof.chaos.outcome import Member, Outcome, Row
 from kvbaton_proof.chaos.rest_oracle import usage
