@@ -364,7 +364,7 @@ def test_a_mutant_that_never_returns_is_seen_and_the_next_world_is_well(monkeypa
 
 
 def test_a_drawing_is_spread_and_repeats_itself():
-    modules = ("protocol.machines.lease", "protocol.geometry.progress", "node.ports")
+    modules = ("protocol.machines.lease", "protocol.geometry.progress", "node.epochs")
     drawn = survey.draw(modules, 24, 3)
     assert drawn == survey.draw(modules, 24, 3) != survey.draw(modules, 24, 4)
     assert {place.module for place in drawn} == set(modules)
@@ -389,7 +389,7 @@ def test_a_mutant_is_judged_by_the_tests_of_its_module_first():
     assert under_test.tests_of(["protocol.machines.lease"]) == (
         "tests/protocol/machines/test_lease.py", "tests/protocol", "tests/scenarios",
     )  # fmt: skip
-    assert under_test.tests_of(["node.ports", "ranks.rank_host"])[:2] == (
+    assert under_test.tests_of(["node.epochs", "ranks.rank_host"])[:2] == (
         "tests/node/test_epochs.py", "tests/ranks/test_rank_host.py",
     )  # fmt: skip
     assert under_test.tests_of(["proof.sim.world.sim_engine"]) == ()
@@ -432,14 +432,14 @@ def test_each_reason_for_an_unreached_line_names_a_function():
 
 
 def test_lines_are_counted_by_the_worlds_that_reach_them():
-    modules = ("protocol.machines.lease", "node.ports")
+    modules = ("protocol.machines.lease", "node.epochs")
     reached = reach.together([reach.reached_by(modules, [0]), reach.reached_by(modules, [1])])
-    del reached["node.ports"]
-    why = {"node.ports:EpochTable.all_of": "why", "protocol.machines.lease:gone": "stale"}
+    del reached["node.epochs"]
+    why = {"node.epochs:EpochTable.all_of": "why", "protocol.machines.lease:gone": "stale"}
     figures = cover.summed(modules, reached, why)
     missed = {each.function: each.reason for each in figures.missed}
-    assert missed["node.ports:EpochTable.all_of"] == "why"
-    assert missed["node.ports:EpochTable.raise_epoch"] == ""
+    assert missed["node.epochs:EpochTable.all_of"] == "why"
+    assert missed["node.epochs:EpochTable.raise_epoch"] == ""
     assert "protocol.machines.lease:new_lease" not in missed
     assert figures.stale_reasons == ["protocol.machines.lease:gone"]
     assert figures.share_in_functions < figures.share < 1.0

@@ -124,6 +124,7 @@ def test_all_that_the_router_counts_is_shown() -> None:
     stats.ended("client_gone", 0)
     stats.failures["prefill:late:worker_timeout"] += 1
     count(stats.failures, "an odd code of a worker", "decode")
+    count(stats.waits.moves_failed, "differs")
     stats.waits.note("pull", 2.0, (0.5, 1.5), "t1")
     stats.waits.ended("pull", 3.0, 100, 7, "t1")
     stats.waits.between.observe(("pull",), 0.02)
