@@ -33,8 +33,8 @@ def test_every_rule_every_mutant_and_every_reason_is_told(tool: ModuleType) -> N
 
 
 OF_STREAMS = ("37", "38", "39")
-"""Scenarios are what engines' nodes say to each other. Of a stream that goes on they say nothing: its rules are about the
-router and the client, and their tests and the simulator's worlds show them."""
+"""Scenarios are what engines' nodes say to each other. Of a stream that goes on they say nothing: its rules are about
+the router and the client, and their tests and the simulator's worlds show them."""
 
 
 def test_no_rule_is_without_a_mutant_a_scenario_and_a_test(tool: ModuleType) -> None:
