@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import time
+from functools import partial
 
 import aiohttp
 import openai
@@ -44,7 +45,10 @@ def test_streams_outlive_a_d_that_is_killed_and_one_that_drains(tmp_path):
                 assert {len(text) for text in right} == {TOKENS}
                 for hurt, reason in ((kill, "died"), (drain, "draining")):
                     before = await _moves(cluster)
-                    asked = asyncio.gather(*(_stream(client, prompt) for prompt in prompts))
+                    told = [0] * STREAMS
+                    asked = asyncio.gather(*(_stream(client, prompt, told, at) for at, prompt in enumerate(prompts)))
+                    # A stream that has told nothing yet is asked anew, and is not moved.
+                    await eventually(partial(_all_told, told), 60.0)
                     await hurt(await eventually(lambda: _busy(cluster), 30.0))
                     assert await asked == right, reason
                     after = await _moves(cluster)
@@ -57,12 +61,21 @@ def test_streams_outlive_a_d_that_is_killed_and_one_that_drains(tmp_path):
         asyncio.run(all_at_rest(cluster, {"p0"}))
 
 
-async def _stream(client: openai.AsyncOpenAI, prompt: str) -> str:
+async def _stream(client: openai.AsyncOpenAI, prompt: str, told: list[int] | None = None, at: int = 0) -> str:
     chunks = await client.completions.create(
         model="kvbaton-tiny", prompt=prompt, max_tokens=TOKENS, temperature=0, stream=True,
         extra_body={"ignore_eos": True},
     )  # fmt: skip
-    return "".join([chunk.choices[0].text async for chunk in chunks if chunk.choices])
+    text = ""
+    async for chunk in chunks:
+        text += chunk.choices[0].text if chunk.choices else ""
+        if told is not None:
+            told[at] = len(text)
+    return text
+
+
+async def _all_told(told: list[int]) -> bool:
+    return all(told)
 
 
 async def _busy(cluster: Up) -> str | None:

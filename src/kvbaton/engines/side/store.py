@@ -338,6 +338,7 @@ class StoreSide(NoStore):
         if request.request_id in self._prompts or not self.puts.copies.blocks_most:
             return
         prompt = self._prompts[request.request_id] = self._stored_prompt(request)
+        prompt.ran_first = True
         if prompt.hashes:
             prompt.phase, prompt.until = Phase.ASKING, self.clock() + self.shelf.settings.lookup_timeout_s + GRACE_S
             self._ask(prompt)

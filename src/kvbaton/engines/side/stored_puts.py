@@ -185,6 +185,7 @@ class StoredPrompt:
     is_asked: bool = False
     is_put: bool = False
     is_kept: bool = True  # what it computes may be shared
+    ran_first: bool = False  # it runs while the store is asked what need not be put again
     last_hash: bytes = b""  # of the chain, as far as it was put: of the prompt's last block, then of the answer's
     copied: int = 0  # blocks of the answer that were put
 
@@ -331,7 +332,7 @@ class StoredPuts:
     def _is_whole(self, prompt: StoredPrompt, computed_tokens: int) -> bool:
         whole = len(prompt.hashes)
         return (
-            prompt.phase is not Phase.ASKING
+            not (prompt.ran_first and prompt.phase is Phase.ASKING)
             and prompt.known < whole
             and computed_tokens >= whole * self.grouping.block_tokens[0]
         )
