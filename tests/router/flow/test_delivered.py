@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbaton.api import sse
-from kvbaton.router.flow.delivered import Delivered
+from kvbaton.router.flow.delivered import CHANNELS_MAX, Delivered
 from kvbaton.router.flow.said_text import HistoryRoom, SeamError
 from tests.router.stream_reader import Reader
 
@@ -263,3 +263,45 @@ def test_ids_that_stand_first_are_taken_out_too() -> None:
 def test_comments_pass() -> None:
     delivered, _ = begun()
     assert delivered.told(b": still here\n\n") == b": still here\n\n"
+
+
+def _told(**choice: Any) -> bytes:
+    return sse.event({"id": "a", "choices": [{"index": 0, **choice}]})
+
+
+def test_texts_of_an_answer_are_bounded_in_number_and_depth() -> None:
+    room = HistoryRoom(*ROOMY)
+    wide, deep, after = Delivered(room), Delivered(room), Delivered(room)
+    for number in range(2 * CHANNELS_MAX):
+        assert b'"x"' in wide.told(_told(delta={f"n{number}": "x"}, token_ids=[1])), "it is shown all the same"
+    assert wide.stuck == "unreadable" and len(wide._channels) <= CHANNELS_MAX
+    nested: Any = "x"
+    for _ in range(500):
+        nested = [nested]
+    assert b'"x"' in deep.told(_told(delta={"a": nested}, token_ids=[1])) and deep.stuck == "unreadable"
+    after.told(_told(text="a", token_ids=[1]))
+    after.moved()
+    with pytest.raises(SeamError):
+        after.told(_told(delta={"a": nested}, token_ids=[1]))
+    after.close()
+    assert room.held == 0
+
+
+@pytest.mark.parametrize("rows", ["x", [1], 5])
+def test_log_probabilities_of_another_kind_end_the_stream(rows: Any) -> None:
+    delivered = Delivered(HistoryRoom(*ROOMY))
+    delivered.told(_told(text="a", token_ids=[1]))
+    delivered.moved()
+    with pytest.raises(SeamError, match="log probabilities"):
+        delivered.told(_told(text="ab", token_ids=[1, 2], logprobs=rows))
+
+
+def test_ids_that_are_none_give_back_what_was_held_and_no_more() -> None:
+    room = HistoryRoom(*ROOMY)
+    other, delivered = Delivered(room), Delivered(room)
+    other.told(_told(text="abc", token_ids=[1, 2, 3]))
+    delivered.told(_told(text="a", token_ids=[1]))
+    delivered.told(_told(text="b", token_ids=[2, 3, 2**40]))
+    assert delivered.stuck == "unreadable" and room.held == 3
+    delivered.close()
+    assert room.held == 3

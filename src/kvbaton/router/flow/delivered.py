@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -28,6 +28,8 @@ _MARK = b'token_ids":'
 _HEAD = ("id", "object", "created", "model", "system_fingerprint")
 _ONCE = frozenset({"role", "id", "type"})
 """Texts within a delta that are told whole, once; another engine draws ids of its own."""
+CHANNELS_MAX, DEPTH_MAX = 512, 8
+"""Texts of one answer, and how deep they lie in a delta: far more than the tool calls of any model."""
 _BROKEN_OFF = ("abort", "error")
 """Finish reasons of an engine that gave up on an answer which nobody asked it to end."""
 _UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -203,8 +205,9 @@ class Delivered:
         shown = events if self._ids_wanted else _stripped(events)
         if shown:
             self._finished = self._finished or chunks[-1].choices[0].finish_reason is not None
-            self._keep(ids)
-            self._channel(path).say("".join(texts))
+            if not self.stuck:
+                self._keep(ids)
+                self._channel(path).say("".join(texts))
         return shown
 
     def _first(self, event: bytes) -> bytes:
@@ -238,42 +241,47 @@ class Delivered:
         choice = chunk.choices[0]
         if choice.finish_reason is not None:
             self._finished = True
+        if self.stuck:  # nobody goes on with it, and nothing is compared
+            return
         text, ids = choice.text, choice.token_ids
         if ids:
             self._keep(ids)
         elif text and ids is None:
             self._get_stuck("no_ids")
-        if text is not None:
-            self._channel(_TEXT).say(text)
-        elif choice.delta:
-            for name, value in choice.delta.items():
-                self._note_part(value, (name,), ids)
+        try:
+            if text is not None:
+                self._channel(_TEXT).say(text)
+            elif choice.delta:
+                for name, value in choice.delta.items():
+                    self._note_part(value, (name,), ids)
+        except SeamError:
+            self._get_stuck("unreadable")
 
     def _note_part(self, value: Any, path: _Path, ids: list[int] | None) -> None:
         if type(value) is str:
             if path[-1] in _ONCE:
-                self._once.add(path)
+                self._once.add(_bounded(path, self._once))
                 return
             self._channel(path).say(value)
             if value and ids is None:
                 self._get_stuck("no_ids")
         elif type(value) is dict:
             for name, each in value.items():
-                self._note_part(each, (*path, name), ids)
+                self._note_part(each, (*_bounded(path), name), ids)
         elif type(value) is list:
             for number, each in enumerate(value):
-                self._note_part(each, (*path, _number(each, number)), ids)
+                self._note_part(each, (*_bounded(path), _number(each, number)), ids)
 
     def _keep(self, ids: list[int]) -> None:
         if self.stuck:
             return
-        room, count = self._room, len(ids)
+        room = self._room
         try:
-            self._ids.extend(ids)
-        except (OverflowError, TypeError):
+            self._ids += array("i", ids)
+        except OverflowError:
             self._get_stuck("unreadable")
             return
-        room.held += count
+        room.held += len(ids)
         if len(self._ids) > room.of_one:
             self._get_stuck("history_max")
         elif room.held > room.of_all:
@@ -286,7 +294,7 @@ class Delivered:
     def _channel(self, path: _Path) -> SaidText:
         found = self._channels.get(path)
         if found is None:
-            found = self._channels[path] = SaidText()
+            found = self._channels[_bounded(path, self._channels)] = SaidText()
         return found
 
     # --- of those that follow
@@ -361,24 +369,31 @@ class Delivered:
             if path[-1] in _ONCE:
                 if path in self._once:
                     return None
-                self._once.add(path)
+                self._once.add(_bounded(path, self._once))
                 return value
             is_first = path not in self._channels
             left = self._channel(path).left(value)
             return left if left or is_first else None
         if type(value) is dict:
-            found = {name: self._left(each, (*path, name)) for name, each in value.items()}
+            found = {name: self._left(each, (*_bounded(path), name)) for name, each in value.items()}
             new = {name: each for name, each in found.items() if each is not None}
             plain = {name: each for name, each in value.items() if not isinstance(each, str | dict | list)}
             return {**plain, **new} if new else None
         if type(value) is list:
-            parts = [self._left(each, (*path, _number(each, number))) for number, each in enumerate(value)]
+            parts = [self._left(each, (*_bounded(path), _number(each, number))) for number, each in enumerate(value)]
             return [each for each in parts if each is not None] or None
         return None
 
 
 def _is_told(value: msgspec.Raw) -> bool:
     return bytes(value) != b"null"
+
+
+def _bounded(path: _Path, known: Collection[_Path] = ()) -> _Path:
+    """A path that may be entered beside those that are known."""
+    if len(path) > DEPTH_MAX or len(known) >= CHANNELS_MAX:
+        raise SeamError("it tells more texts, or deeper ones, than any answer has")
+    return path
 
 
 def _number(part: Any, place: int) -> int:
@@ -405,12 +420,14 @@ def _without_ids(payload: bytes) -> bytes:
     return sse.event(fields)[:-2]
 
 
-def _logprobs_behind(told: Mapping[str, Any], known: int, count: int) -> Any:
+def _logprobs_behind(told: Any, known: int, count: int) -> Any:
     """Log probabilities without those of tokens that the client has: another engine has only their places."""
     if not known:
         return told
     if known == count:
         return None
+    if not isinstance(told, Mapping):
+        raise SeamError("its log probabilities cannot be read")
     lists = {name: each for name, each in told.items() if isinstance(each, list)}
     if any(len(each) != count for each in lists.values()):
         raise SeamError(f"it tells log probabilities of another number of tokens than the {count} beside them")
