@@ -184,10 +184,15 @@ async def test_another_history_is_never_shown() -> None:
         await response.write(event({"choices": [choice]}) + sse.DONE)
         return response
 
-    async with ds(until_token(3), other) as c:
+    async with ds(until_token(3), other, settings=msgspec.structs.replace(ON, suspect_s=60)) as c:
         reader = await read(c)
         assert (reader.texts, reader.errors, reader.dones) == ({("text",): "abc"}, ["worker_died"], 0)
         assert moves(c)[1] == {"differs": 1}
+        listed = (await c.get("/workers"))[1]["workers"]
+        states = {each["name"]: each["state"] for each in listed}
+        assert states["d0"] == "suspect" != states["d1"], (
+            "who died is to blame; of the texts nobody knows whose is right"
+        )
 
 
 @pytest.mark.parametrize(("more", "seed"), [({"seed": 7}, 7), ({"seed": None}, None), ({"temperature": 0}, None)])

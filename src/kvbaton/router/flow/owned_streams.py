@@ -301,11 +301,13 @@ class OwnedStream:
             stats.waits.leg("failed", "decode", self.reply.route.decode.name)
 
     def _differs(self, error: SeamError) -> ApiError:
-        worker = self.reply.route.decode.name
+        worker, events = self.reply.route.decode.name, self.reply.events
         count(self._streams.stats.waits.moves_failed, "differs")
-        self.reply.events.gave_up()
         said = f"decode worker {worker} was to go on with an answer: {error}"
-        return ApiError(502, said, type="worker_error", code="worker_died")
+        fault = ApiError(502, said, type="worker_error", code="worker_died")
+        # Nobody is blamed: either of the two may have lied, and one that lies and dies must not take the other out.
+        events.ended, events.fault = False, fault
+        return fault
 
 
 _SAID = {"died": "died", "stalled": "told nothing more", "left": "left the list", "draining": "drains"}
