@@ -22,7 +22,8 @@ from kvbaton.local_cluster.embedded_cluster import Cluster
 STREAMS, TRIED = 6, 18
 TOKENS, TOKENS_MIN = 400, 300
 """A model of random weights ends some answers early: those are not asked for."""
-UNDER_WAY_S, TOLD_S = 15.0, 0.3
+UNDER_WAY_S = 15.0
+TOLD_BLOCKS = 2  # of tokens, for each stream: then a client has some of them, however fast or slow this machine is
 STREAM_S = 60.0
 _WORDS = ("oak", "pine", "quartz", "reed", "sand", "thorn", "umber", "vale", "wren", "yew")
 
@@ -74,7 +75,6 @@ async def outlive(cluster: Cluster, transport: str, asked: Sequence[StreamPrompt
     begun = time.monotonic()
     calls = [asyncio.create_task(_stream(cluster.front.url, each.text)) for each in asked]
     killed = await _busiest(cluster, min(2, len(asked)))
-    await asyncio.sleep(TOLD_S)
     for child in cluster.children:
         if child.name == killed:
             child.signal(signal.SIGKILL)
@@ -97,16 +97,21 @@ async def outlive(cluster: Cluster, transport: str, asked: Sequence[StreamPrompt
 
 
 async def _busiest(cluster: Cluster, least: int) -> str:
-    """The D that computes most of them, once it computes so many; if none does in time, whichever has most."""
+    """The D that computes most of them, once it has told some tokens of so many; if none has in time, whichever has
+    most."""
     decodes = [worker for worker in cluster.registered() if worker.decodes]
     until = time.monotonic() + UNDER_WAY_S
+    begun: dict[str, int] = {}  # blocks that were free when a D was first seen with so many
     while True:
-        running = {}
+        running, told = {}, {}
         for worker in decodes:
+            name = str(worker.name)
             stats = msgspec.json.decode((await fetch(f"{worker.url}/stats", STREAM_S)).body)
-            running[str(worker.name)] = stats["running"]
+            running[name] = stats["running"]
+            if stats["running"] >= least:
+                told[name] = begun.setdefault(name, stats["free_blocks"]) - stats["free_blocks"]
         name = max(running, key=lambda each: running[each])
-        if running[name] >= least or time.monotonic() > until:
+        if told.get(name, 0) >= TOLD_BLOCKS * least or time.monotonic() > until:
             return name
         await asyncio.sleep(0.02)
 
