@@ -47,7 +47,7 @@ def told(data: bytes) -> None:
     for _ in range(2):
         watch.state()
         now[0] += 1.0
-        later = msgspec.structs.replace(report, at=flight_records.at + 1.0)
+        later = msgspec.structs.replace(report, at=report.at + 1.0)
         gathering.heard("d0", 2, later, now[0])
     shown = [*gathering.journeys(last=JOURNEYS), *gathering.journeys(JOURNEYS, True), *gathering.workers()]
     page = watch.state()
