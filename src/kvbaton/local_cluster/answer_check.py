@@ -15,12 +15,10 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.api import sse
-from kvbaton.api.bodies import BodyKind
 from kvbaton.api.http.fetch import fetch
 from kvbaton.api.params import Mode
 from kvbaton.local_cluster.embedded_cluster import Cluster, ClusterPlan, running
-from kvbaton.local_cluster.stream_check import TOKENS, StreamRow, long_ones, outlive, stream_texts
+from kvbaton.local_cluster.stream_check import TOKENS, StreamRow, answer_text, long_ones, outlive, stream_texts
 from kvbaton.processes.child_process import Say
 from kvbaton.processes.operator_control import unless_stopped
 from kvbaton.processes.operator_errors import CommandError
@@ -133,8 +131,9 @@ async def _row(
     salt = f"check-{transport}-{mode}"  # separates this row from cache entries of earlier rows
     before = await _numbers(cluster)
     begun = time.monotonic()
-    calls = [_ask(cluster.front.url, one.text, mode, salt, at % 2 == 0) for at, one in enumerate(asked)]
-    answers = await asyncio.gather(*calls)
+    body = {"max_tokens": MAX_TOKENS, "temperature": 0, "cache_salt": salt}
+    bodies = [{**body, "prompt": one.text, "stream": at % 2 == 0} for at, one in enumerate(asked)]
+    answers = await asyncio.gather(*(answer_text(cluster.front.url, each, {MODE_HEADER: mode}) for each in bodies))
     seconds = time.monotonic() - begun
     after = await _at_rest(cluster)
     wrong = [
@@ -148,28 +147,6 @@ async def _row(
         bytes_moved=after.bytes_moved - before.bytes_moved, pins=after.pins, seconds=round(seconds, 3),
         differences=tuple(wrong[:DIFFERENCES_SHOWN]),
     )  # fmt: skip
-
-
-async def _ask(url: str, prompt: str, mode: Mode, salt: str, stream: bool) -> str:
-    """The text of the answer, or an error as a text that no answer can be."""
-    body = {"prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "cache_salt": salt, "stream": stream}
-    try:
-        answer = await fetch(url + BodyKind.COMPLETION.value, ROW_S, body, {MODE_HEADER: mode})
-    except OSError as error:
-        return f"\n{error}"
-    if answer.status != 200:
-        return f"\nstatus {answer.status}: {answer.text[:200]}"
-    if not stream:
-        return str(msgspec.json.decode(answer.body)["choices"][0]["text"])
-    text = ""
-    for payload in sse.payloads(answer.body):
-        if payload == b"[DONE]":
-            return text
-        chunk = msgspec.json.decode(payload)
-        if "error" in chunk:
-            return f"\n{chunk['error']}"
-        text += "".join(choice["text"] for choice in chunk["choices"])
-    return "\nthe stream did not end"
 
 
 async def _numbers(cluster: Cluster) -> Numbers:

@@ -10,13 +10,14 @@ import asyncio
 import random
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from kvbaton.api import sse
 from kvbaton.api.bodies import BodyKind
-from kvbaton.api.http.fetch import fetch
+from kvbaton.api.http.fetch import NO_HEADERS, fetch
 from kvbaton.local_cluster.embedded_cluster import Cluster
 
 STREAMS, TRIED = 6, 18
@@ -73,7 +74,8 @@ def long_ones(texts: Sequence[str], answers: Sequence[str]) -> list[StreamPrompt
 async def outlive(cluster: Cluster, transport: str, asked: Sequence[StreamPrompt]) -> StreamRow:
     """Ask for all at once, kill a D while they flow, and compare."""
     begun = time.monotonic()
-    calls = [asyncio.create_task(_stream(cluster.front.url, each.text)) for each in asked]
+    body = {"max_tokens": TOKENS, "temperature": 0, "stream": True}
+    calls = [asyncio.create_task(answer_text(cluster.front.url, {"prompt": each.text, **body})) for each in asked]
     killed = await _busiest(cluster, min(2, len(asked)))
     for child in cluster.children:
         if child.name == killed:
@@ -116,13 +118,16 @@ async def _busiest(cluster: Cluster, least: int) -> str:
         await asyncio.sleep(0.02)
 
 
-async def _stream(url: str, text: str) -> str:
-    """What the client got, or an error as a text that no answer can be."""
-    body = {"prompt": text, "max_tokens": TOKENS, "temperature": 0, "stream": True}
+async def answer_text(url: str, body: Mapping[str, Any], headers: Mapping[str, str] = NO_HEADERS) -> str:
+    """The text of an answer, in one piece or streamed; or what went wrong, as a text that no answer can be."""
     try:
-        answer = await fetch(url + BodyKind.COMPLETION.value, STREAM_S, body)
+        answer = await fetch(url + BodyKind.COMPLETION.value, STREAM_S, body, headers)
     except OSError as error:
         return f"\n{error}"
+    if answer.status != 200:
+        return f"\nstatus {answer.status}: {answer.text[:200]}"
+    if not body["stream"]:
+        return str(msgspec.json.decode(answer.body)["choices"][0]["text"])
     got = ""
     for payload in sse.payloads(answer.body):
         if payload == b"[DONE]":

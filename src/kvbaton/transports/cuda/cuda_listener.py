@@ -25,11 +25,10 @@ import msgspec
 
 from kvbaton.protocol.ids import PeerId, owner_of
 from kvbaton.protocol.numbers import Bytes, Number
-from kvbaton.security.sealing import SECRET_BYTES
-from kvbaton.transports.core.shared_memory import REGIONS_MAX, DeviceMemory, host_identity
+from kvbaton.transports.core.shared_memory import REGIONS_MAX, DeviceMemory
 from kvbaton.transports.core.transport import Cause, cause_of
 from kvbaton.transports.cuda.cuda_driver import HANDLE_BYTES, CudaError, Gpu
-from kvbaton.transports.local.region_listener import LENGTH, LocalListener, silence
+from kvbaton.transports.local.region_listener import LENGTH, LocalEndpoint, LocalListener, local_endpoint, silence
 from kvbaton.transports.net.connection_handshake import Admitted
 from kvbaton.transports.net.socket_loop import SocketLoop
 from kvbaton.transports.net.stream_socket import Bytes as Message
@@ -77,13 +76,9 @@ class Exported:
 EXPORTED = Exported()
 
 
-class CudaEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="cuda1"):
-    """A peer's way to a listener."""
+class CudaEndpoint(LocalEndpoint, frozen=True, array_like=True, tag="cuda1"):
+    """Of cuda."""
 
-    owner: PeerId
-    host: str
-    name: str
-    secret: bytes
     device: str = ""  # its UUID, as hexadecimal digits
 
 
@@ -246,16 +241,7 @@ def _message(shared: Shared) -> Message:
 
 def parse_endpoint(peer: PeerId, endpoint: bytes) -> CudaEndpoint:
     """ValueError says what is wrong with it."""
-    try:
-        there = msgspec.msgpack.decode(endpoint, type=CudaEndpoint)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(f"not an endpoint of cuda: {error}") from None
-    if there.owner != peer:
-        raise ValueError(f"the endpoint belongs to {there.owner}, not to {peer}")
-    if there.host != host_identity():
-        raise ValueError(f"{peer} is on another host or in another network namespace; cuda reaches only this one")
-    if len(there.secret) != SECRET_BYTES or not there.name:
-        raise ValueError("the endpoint has no usable name or secret")
+    there = local_endpoint(CudaEndpoint, "cuda", peer, endpoint)
     if not re.fullmatch("[0-9a-f]{0,32}", there.device):
         raise ValueError("the endpoint names no device: its UUID has 32 hexadecimal digits")
     return there

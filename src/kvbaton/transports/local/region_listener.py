@@ -24,16 +24,17 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable
-from typing import ClassVar, Generic, Protocol, TypeAlias, TypeVar
+from typing import ClassVar, Generic, TypeAlias, TypeVar
 
 import msgspec
 
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import PeerId, owner_of
 from kvbaton.protocol.numbers import Bytes, Number
+from kvbaton.security.sealing import SECRET_BYTES
 from kvbaton.transports.core.jobs import CopyJob, Jobs
 from kvbaton.transports.core.mover import Wait
-from kvbaton.transports.core.shared_memory import F_SEAL_FUTURE_WRITE, REGIONS_MAX, Region
+from kvbaton.transports.core.shared_memory import F_SEAL_FUTURE_WRITE, REGIONS_MAX, Region, host_identity
 from kvbaton.transports.core.transport import Cause, Refused, cause_of
 from kvbaton.transports.net.connection_handshake import BACKLOG, Admitted, PeerListener, Reception, greet
 from kvbaton.transports.net.socket_loop import SocketLoop, Timer
@@ -49,13 +50,20 @@ LENGTH = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("iII")  # struct ucred: pid, uid, gid
 
 
-class ShmEndpoint(msgspec.Struct, frozen=True, array_like=True, tag="shm1"):
-    """A peer's way to a listener."""
+class LocalEndpoint(msgspec.Struct, frozen=True, array_like=True):
+    """A peer's way to a listener of this host; a struct for each transport, with a tag of its own."""
 
     owner: PeerId
     host: str
     name: str
     secret: bytes
+
+
+class ShmEndpoint(LocalEndpoint, frozen=True, array_like=True, tag="shm1"):
+    """Of shm."""
+
+
+EndpointT = TypeVar("EndpointT", bound=LocalEndpoint)
 
 
 class SocketPlace(msgspec.Struct, frozen=True, array_like=True):
@@ -179,6 +187,23 @@ class RegionListener(LocalListener):
             socket.send_fds(sock, [LENGTH.pack(len(table)) + table], fds)
 
 
+def local_endpoint(kind: type[EndpointT], transport: str, peer: PeerId, endpoint: bytes) -> EndpointT:
+    """ValueError says what is wrong with it."""
+    try:
+        there = msgspec.msgpack.decode(endpoint, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ValueError(f"not an endpoint of {transport}: {error}") from None
+    if there.owner != peer:
+        raise ValueError(f"the endpoint belongs to {there.owner}, not to {peer}")
+    if there.host != host_identity():
+        raise ValueError(
+            f"{peer} is on another host or in another network namespace; {transport} reaches only this one"
+        )
+    if len(there.secret) != SECRET_BYTES or not there.name:
+        raise ValueError("the endpoint has no usable name or secret")
+    return there
+
+
 def silence(peer: PeerId) -> Script:
     """Of a line on which nothing is to come."""
     yield from take(1)
@@ -203,16 +228,6 @@ _SEALS = fcntl.F_SEAL_SHRINK | F_SEAL_FUTURE_WRITE
 TABLE_BYTES_MAX = 64 * REGIONS_MAX
 Mapped: TypeAlias = dict[int, memoryview]
 MemoryT = TypeVar("MemoryT")
-
-
-class LocalEndpoint(Protocol):
-    """Where a process of this host listens."""
-
-    @property
-    def owner(self) -> PeerId: ...
-
-    @property
-    def name(self) -> str: ...
 
 
 class LocalLink(Generic[MemoryT]):

@@ -20,13 +20,12 @@ import msgspec
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import PeerId
-from kvbaton.security.sealing import SECRET_BYTES
 from kvbaton.transports.core.jobs import CopyJob, Jobs, cut
 from kvbaton.transports.core.mover import Mover
 from kvbaton.transports.core.shared_memory import RegisteredMemory, host_identity, region_of
 from kvbaton.transports.core.shell import AdmittingShell
 from kvbaton.transports.core.transport import Capabilities
-from kvbaton.transports.local.region_listener import Attachment, Mapped, RegionListener, ShmEndpoint
+from kvbaton.transports.local.region_listener import Attachment, Mapped, RegionListener, ShmEndpoint, local_endpoint
 from kvbaton.transports.net.socket_loop import SocketLoop
 
 CLOSE_S = 2.0
@@ -79,7 +78,7 @@ class ShmTransport(AdmittingShell[Attachment]):
 
     def connect(self, peer: PeerId, endpoint: bytes) -> None:
         """Maps the peer's memory as soon as it may, in the background, so that the mapping exists if the peer dies."""
-        there = _parse(peer, endpoint)
+        there = local_endpoint(ShmEndpoint, "shm", peer, endpoint)
 
         def attach() -> Attachment:
             made = Attachment(self._me, there, self._loop, self._jobs, self._config.dial_deadline_s)
@@ -125,20 +124,6 @@ class ShmTransport(AdmittingShell[Attachment]):
         self._movers.close(CLOSE_S)
         self._loop.stop(CLOSE_S)
         return True
-
-
-def _parse(peer: PeerId, endpoint: bytes) -> ShmEndpoint:
-    try:
-        there = msgspec.msgpack.decode(endpoint, type=ShmEndpoint)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise ValueError(f"not an endpoint of shm: {error}") from None
-    if there.owner != peer:
-        raise ValueError(f"the endpoint belongs to {there.owner}, not to {peer}")
-    if there.host != host_identity():
-        raise ValueError(f"{peer} is on another host or in another network namespace; shm reaches only this one")
-    if len(there.secret) != SECRET_BYTES or not there.name:
-        raise ValueError("the endpoint has no usable name or secret")
-    return there
 
 
 class Movers:

@@ -22,8 +22,9 @@ from kvbaton_proof.chaos.network.hub_policy import Count, Wires
 WAIT_S_MAX = 2.0
 
 
-def end_all(ours: Callable[[int], bool], spare: Collection[int]) -> list[int]:
-    """Kill every process that is `ours` (which may raise OSError for no), until none is left; the pids that stay."""
+def end_all(ours: Callable[[int], bool | None], spare: Collection[int]) -> list[int]:
+    """Kill every process that is `ours` (which may raise OSError for no, or say None: look again), until none is left;
+    the pids that stay."""
     deadline = time.monotonic() + WAIT_S_MAX
     while True:
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
@@ -33,14 +34,16 @@ def end_all(ours: Callable[[int], bool], spare: Collection[int]) -> list[int]:
         time.sleep(0.01)
 
 
-def _kill_if(pid: int, ours: Callable[[int], bool]) -> bool:
+def _kill_if(pid: int, ours: Callable[[int], bool | None]) -> bool:
+    """Whether to look once more."""
     try:
         fd = os.pidfd_open(pid)
     except OSError:
         return False
     try:
-        if not ours(pid):
-            return False
+        is_ours = ours(pid)
+        if not is_ours:
+            return is_ours is None
         signal.pidfd_send_signal(fd, signal.SIGKILL)
     except OSError:  # another user's, or gone (of a zombie nothing can be asked)
         return False

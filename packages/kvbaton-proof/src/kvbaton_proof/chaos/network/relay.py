@@ -24,6 +24,7 @@ import signal
 import socket
 import struct
 import sys
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -237,6 +238,15 @@ def take_network() -> tuple[str, socket.socket]:
     raise OSError(f"all {NETWORKS_MAX} loopback networks are taken")
 
 
+def _is_marked(mark: bytes, pid: int) -> bool | None:
+    """None of a process in the middle of `execve`: it has memory, but no environment yet that could be read."""
+    proc = Path(f"/proc/{pid}")
+    has_words = bool((proc / "cmdline").read_bytes())  # before the environment, which comes into being right after it
+    if mark in (proc / "environ").read_bytes():
+        return True
+    return False if has_words or (proc / "statm").read_bytes().startswith(b"0 ") else None
+
+
 async def relay(control: Lines, setup: Setup, network: str, conductor: int) -> None:
     addresses = {name: f"{network}{number}" for number, name in enumerate(setup.names, 1)}
     streams = Streams(Wires(setup.names, setup.seed))
@@ -265,7 +275,7 @@ async def relay(control: Lines, setup: Setup, network: str, conductor: int) -> N
     members.members.pop(conductor, None)
     members.end_members()
     mark = f"{enter.MEMBER}={door} ".encode()
-    net_control.end_all(lambda pid: mark in Path(f"/proc/{pid}/environ").read_bytes(), (os.getpid(), conductor))
+    net_control.end_all(partial(_is_marked, mark), (os.getpid(), conductor))
 
 
 def run(control: Lines, setup: Setup, conductor: int) -> int:
