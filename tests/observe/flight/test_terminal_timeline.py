@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbaton.observe.flight.flight_records import Moment
 from kvbaton.observe.flight.journey import GONE, join
 from kvbaton.observe.flight.terminal_timeline import (
     BRIEF_HEADER,
@@ -61,6 +62,13 @@ def test_no_bar_is_wider_than_the_terminal(width: int, skew: float, detail: str)
     lines = draw(join([router(detail=detail), prefill(skew), decode()]), width)
     axis = max(len(line) for line in lines if "█" in line or "─" in line)
     assert axis <= max(WIDTH_MIN, min(width, WIDTH_MAX))
+
+
+def test_a_try_that_goes_on_with_an_answer_names_the_worker_that_began_it() -> None:
+    first, *rest = router().moments
+    went_on = router(retries=1, moments=(first, Moment("moved", first.at, "died d0"), *rest))
+    assert "it went on with an answer that d0 had begun (died): --last 2 shows both" in draw(join([went_on]))
+    assert not any("went on" in line for line in draw(WHOLE))
 
 
 def test_a_failure_names_its_reason_and_the_next_step() -> None:

@@ -209,6 +209,9 @@ def _foot(journey: Journey, ink: Ink) -> list[str]:
         lines.append(f"{journey.chunks} tokens, one every {duration(journey.itl_s)}")
     for lane in journey.lanes:
         lines.append(_ending(lane, ink))
+    why, _, left = _moved(journey).partition(" ")
+    if left:
+        lines.append(f"it went on with an answer that {left[:80]} had begun ({why[:20]}): --last {journey.number + 1} shows both")
     skewed = [lane for lane in journey.lanes if abs(lane.clock_offset_s) >= 0.001]
     for lane in skewed:
         late = "behind" if lane.clock_offset_s > 0 else "ahead of"
@@ -225,6 +228,12 @@ def _foot(journey: Journey, ink: Ink) -> list[str]:
     if journey.failed or journey.mistake:
         lines.append(ink.style(f"next: kvbaton explain {journey_reason(journey)}", "warn"))
     return lines
+
+
+def _moved(journey: Journey) -> str:
+    """Why a stream left its D, and which; "" of a try that began an answer."""
+    router = journey.lane(FlightSeat.ROUTER)
+    return next((each.detail for each in router.moments if each.step == "moved"), "") if router is not None else ""
 
 
 def journey_reason(journey: Journey) -> str:

@@ -160,11 +160,13 @@ function summaryOf(journey) {
   const lanes = journey.lanes ?? [];
   const seat = (name) => lanes.find((lane) => lane.seat === name) ?? (journey.missing ?? []).find((side) => side.seat === name);
   const failed = ["decode", "prefill", "router"].flatMap((name) => lanes.filter((lane) => lane.seat === name)).find(isBad);
+  const moved = lanes.find((lane) => lane.seat === "router")?.moments?.find(([step]) => step === "moved")?.[2] ?? "";
+  const [why, left] = moved.split(" ");
   const later = journey.answered_by === undefined || journey.answered_by === null ? "" : `try ${journey.answered_by + 1}`;
   return { bad: Boolean(failed), mistake: Boolean(journey.mistake), later, end: failed?.end ?? journey.end ?? "", detail: failed?.detail ?? "", seat: failed?.seat ?? "", answered: journey.end === "ok",
     route: `${seat("prefill")?.worker || "–"} → ${seat("decode")?.worker || "–"}`, mode: journey.mode ?? "", transport: journey.transport ?? "",
     request: journey.request ?? "", handoff: journey.handoff ?? "", trace: seat("router")?.trace ?? "",
-    tries: (journey.tries ?? 1) > 1 ? `try ${(journey.number ?? 0) + 1} of ${journey.tries}` : "" };
+    tries: (journey.tries ?? 1) > 1 ? `try ${(journey.number ?? 0) + 1} of ${journey.tries}${left ? `, which went on with an answer of ${left} (${why})` : ""}` : "" };
 }
 
 async function ask(query) {
