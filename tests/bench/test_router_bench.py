@@ -31,6 +31,7 @@ from kvbaton_proof.bench.router.router_rows import (
 )
 from kvbaton_proof.bench.router.router_toy import to_prefill
 from kvbaton_proof.cli import bench_router
+from kvbaton_proof.rig import fronts
 
 SITE = router_run.Site(router_run.Backends(1111, 2222), "/somewhere/vllm-router")
 PORTS = router_run.Ports(3333, 4444, 5555)
@@ -91,15 +92,15 @@ def test_what_cannot_be_meant_ends_in_one_line_and_status_2(
 def test_vllm_router_is_looked_for_in_the_environment_made_for_it_then_on_the_path(tmp_path: Path) -> None:
     below = tmp_path / "a" / "b"
     below.mkdir(parents=True)
-    assert router_run.find_vllm_router(None, below, str(below)) is None
+    assert fronts.find_vllm_router(None, below, str(below)) is None
     (below / "vllm-router").touch(0o755)
-    assert router_run.find_vllm_router(None, below, str(below)) == str(below / "vllm-router")
+    assert fronts.find_vllm_router(None, below, str(below)) == str(below / "vllm-router")
     made = tmp_path / ".venv-router" / "bin" / "vllm-router"
     made.parent.mkdir(parents=True)
     made.touch(0o755)
-    assert router_run.find_vllm_router(None, below, str(below)) == str(made)
-    assert router_run.find_vllm_router(str(below / "vllm-router"), tmp_path, "") == str(below / "vllm-router")
-    assert router_run.find_vllm_router(str(below / "other"), tmp_path, "") is None
+    assert fronts.find_vllm_router(None, below, str(below)) == str(made)
+    assert fronts.find_vllm_router(str(below / "vllm-router"), tmp_path, "") == str(below / "vllm-router")
+    assert fronts.find_vllm_router(str(below / "other"), tmp_path, "") is None
 
 
 def test_every_target_but_direct_has_a_command_with_its_port_and_both_backends() -> None:
@@ -148,7 +149,7 @@ def told(
 
 
 def with_vllm_router(monkeypatch: pytest.MonkeyPatch, program: str | None) -> None:
-    monkeypatch.setattr(router_run, "find_vllm_router", lambda *_: program)
+    monkeypatch.setattr(fronts, "find_vllm_router", lambda *_: program)
 
 
 def test_status_is_0_when_all_was_measured_without_errors_within_bounds(

@@ -51,6 +51,11 @@ def test_the_list_as_one_object(capsys: pytest.CaptureFixture[str]) -> None:
         (["--plan", "standard"], "argument --plan: the standard plan is for --engine vllm"),
         (["--engine", "vllm", "--plan", "random"], "argument --plan: vLLM has only the standard plan"),
         (["--connector", "nixl"], "argument --connector: embedded engines support only kvbaton's"),
+        (
+            ["--connector", "offloading"],
+            "argument --connector: offloading hands nothing over",
+        ),
+        (["--connector", "x={}"], "argument --connector: x: has no kv_connector"),
         (["--minutes", "999999"], "argument --minutes: got 999999, at most 7200"),
         (["--replay", "/nowhere/plan.json"], "argument --replay: /nowhere/plan.json: No such file"),
     ],

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import shlex
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from kvbaton_proof.chaos.vllm import vllm_judge, vllm_run, vllm_steps
 from kvbaton_proof.chaos.vllm.vllm_judge import Pair, Well, row_of
 from kvbaton_proof.chaos.vllm.vllm_steps import DO, MUTATIONS, poisoned, standard
 from kvbaton_proof.rig.client import Answer, Tally, ask
+from kvbaton_proof.rig.connectors import CONNECTORS, given
 from kvbaton_proof.rig.server import EngineError
 from tests.chaos.vllm_stand_in import Habits, right, stand_ins
 
@@ -134,6 +136,27 @@ def test_right_answers_without_a_handoff_are_not_recovery(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("patience")
+@pytest.mark.parametrize("hands_over", [True, False])
+def test_a_connector_of_a_user_is_judged_by_what_d_did_not_compute(
+    hands_over: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = 'mine={"kv_connector": "X", "kv_role": "kv_both"}'
+    given(line)
+    monkeypatch.setitem(CONNECTORS, "mine", CONNECTORS.pop("mine"))  # forgotten again afterwards
+    assert {step.detail for step in standard("mine", 1).steps if step.fault == "poison"} == set(vllm_steps.ANYBODYS)
+
+    async def well() -> Well:
+        async with stand_ins(tmp_path) as (pair, _, d):
+            pair.connector, d.hands_over = "mine", hands_over
+            return await vllm_judge.examined(pair, time.monotonic(), time.monotonic)
+
+    found = asyncio.run(well())
+    assert (found.recover_s is not None) == hands_over
+    assert found.note == "" if hands_over else "nothing is handed over any more" in found.note
+    told = vllm_run.outcome(standard("mine", 3), 1.0, (), (), (), Counter())
+    assert shlex.split(told.replay)[7:] == [line, "--seed", "3"]
+
+
 def test_errors_are_counted_by_kind_and_are_no_broken_promise(tmp_path: Path) -> None:
     step = Step(0, "poison", "d0", detail="both flags")
 

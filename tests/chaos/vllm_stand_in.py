@@ -84,6 +84,8 @@ class StandIn(Engine):
         self.delivered += bool(asked.get("do_remote_prefill")) and self.habits.hands_over
         tokens = ["?"] if self.habits.wrong else list(right(body["prompt"]))
         answer: dict[str, Any] = {"choices": [{"text": "".join(tokens), "logprobs": {"tokens": tokens}}]}
+        cached = len(body["prompt"]) if asked.get("do_remote_prefill") and self.habits.hands_over else 0
+        answer["usage"] = {"prompt_tokens_details": {"cached_tokens": cached}}
         if asked.get("do_remote_decode"):
             answer["kv_transfer_params"] = {"do_remote_prefill": True, "mode": "pull", "ticket": "a ticket"}
         return web.json_response(answer)

@@ -56,7 +56,7 @@ class TestServers:
         alone = made(site_in(tmp_path), spec).alone
         for connector in CONNECTORS:
             pair = made(site_in(tmp_path), Spec(name="b", model="small", connector=connector))
-            for engine in (pair.p, pair.d):
+            for engine in pair.workers.values():
                 assert plain(engine.command)[0] == plain(alone.command)[0]
 
     def test_roles_keys_and_the_fault_are_where_they_belong(self, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from kvbaton.cli.arguments import seconds, whole
 from kvbaton.processes.child_process import raise_file_limit
 from kvbaton.processes.operator_errors import CommandError, StoppedError
 from kvbaton_proof.bench.kit.run_facts import AGGREGATED
+from kvbaton_proof.bench.serve.contenders import LOCAL
 from kvbaton_proof.cli import bench_serve
 from kvbaton_proof.cli.bench_results import show
 
@@ -70,6 +71,7 @@ def check(args: argparse.Namespace) -> None:
             if getattr(args, name) is None and not (name == "compare" and (args.url or args.target)):
                 setattr(args, name, value)
     bench_serve.check_where(args)
+    args.router_args = LOCAL  # as an operator starts it
     if args.kill is not None and args.targets:
         raise CommandError("argument --kill: running servers are not killed; remove --url and --target")
     is_tiny = not args.targets and args.engine == "embedded"

@@ -20,6 +20,7 @@ from kvbaton.processes.child_process import raise_file_limit
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.router.router_rows import DIRECT, KVBATON, OWNED, PLAIN, TARGETS, THEIRS, TOY, Level
 from kvbaton_proof.cli.bench_results import names_of, new_file, show
+from kvbaton_proof.rig import fronts
 
 CONCURRENCY = (1, 64, 512)
 CONCURRENCY_MAX = 4096
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     wanted, how = [name for name in args.targets if name in THEIRS], router_run.HOW_TO_GET_VLLM_ROUTER
     program = None
     if wanted:
-        program = router_run.find_vllm_router(args.vllm_router, Path.cwd(), os.environ.get("PATH"))
+        program = fronts.find_vllm_router(args.vllm_router, Path.cwd(), os.environ.get("PATH"))
         if program is None and args.vllm_router is not None:
             raise CommandError(f"argument --vllm-router: {args.vllm_router} is not a program; {how}")
     missing = dict.fromkeys(wanted, how) if program is None else {}

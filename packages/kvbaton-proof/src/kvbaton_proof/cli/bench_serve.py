@@ -24,20 +24,25 @@ from kvbaton.processes.child_process import raise_file_limit
 from kvbaton.processes.operator_errors import CommandError, StoppedError
 from kvbaton_proof.bench.kit.run_facts import AGGREGATED, SINGLE
 from kvbaton_proof.bench.load.request_plan import REQUESTS, Lengths
-from kvbaton_proof.cli.bench_results import names_of, new_file, show
+from kvbaton_proof.bench.serve.contenders import MODES, contender
+from kvbaton_proof.cli.bench_results import new_file, show
+from kvbaton_proof.rig.connectors import given
 
 INTERRUPTED = 130
 SUFFIXES = (".md", ".svg", ".json")
 ENGINES = ("embedded", "vllm")
-MODES = ("pull", "stream", "push")
-COMPARED = (AGGREGATED, *MODES, SINGLE)
 DEFAULT_COMPARED = (AGGREGATED, *MODES)
 CONCURRENCY, ROUNDS = 8, 6
 INPUT_LEN, OUTPUT_LEN = "256", "32"
 CONCURRENCY_MAX, ROUNDS_MAX, TARGETS_MAX, WARMUPS_MAX = 2048, 100, 16, 1024
 _NAME = re.compile(r"[\w.-]{1,40}")
-_OWN = ("engine", "compare", "prefill", "decode", "transport", "blocks", "vllm_python", "kv_gib", "max_model_len")
-_ONLY = {"embedded": ("blocks",), "vllm": ("vllm_python", "kv_gib", "max_model_len")}
+_OWN = (
+    "engine", "compare", "contender", "prefill", "decode", "transport", "lease_s", "blocks", "vllm_python", "kv_gib",
+    "max_model_len",
+)  # fmt: skip
+_ONLY = {"embedded": ("blocks",), "vllm": ("contender", "vllm_python", "kv_gib", "max_model_len")}
+ROUTER_ARGS = ("--fallback", "strict", "--deadline-s", "900", "--first-byte-s", "900")
+"""A mode is measured and nothing in its place; of a request its own time-out counts."""
 
 
 class Given(msgspec.Struct, frozen=True):
@@ -80,11 +85,16 @@ def add_where(group: argparse._ArgumentGroup) -> None:
     option("--model", metavar="NAME", help="the model's name (default: the first that the servers list)")
     option("--no-salt", action="store_true", help="for servers without cache_salt: make prompts unique instead")
     option("--engine", choices=ENGINES, help="what to start, without --url and --target (default: embedded)")
-    option("--compare", type=names_of(COMPARED), metavar="A,B",
-           help=f"of {', '.join(COMPARED)} (default: the first four)")  # fmt: skip
+    option("--compare", type=_names, metavar="A,B",
+           help=f"of {', '.join((AGGREGATED, *MODES, SINGLE))} (default: the first four); with vllm also nixl, "
+           "offloading and --contender's; pull+turns, stream+store; nixl@toy, pull@vllm-router")  # fmt: skip
+    option("--contender", action="append", metavar="NAME=JSON", help="vllm: anybody's connector, by its "
+           "--kv-transfer-config, or a file of it: docs/test-your-own-connector.md")  # fmt: skip
     option("--prefill", type=whole(1, 16), metavar="N", help="prefill engines (default: 1)")
     option("--decode", type=whole(1, 16), metavar="N", help="decode engines; aggregated: as many in total (default: 1)")
     option("--transport", type=planes_choice, metavar="NAMES", help="transports (default: auto)")
+    option("--lease-s", type=seconds, metavar="SECONDS", help="how long P keeps a prompt for D (default: a connector's "
+           "own)")  # fmt: skip
     option("--blocks", type=whole(2, 1 << 20), metavar="N", help="embedded: KV cache blocks per engine (default: 1024)")
     option("--vllm-python", metavar="PATH", help="vllm: the Python interpreter with vLLM (default: searched for)")
     option("--kv-gib", type=whole(1, 1024), metavar="N", help="vllm: KV cache of each engine (default: 1)")
@@ -113,6 +123,7 @@ def _load(group: argparse._ArgumentGroup) -> None:
 def check(args: argparse.Namespace) -> None:
     """Fill in the defaults; refuse what does not go together."""
     check_where(args)
+    args.router_args = ROUTER_ARGS
     _check_load(args)
     if args.concurrency is None and args.rate is None and args.trace is None:
         args.concurrency = CONCURRENCY
@@ -157,7 +168,18 @@ def _check_own(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             raise CommandError(f"argument --{_flag(name)}: not an option of the {args.engine} engine; "
                                f"add: --engine {other}")  # fmt: skip
-    args.compare = args.compare or DEFAULT_COMPARED
+    try:
+        own = tuple(given(text).name for text in args.contender or ())
+    except ValueError as error:
+        raise CommandError(f"argument --contender: {error}") from None
+    args.compare = tuple(dict.fromkeys((*(args.compare or (() if own else DEFAULT_COMPARED)), *own)))
+    for name in args.compare:
+        try:
+            one = contender(name)
+        except ValueError as error:
+            raise CommandError(f"argument --compare: {error}") from None
+        if args.engine == "embedded" and not one.is_embedded:
+            raise CommandError(f"argument --compare: {name} is not played by embedded engines; add: --engine vllm")
     args.prefill, args.decode = args.prefill or 1, args.decode or 1
     args.transport = args.transport or "auto"
 
@@ -172,6 +194,10 @@ def _targets(args: argparse.Namespace) -> tuple[Given, ...]:
     if len(found) > TARGETS_MAX:
         raise CommandError(f"argument --target: got {len(found)}, at most {TARGETS_MAX}")
     return found
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for name in text.split(",")))
 
 
 def _target(text: str) -> Given:

@@ -28,7 +28,7 @@ from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.chaos import chaos_plan as plans
 from kvbaton_proof.chaos.fault_catalogue import BY_NAME, FAULTS, ON_STREAMS, PROMISES
 from kvbaton_proof.chaos.outcome import Outcome
-from kvbaton_proof.rig.connectors import CONNECTORS
+from kvbaton_proof.rig.connectors import CONNECTORS, given
 
 SIZE_MAX = 16
 STREAMS, VLLM_STREAMS, STREAMS_MAX = 64, 24, 512
@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--minutes", type=minutes, default=3.0, metavar="N", help="duration of the load on embedded engines")
     add("--seed", type=whole(0, (1 << 31) - 1), default=None, metavar="S", help="seed of the plan (default: random)")
     add("--engine", choices=("embedded", "vllm"), default="embedded", help="which engines")
-    add("--connector", choices=tuple(CONNECTORS), default="kvbaton", help="with vllm: the connector to test")
+    add("--connector", default="kvbaton", metavar="NAME", help="with vllm: the connector to test: "
+        "kvbaton, nixl, or anybody's as NAME=JSON (docs/test-your-own-connector.md)")  # fmt: skip
     add("--plan", choices=PLANS, default=None, help="random for embedded engines, standard for vllm; or streams")
     add("--faults", default=None, metavar="A,B", help="only these; kvbaton chaos --list names them")
     add("--prefill", type=whole(1, SIZE_MAX), default=2, metavar="N", help="embedded prefill workers")
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         print(_list_as_json() if args.json else _list_as_text())
         return 0
     raise_file_limit()
+    args.connector = _connector(args.connector)
     args.seed = random.SystemRandom().randrange(1 << 31) if args.seed is None else args.seed
     plan = _plan(args)
     if plan is None:
@@ -117,6 +119,19 @@ def _plan(args: argparse.Namespace) -> plans.Plan | None:
         )
     except ValueError as error:
         raise CommandError(f"argument --{error}") from None
+
+
+def _connector(text: str) -> str:
+    known = [name for name, each in CONNECTORS.items() if not each.is_alone]
+    try:
+        found = given(text) if "=" in text else CONNECTORS[text]
+    except ValueError as error:
+        raise CommandError(f"argument --connector: {error}") from None
+    except KeyError:
+        raise CommandError(f"argument --connector: got {text!r}, expected {', '.join(known)} or NAME=JSON") from None
+    if found.is_alone:
+        raise CommandError(f"argument --connector: {found.name} hands nothing over; name one that does")
+    return found.name
 
 
 def _faults(args: argparse.Namespace) -> list[str] | None:

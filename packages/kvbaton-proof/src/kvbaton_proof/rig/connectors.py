@@ -2,7 +2,7 @@
 says what.
 
 Law: engines of two connectors differ in what is said here, and in nothing else. Anybody's connector is one line:
-`fixed`, with the value of --kv-transfer-config and the variables that it needs.
+`given`, with the value of --kv-transfer-config and, where it needs them, what P and D have besides and variables.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -56,18 +57,26 @@ class Connector(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     parts: Callable[[Seat], Parts]
-    handed: str
+    handed: str = ""  # "": D's answers say it, by the tokens of the prompt that it did not compute
     registers: bool = False  # at our router's registry; others are named to a router by URL
+    is_alone: bool = False  # there is no P: every engine answers by itself
+    lease_field: str = ""  # of kv_connector_extra_config: seconds for which P keeps a prompt
     source_field: str = ""
     blocks_field: str = ""
+    line: str = ""  # as a user gave it
+
+    @property
+    def takes_all_poison(self) -> bool:
+        """Whether it is known which fields to mutilate."""
+        return bool(self.source_field and self.blocks_field)
 
 
 def fixed(name: str, config: Mapping[str, Any], variables: Mapping[str, str] = {}, **more: Any) -> Connector:
-    """A connector whose P and D have the same configuration, but for `{name}`, `{side_port}` and `{home}` in it."""
+    """A connector whose P and D have the same configuration, but for fields of `Seat` in it: `{name}`, `{port}`, …"""
 
     def parts(seat: Seat) -> Parts:
         text = json.dumps([dict(config), dict(variables)])
-        for field in ("name", "side_port", "other_side_port", "home"):
+        for field in ("name", "port", "side_port", "other_side_port", "home"):
             text = text.replace(f"{{{field}}}", str(getattr(seat, field)))
         made, around = json.loads(text)
         made.setdefault("kv_connector_extra_config", {}).update(seat.settings)
@@ -83,10 +92,11 @@ def _kvbaton(seat: Seat) -> Parts:
     else:
         other = D if seat.name == P else P
         extra["peers"] = {other: f"tcp://{launching.HOST}:{seat.other_side_port}"}
-    role = "kv_producer" if seat.name == P else "kv_consumer"
+    is_p = seat.name[0] == P[0]
+    role = "kv_producer" if is_p else "kv_consumer"
     if seat.turn_s:
         extra["turn_s"] = seat.turn_s
-    if seat.name == P and (seat.turn_s or "store" in seat.settings):  # it loads too, and vLLM must know
+    if is_p and (seat.turn_s or "store" in seat.settings):  # it loads too, and vLLM must know
         role, extra["role"] = "kv_both", "prefill"
     return launching.kv_transfer_config(role, "recompute", extra), {}
 
@@ -101,27 +111,92 @@ _NIXL_ON_GPU = fixed(
 
 
 def _nixl(seat: Seat) -> Parts:
-    """On a CPU with the shim that lets its progress thread sleep, and with its own times: it has no settings there."""
+    """On a CPU with the shim that lets its progress thread sleep."""
     if seat.device == "cpu":
         around = launching.nixl_environment(seat.home, seat.side_port)
-        return launching.NIXL, around | _nixl_path(seat.home / "site")
+        extra = {**launching.NIXL["kv_connector_extra_config"], **seat.settings}
+        return {**launching.NIXL, "kv_connector_extra_config": extra}, around | _nixl_path(seat.home / "site")
     config, variables = _NIXL_ON_GPU.parts(seat)
     return config, {**variables, **_nixl_path(seat.home / "nixl")}
 
 
-CONNECTORS: Mapping[str, Connector] = {
+HOST_WORKER: Mapping[str, Any] = {
+    "spec_name": "HostOffloadingSpec", "spec_module_path": "kvbaton_proof.conformance.offloading_host",
+}  # fmt: skip
+"""The worker of OffloadingConnector on a CPU, where vLLM has none of its own."""
+OFFLOADED_BYTES = 1 << 30
+
+
+def _offloading(seat: Seat) -> Parts:
+    extra = {"cpu_bytes_to_use": OFFLOADED_BYTES, **(HOST_WORKER if seat.device == "cpu" else {}), **seat.settings}
+    config = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    return {**config, "kv_connector_extra_config": extra}, {}
+
+
+NOTHING = Connector(name="", parts=lambda seat: ({}, {}), is_alone=True)
+"""vLLM as it is."""
+CONNECTORS: dict[str, Connector] = {
     each.name: each
     for each in (
         Connector(
             name="kvbaton", parts=_kvbaton, handed='kvbaton_ends_total{end="delivered"', registers=True,
-            source_field="ticket", blocks_field="ticket",
+            lease_field="lease_s", source_field="ticket", blocks_field="ticket",
         ),
         Connector(
-            name="nixl", parts=_nixl, handed="vllm:nixl_xfer_time_seconds_count",
+            name="nixl", parts=_nixl, handed="vllm:nixl_xfer_time_seconds_count", lease_field="kv_lease_duration",
             source_field="remote_engine_id", blocks_field="remote_block_ids",
         ),
+        Connector(name="offloading", parts=_offloading, is_alone=True),
     )
 }  # fmt: skip
+"""By name; `given` adds to them."""
+
+
+class _Given(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A connector in a user's words."""
+
+    config: dict[str, Any]
+    p: dict[str, Any] = {}  # what P has besides, or in place of it
+    d: dict[str, Any] = {}
+    variables: dict[str, str] = {}
+    handed: str = ""
+    is_alone: bool = False
+    lease_field: str = ""
+    source_field: str = ""
+    blocks_field: str = ""
+
+
+def given(text: str) -> Connector:
+    """`NAME=JSON` or `NAME=FILE`, made known under its name: the value of --kv-transfer-config, or an object that has
+    it as `config`, and the other fields of `_Given`. ValueError says what is wrong."""
+    name, _, rest = text.partition("=")
+    if not re.fullmatch(r"[a-z][\w.]{0,30}", name) or not rest:
+        raise ValueError(f"got {text!r}, expected NAME=JSON or NAME=FILE, a name of small letters, digits, _ and .")
+    if name in BUILT_IN:
+        raise ValueError(f"got {name!r}, which is built in; choose another name")
+    try:
+        data = rest.encode() if rest.lstrip().startswith("{") else Path(rest).read_bytes()
+        told = msgspec.json.decode(data, type=dict[str, Any])
+        told = told if "config" in told else {"config": told}
+        made = msgspec.convert(told, _Given)
+    except OSError as error:
+        raise ValueError(f"{rest}: {error.strerror}; name a file, or give JSON") from None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{name}: {error}; expected the value of --kv-transfer-config, or that as config") from None
+    if "kv_connector" not in made.config:
+        raise ValueError(f"{name}: has no kv_connector; expected the value of --kv-transfer-config")
+
+    def parts(seat: Seat) -> Parts:
+        own = made.p if seat.name[0] == P[0] else made.d
+        return fixed(name, {**made.config, **own}, made.variables).parts(seat)
+
+    more = {field: getattr(made, field) for field in ("handed", "is_alone", "lease_field", "source_field",
+                                                      "blocks_field")}  # fmt: skip
+    CONNECTORS[name] = Connector(name=name, parts=parts, line=text, **more)
+    return CONNECTORS[name]
+
+
+BUILT_IN = frozenset(CONNECTORS)
 
 
 def _nixl_path(directory: Path) -> dict[str, str]:

@@ -22,7 +22,10 @@ import msgspec
 from kvbaton.control import keyring
 from kvbaton.engines.vllm.launch import launching
 from kvbaton.processes.child_process import KVBATON_ARGV, NEWS_S, free_ports
-from kvbaton_proof.rig.connectors import CONNECTORS, D, Device, P, Seat
+from kvbaton.processes.operator_errors import CommandError
+from kvbaton_proof.rig import fronts
+from kvbaton_proof.rig.connectors import CONNECTORS, HOST_WORKER, NOTHING, D, Device, P, Seat
+from kvbaton_proof.rig.fronts import Front
 from kvbaton_proof.rig.server import Engine, EngineError, end
 
 SERVED = "kv"
@@ -33,7 +36,7 @@ SHARE = "0.05"
 """The share of the GPU that vLLM wants free at its start whatever it needs; the cache is given in bytes."""
 ALONE, ROUTER, STORE = "alone", "router", "store"
 SECOND, OPERATOR = "router-2", "operator"
-REGISTRY, SIDE = "registry", "side"
+REGISTRY, SIDE, METRICS = "registry", "side", "metrics"
 MISPLACE = "misplace"
 TELL_CACHED = "--enable-prompt-tokens-details"  # so that an answer says whether its prompt was handed over
 CUDA_VARIABLES: Mapping[str, str] = {
@@ -41,10 +44,6 @@ CUDA_VARIABLES: Mapping[str, str] = {
 }  # fmt: skip
 DEVELOPER: Mapping[str, str] = {"VLLM_SERVER_DEV_MODE": "1"}  # for /reset_prefix_cache
 MODEL_OF = re.compile(r"\{model:([\w.-]+)\}")
-HOST_WORKER: Mapping[str, Any] = {
-    "spec_name": "HostOffloadingSpec", "spec_module_path": "kvbaton_proof.conformance.offloading_host",
-}  # fmt: skip
-"""The worker of OffloadingConnector on a CPU, where vLLM has none of its own."""
 
 Say = Callable[[str], None]
 
@@ -73,10 +72,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     model: str  # a kind of `tiny_model`, or a name of `Site.models`
     connector: str = ""  # of `CONNECTORS`
-    front: Literal["", "kvbaton"] = ""  # what stands before a pair
+    front: Front = ""  # what stands before a pair, or before several that answer by themselves
     front_args: tuple[str, ...] = ()
     second_front: tuple[str, ...] | None = None  # another router of the same workers, and its words
-    decoders: int = 1  # d0, d1, …: several only behind a router of ours
+    prefillers: int = 1  # p0, p1, …
+    decoders: int = 1  # d0, d1, …: several of either only behind a front
     store: str = ""  # the size of a store of ours that all of them use
     variant: Variant = EAGER
     dtype: str = "float32"
@@ -224,60 +224,61 @@ def anywhere(line: str, group: Group) -> str:
 
 
 def made(site: Site, spec: Spec) -> Group:
-    """The group of a spec, not started yet; its keys are made."""
+    """The group of a spec, not started yet; its keys are made. CommandError if its front cannot be had."""
     home = site.directory / spec.name
     home.mkdir(parents=True, exist_ok=True)
     group = Group(spec, {}, home / MISPLACE)
-    decoders = [f"{D[0]}{number}" for number in range(spec.decoders)]
-    names = [P, *decoders, ROUTER, SECOND, REGISTRY, STORE, *(f"{name} {SIDE}" for name in (P, *decoders))]
+    connector, keys = CONNECTORS[spec.connector] if spec.connector else NOTHING, ["--keys", str(group.keys)]
+    prefillers = [] if connector.is_alone else [f"{P[0]}{number}" for number in range(spec.prefillers)]
+    decoders = [f"{D[0]}{number}" for number in range(spec.decoders)] if prefillers or spec.front else [ALONE]
+    workers = [*prefillers, *decoders]
+    names = [*workers, ROUTER, SECOND, REGISTRY, STORE, METRICS, *(f"{name} {SIDE}" for name in workers)]
     ports = dict(zip(names, free_ports(len(names)), strict=True))
 
     def engine(name: str, words: Sequence[str], more: Mapping[str, str] = {}, side_port: int = 0) -> None:
         log = site.logs / (f"{spec.name}.log" if name == ALONE else f"{spec.name}-{name}.log")
-        group.engines[name] = Engine(name, ports.get(name, ports[P]), words, more, log, side_port)
+        group.engines[name] = Engine(name, ports[name], words, more, log, side_port)
 
-    if not spec.connector:
-        engine(ALONE, site.words(spec, ports[P], spec.d_blocks), site.variables(spec))
-        return group
-    connector, keys = CONNECTORS[spec.connector], ["--keys", str(group.keys)]
     if connector.registers:
         # Of keys: turns go the other way as well, and a store takes nothing that a decode key wrote.
         roles = ("both", "both") if spec.turn_s or spec.store else ("prefill", "decode")
-        members = [f"{P}:{roles[0]}", *(f"{name}:{roles[1]}" for name in decoders)]
+        members = [f"{name}:{roles[name in decoders]}" for name in workers]
         keyring.mint(group.keys, [ROUTER, f"{SECOND}:{ROUTER}", OPERATOR, STORE, *members])
-        group.registry = f"tcp://{launching.HOST}:{ports[REGISTRY]}" if spec.front else ""
+        group.registry = f"tcp://{launching.HOST}:{ports[REGISTRY]}" if spec.front == "kvbaton" else ""
+    if connector.registers and not group.registry and len(workers) > 2:
+        raise CommandError(f"{spec.name}: without a registry kvbaton's engines know one peer; give one P and one D")
     if spec.front:
-        known = [*keys, "--registry-port", str(ports[REGISTRY])]
-        if not connector.registers:
-            url = f"http://{launching.HOST}"
-            known = ["--prefill-url", f"{url}:{ports[P]}", "--decode-url", f"{url}:{ports[D]}"]
-        engine(ROUTER, _router(spec, ports[ROUTER], [*known, *spec.front_args]))
+        urls = {name: f"http://{launching.HOST}:{ports[name]}" for name in workers}
+        asked = [[urls[name] for name in each] for each in (prefillers, decoders)]
+        words = [*keys, "--registry-port", str(ports[REGISTRY])]
+        if not group.registry:
+            words = fronts.by_url(spec.front, ports[ROUTER], ports[METRICS], *asked)
+        if spec.front == "kvbaton":
+            words = fronts.kvbaton_router(ports[ROUTER], [*words, *spec.front_args], spec.turn_s)
+        engine(ROUTER, words)
     if spec.second_front is not None:
-        known = [*keys, "--name", SECOND, "--registry", group.registry]
-        engine(SECOND, _router(spec, ports[SECOND], [*known, *spec.second_front]))
+        known = [*keys, "--name", SECOND, "--registry", group.registry, *spec.second_front]
+        engine(SECOND, fronts.kvbaton_router(ports[SECOND], known, spec.turn_s))
     if spec.store:
         words = ["store", *keys, "--port", str(ports[STORE]), "--bytes", spec.store]
         engine(STORE, [*KVBATON_ARGV, *words])
         group.store = f"tcp://{launching.HOST}:{ports[STORE]}"
-    for name in (P, *decoders):
-        side, other = ports[f"{name} {SIDE}"], ports[f"{D if name == P else P} {SIDE}"]
+    for name in workers:
+        other = f"{D if name in prefillers else P} {SIDE}"
         seat = Seat(
-            name=name, home=home, device=site.device, port=ports[name], side_port=side, other_side_port=other,
-            registry=group.registry, settings=_settings(site, spec, name, group), turn_s=spec.turn_s,
+            name=name, home=home, device=site.device, port=ports[name], side_port=ports[f"{name} {SIDE}"],
+            other_side_port=ports.get(other, 0), registry=group.registry,
+            settings=_settings(site, spec, name, group), turn_s=spec.turn_s,
         )  # fmt: skip
         config, more = connector.parts(seat)
         if spec.beside:
             config = together(site, spec, name, config)
-        blocks, own = (spec.p_blocks, spec.p_args) if name == P else (spec.d_blocks, spec.d_args)
-        words = [*site.words(spec, ports[name], blocks, own)]
-        words += ["--kv-transfer-config", msgspec.json.encode(config).decode()]
-        engine(name, words, {**site.variables(spec), **more}, side)
+        blocks, own = (spec.p_blocks, spec.p_args) if name in prefillers else (spec.d_blocks, spec.d_args)
+        own = () if name == ALONE else own
+        words = site.words(spec, ports[name], blocks, own)
+        words += ["--kv-transfer-config", msgspec.json.encode(config).decode()] if config else []
+        engine(name, words, {**site.variables(spec), **more}, seat.side_port if config else 0)
     return group
-
-
-def _router(spec: Spec, port: int, known: Sequence[str]) -> list[str]:
-    words = [*KVBATON_ARGV, "router", "--port", str(port), "--fallback", "strict", *known]
-    return [*words, *(["--turn-s", str(spec.turn_s)] if spec.turn_s else [])]
 
 
 def _settings(site: Site, spec: Spec, name: str, group: Group) -> dict[str, Any]:

@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -100,18 +99,6 @@ class Standing(msgspec.Struct, frozen=True):
     port: int
     pid: int | None  # none where D is asked directly
     command: str
-
-
-def find_vllm_router(given: str | None, start: Path, search: str | None) -> str | None:
-    """As given, else of the environment that `make .venv-router/.ready` makes in or above `start`, else on the path."""
-    if given is not None:
-        found = shutil.which(given)
-        return None if found is None else os.path.abspath(found)
-    for directory in (start, *start.parents):
-        place = directory / ".venv-router" / "bin" / "vllm-router"
-        if os.access(place, os.X_OK):
-            return str(place)
-    return shutil.which("vllm-router", path=search)
 
 
 def command(name: str, site: Site, ports: Ports) -> list[str]:

@@ -31,9 +31,9 @@ from kvbaton_proof.bench.load.open_loop import Aim, Load, Pace, warm_up
 from kvbaton_proof.bench.load.request_plan import REQUESTS_MAX, Ask
 from kvbaton_proof.bench.serve import goodput
 from kvbaton_proof.bench.serve.goodput import SHARES, GoodputReport, Level
-from kvbaton_proof.bench.serve.serve_clusters import Site
 from kvbaton_proof.bench.serve.serve_parts import Slo
 from kvbaton_proof.bench.serve.serve_run import WARMUPS, ServeTarget, Shown, probe, ran_to_its_end, started
+from kvbaton_proof.bench.serve.site import Site
 
 REFERENCES_AT_ONCE = 4
 BACK_S = 300.0  # for a killed engine to serve again

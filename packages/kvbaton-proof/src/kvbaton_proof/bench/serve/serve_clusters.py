@@ -1,4 +1,4 @@
-"""The clusters that `kvbaton bench serve` starts: a router and engines, each a process of its own, measured beside.
+"""The clusters of embedded engines that a bench starts: a router and engines, each a process of its own.
 
     pull, stream, push   N prefill and M decode engines; the mode goes along with each request
     aggregated           N + M engines, all of them decode engines without a partner: each computes prompt and answer
@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import signal
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
@@ -24,18 +25,15 @@ import kvbaton.local_cluster.vllm_engine as server_words
 from kvbaton.control import keyring
 from kvbaton.control.key_room import key_room
 from kvbaton.engines.embedded.worker_options import WorkerOptions
-from kvbaton.local_cluster.embedded_cluster import ClusterPlan, Startable, places
+from kvbaton.local_cluster.embedded_cluster import ClusterPlan
 from kvbaton.local_cluster.vllm_engine import (
     HOST,
     TINY_KINDS,
     TINY_SEED,
     ServerOptions,
-    VllmHandoff,
-    VllmPlan,
     fetch,
     tiny_model,
 )
-from kvbaton.observe.metrics.exposition import figures
 from kvbaton.processes.child_process import (
     GUARD,
     KVBATON_ARGV,
@@ -49,16 +47,13 @@ from kvbaton.processes.child_process import (
     start,
 )
 from kvbaton.router.router_settings import RouterSettings
-from kvbaton_proof.bench.kit import cpu_meter
-from kvbaton_proof.bench.kit.cpu_meter import Cpu, family
+from kvbaton_proof.bench.kit.cpu_meter import family
 from kvbaton_proof.bench.kit.run_facts import AGGREGATED, SINGLE
-from kvbaton_proof.bench.serve.serve_parts import Used
-from kvbaton_proof.rig import meters
+from kvbaton_proof.bench.serve.contenders import LOCAL
+from kvbaton_proof.bench.serve.site import REST_S, Site
 
 DISAGGREGATED = "disaggregated"
-REST_S = 30.0
 _LOOK_S = 0.1
-_ROUTER_S = 900.0  # of a request in the router: here a request's own time-out counts
 _WORKER = WorkerOptions(name="p0", role="prefill", keys="-", registry="tcp://127.0.0.1:1")
 
 
@@ -67,32 +62,42 @@ def site_of(target: str) -> str:
     return target if target in (AGGREGATED, SINGLE) else DISAGGREGATED
 
 
-class Site:
-    """A cluster that serves, and what can be read of it."""
+class EmbeddedSite(Site):
+    """Embedded engines behind a router."""
 
-    def __init__(self, name: str, url: str, children: list[Child], engines: Mapping[str, str], vllm: bool) -> None:
-        self.name = name
-        self.url = url
+    def __init__(self, name: str, url: str, children: list[Child], engines: Mapping[str, str]) -> None:
+        super().__init__(name, url, tuple(engines))
         self._children = children
-        self.engines = tuple(engines)
-        self._engines = engines  # URL by name
-        self._vllm = vllm
-        self._watched = {
-            "engines": tuple(pid for child in children if child.name != "router" for pid in family(child.pid)),
-            "router": tuple(pid for child in children if child.name == "router" for pid in family(child.pid)),
-            "client": (os.getpid(),),
+        self._urls = engines
+
+    @property
+    def hands_over(self) -> bool:
+        return self.name == DISAGGREGATED
+
+    def _pids(self) -> dict[str, list[int]]:
+        return {
+            group: [pid for child in self._children if (child.name == "router") == routes for pid in family(child.pid)]
+            for group, routes in (("engines", False), ("router", True))
         }
 
+    def _at(self, name: str) -> int:
+        return next(at for at, child in enumerate(self._children) if child.name == name)
+
     async def kill(self, name: str) -> None:
-        """`kill -9` of an engine and of what it started; it is started again at once."""
-        at = next(at for at, child in enumerate(self._children) if child.name == name)
-        killed = self._children[at]
+        killed = self._children[self._at(name)]
         end_group(killed.pid)
         await killed.process.wait()
-        self._children[at] = await start(killed.program, killed.log)
+        self._children[self._at(name)] = await start(killed.program, killed.log)
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        for pid in family(self._children[self._at(name)].pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    async def reset(self, name: str) -> bool:
+        return False  # such an engine has no door for it
 
     async def whole(self, within_s: float, say: Say, stop: asyncio.Event) -> None:
-        """Wait until every engine serves."""
         await _registered(self.url, self._children, within_s, say, stop)
 
     def commands(self) -> dict[str, str]:
@@ -103,45 +108,22 @@ class Site:
             f"{self.name} {child.name} ended: {child.last_line()}" for child in self._children if not child.is_alive
         ]
 
-    def cpu(self) -> Cpu:
-        return cpu_meter.read(self._watched)
-
     async def handed_over(self) -> int | None:
-        """Handoffs delivered so far, as the engines count them."""
         total = 0
-        for url in self._engines.values():
+        for url in self._urls.values():
             try:
-                if self._vllm:
-                    ends = meters.ends(figures(await fetch(f"{url}/metrics")))
-                    total += ends.get(meters.DELIVERED, 0)
-                else:
-                    total += msgspec.json.decode(await fetch(f"{url}/stats"), type=_Stats).delivered_total
+                total += msgspec.json.decode(await fetch(f"{url}/stats"), type=_Stats).delivered_total
             except (OSError, msgspec.DecodeError):
                 return None
         return total
 
     async def come_to_rest(self, within_s: float = REST_S) -> tuple[str, ...]:
-        """What engines still hold after this long; nothing if all is free."""
-        if self._vllm:
-            return (await meters.come_to_rest(self._engines, fetch, within_s)).holding
         until = time.monotonic() + within_s
         while True:
-            holding = [line for name, url in self._engines.items() if (line := await _pins(name, url))]
+            holding = [line for name, url in self._urls.items() if (line := await _pins(name, url))]
             if not holding or time.monotonic() > until:
                 return tuple(holding)
             await asyncio.sleep(_LOOK_S)
-
-    async def used(self, before: Cpu, handed_over: int | None, *, hands_over: bool, rest_s: float = REST_S) -> Used:
-        """What was used since then. Waits for the engines to come to rest, which is not counted."""
-        spent = before.until(self.cpu())
-        held = await self.come_to_rest(rest_s)
-        after = await self.handed_over()
-        known = hands_over and after is not None and handed_over is not None
-        return Used(
-            handed_over=(after or 0) - (handed_over or 0) if known else None,
-            engine_cpu_s=round(spent.used["engines"], 3), router_cpu_s=round(spent.used["router"], 3),
-            others_cores=round(spent.others_cores, 3), held=held,
-        )  # fmt: skip
 
 
 class _Stats(msgspec.Struct):
@@ -169,45 +151,44 @@ def server_of(args: argparse.Namespace) -> ServerOptions | None:
     )
 
 
-def plan_of(name: str, args: argparse.Namespace, server: ServerOptions | None) -> Startable:
-    """The engines of one cluster."""
+def plan_of(name: str, args: argparse.Namespace) -> ClusterPlan:
+    """The embedded engines of one cluster."""
     prefills, decodes = (args.prefill, args.decode) if name == DISAGGREGATED else (0, args.prefill + args.decode)
     if name == SINGLE:
         decodes = 1
-    if server is not None:
-        handoff = VllmHandoff(name="-", keys="-", registry="-", http_address="-", transport=args.transport)
-        where = tuple(places(prefills, decodes, 1, 1))
-        return VllmPlan(places=where, server=server, handoff=handoff, settings=RouterSettings())
     worker = msgspec.structs.replace(_WORKER, transport=args.transport, blocks=args.blocks or _WORKER.blocks)
+    if args.lease_s is not None:
+        worker = msgspec.structs.replace(worker, lease_s=args.lease_s)
     return ClusterPlan(
         prefills=prefills, decodes=decodes, tp_prefill=1, tp_decode=1, worker=worker, settings=RouterSettings()
     )  # fmt: skip
 
 
 @contextlib.asynccontextmanager
-async def standing(name: str, plan: Startable, say: Say, stop: asyncio.Event, *, vllm: bool) -> AsyncIterator[Site]:
+async def standing(
+    name: str, plan: ClusterPlan, router_args: Sequence[str], say: Say, stop: asyncio.Event
+) -> AsyncIterator[EmbeddedSite]:
     """A cluster whose engines have all registered."""
     children: list[Child] = []
     with key_room() as directory:
         try:
             keyring.mint(directory / "keys", ["router", *plan.names()])
             port, registry_port = free_ports(2)
-            members = [_router(name, port, registry_port, directory)]
+            members = [_router(name, port, registry_port, directory, router_args)]
             members += plan.members(str(directory / "keys"), f"tcp://{HOST}:{registry_port}")
             say(f"starting {name}: {' '.join(plan.names())}")
             for member in members:
                 children.append(await start(member, directory / f"{member.name}.log"))
             url = f"http://{HOST}:{port}"
             engines = await _registered(url, children, plan.start_s, say, stop)
-            yield Site(name, url, children, engines, vllm)
+            yield EmbeddedSite(name, url, children, engines)
         finally:
             await end(children)
 
 
-def _router(name: str, port: int, registry_port: int, directory: Path) -> Program:
+def _router(name: str, port: int, registry_port: int, directory: Path, more: Sequence[str]) -> Program:
     words = ["router", "--host", HOST, "--port", str(port), "--keys", str(directory / "keys")]
-    words += ["--registry-port", str(registry_port), "--deadline-s", str(_ROUTER_S), "--first-byte-s", str(_ROUTER_S)]
-    words += ["--fallback", "strict" if name == DISAGGREGATED else "local"]
+    words += ["--registry-port", str(registry_port), *more, *([] if name == DISAGGREGATED else LOCAL)]
     argv = [*KVBATON_ARGV, *words]
     return Program("router", "router", [*GUARD, *argv], server_words.shown(argv, {}))
 

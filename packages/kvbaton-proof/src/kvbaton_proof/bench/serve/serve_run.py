@@ -27,14 +27,16 @@ from kvbaton.processes.operator_control import told_to_stop, unless_stopped
 from kvbaton.processes.operator_errors import CommandError, StoppedError
 from kvbaton.router.openai_api import MODE_HEADER
 from kvbaton_proof.bench.kit import run_facts
-from kvbaton_proof.bench.kit.run_facts import AGGREGATED, SINGLE, RunFacts
+from kvbaton_proof.bench.kit.run_facts import RunFacts
 from kvbaton_proof.bench.load import request_plan
 from kvbaton_proof.bench.load.open_loop import UNDER_WAY_MAX, Aim, Load, Pace, ask_for_models, warm_up
 from kvbaton_proof.bench.load.request_plan import REQUESTS, REQUESTS_MAX, Ask, Shape
-from kvbaton_proof.bench.serve import serve_clusters, serve_parts, serve_report
-from kvbaton_proof.bench.serve.serve_clusters import Site, site_of
+from kvbaton_proof.bench.serve import serve_clusters, serve_parts, serve_report, vllm_site
+from kvbaton_proof.bench.serve.contenders import contender, spec_of
+from kvbaton_proof.bench.serve.serve_clusters import site_of
 from kvbaton_proof.bench.serve.serve_parts import TIMES, Part, Slo, Turn, Used, quantiles, times_of
 from kvbaton_proof.bench.serve.serve_report import Report
+from kvbaton_proof.bench.serve.site import REST_S, Site
 
 HURRIED_S = 0.5  # for engines to become idle after Ctrl-C
 WARMUPS = 4
@@ -67,10 +69,6 @@ class ServeTarget:
     mode: str | None = None
     site: Site | None = None  # if it was started here
     model: str | None = None
-
-    @property
-    def hands_over(self) -> bool:
-        return self.site is not None and self.site.name not in (AGGREGATED, SINGLE)
 
 
 @dataclass(slots=True)
@@ -157,16 +155,29 @@ async def started(
     stop: asyncio.Event,
 ) -> list[ServeTarget]:
     """Every cluster that the targets need, once."""
+    if server is not None:
+        return await _vllm(server, args, stack, say, stop)
     sites: dict[str, Site] = {}
     for name in dict.fromkeys(map(site_of, args.compare)):
-        plan = serve_clusters.plan_of(name, args, server)
-        standing = serve_clusters.standing(name, plan, say, stop, vllm=server is not None)
+        plan = serve_clusters.plan_of(name, args)
+        standing = serve_clusters.standing(name, plan, args.router_args, say, stop)
         sites[name] = await stack.enter_async_context(standing)
-    targets = []
-    for name in args.compare:
-        site = sites[site_of(name)]
-        targets.append(ServeTarget(name, site.url, None if site_of(name) == name else name, site))
-    return targets
+    found = [(name, sites[site_of(name)]) for name in args.compare]
+    return [ServeTarget(name, site.url, None if site.name == name else name, site) for name, site in found]
+
+
+async def _vllm(
+    server: ServerOptions, args: argparse.Namespace, stack: contextlib.AsyncExitStack, say: Say, stop: asyncio.Event
+) -> list[ServeTarget]:
+    sites: dict[str, Site] = {}
+    named = [contender(name) for name in args.compare]
+    shape = {"prefill": args.prefill, "decode": args.decode, "transport": args.transport, "lease_s": args.lease_s}
+    for each in named:
+        if each.cluster not in sites:
+            spec = spec_of(each, max_model_len=server.max_model_len, router_args=args.router_args, **shape)
+            sites[each.cluster] = await stack.enter_async_context(vllm_site.standing(spec, server, say, stop))
+    found = [(each, sites[each.cluster]) for each in named]
+    return [ServeTarget(each.name, site.url, each.header, site) for each, site in found]
 
 
 async def probe(target: ServeTarget, longest: int) -> None:
@@ -203,8 +214,8 @@ async def _part(
         await ran_to_its_end(load.run(work.asks()), stop)
     used = Used()
     if target.site is not None and before is not None:
-        rest_s = HURRIED_S if stop.is_set() else serve_clusters.REST_S
-        used = await target.site.used(before, handed_over, hands_over=target.hands_over, rest_s=rest_s)
+        rest_s = HURRIED_S if stop.is_set() else REST_S
+        used = await target.site.used(before, handed_over, rest_s=rest_s)
     if stop.is_set() and not load.records:
         return
     turn = Turn(

@@ -19,7 +19,8 @@ import msgspec
 from kvbaton_proof.chaos.outcome import Outcome, Row
 
 BEGIN, END = "<!-- table: kvbaton_proof.chaos.vllm.fault_table -->", "<!-- end of the table -->"
-HEAD = ("fault", "promises", "kvbaton", "well after", "NixlConnector", "well after", "seen")
+THEIRS = "NixlConnector"
+HEAD = ("fault", "promises", "kvbaton", "well after", THEIRS, "well after", "seen")
 NOT_RUN = "-"
 
 
@@ -33,10 +34,11 @@ def read(text: bytes) -> Outcome:
 
 def table(ours: Outcome, theirs: Outcome, date: str) -> str:
     """Both runs, row by row, and what they came to."""
-    for outcome, connector in ((ours, "kvbaton"), (theirs, "nixl")):
-        if outcome.connector != connector or outcome.engine != "vllm":
-            raise ValueError(f"connector: got {outcome.connector} on {outcome.engine}, expected {connector} on vllm")
-    drawn = "\n".join(f"| {' | '.join(cells)} |" for cells in (HEAD, ["---"] * len(HEAD), *lines(ours, theirs)))
+    if ours.connector != "kvbaton" or theirs.connector == "kvbaton" or {ours.engine, theirs.engine} != {"vllm"}:
+        found = [f"{each.connector} on {each.engine}" for each in (ours, theirs)]
+        raise ValueError(f"connector: got {' and '.join(found)}, expected kvbaton and another one on vllm")
+    head = tuple(theirs.connector if cell == THEIRS and theirs.connector != "nixl" else cell for cell in HEAD)
+    drawn = "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *lines(ours, theirs)))
     minutes = f"{ours.seconds / 60:.0f} and {theirs.seconds / 60:.0f} minutes"
     seeds = f"seed {ours.seed}" if ours.seed == theirs.seed else f"seeds {ours.seed} and {theirs.seed}"
     return (
@@ -51,17 +53,16 @@ def lines(ours: Outcome, theirs: Outcome | None) -> list[tuple[str, ...]]:
     """The cells of the table, row by row, and last what all came to; pure."""
     left = {row.title: row for row in ours.rows}
     right = {row.title: row for row in theirs.rows} if theirs is not None else {}
-    found = [_cells(title, left.get(title), right.get(title)) for title in dict.fromkeys([*left, *right])]
+    who = "NIXL" if theirs is None or theirs.connector == "nixl" else theirs.connector
+    found = [_cells(title, left.get(title), right.get(title), who) for title in dict.fromkeys([*left, *right])]
     their_sum = (f"**{_sum(theirs)}**", _verdict(theirs)) if theirs is not None else (NOT_RUN, NOT_RUN)
     return [*found, ("**all**", "", f"**{_sum(ours)}**", _verdict(ours), *their_sum, "")]
 
 
-def _cells(title: str, ours: Row | None, theirs: Row | None) -> tuple[str, ...]:
+def _cells(title: str, ours: Row | None, theirs: Row | None, who: str) -> tuple[str, ...]:
     known = ours or theirs
     assert known is not None
-    said = [
-        f"{name}: {row.note}" for name, row in (("kvbaton", ours), ("NIXL", theirs)) if row is not None and row.note
-    ]
+    said = [f"{name}: {row.note}" for name, row in (("kvbaton", ours), (who, theirs)) if row is not None and row.note]
     promises = ", ".join(str(number) for number in known.promises)
     return (title, promises, *_half(ours), *_half(theirs), _plain(" / ".join(said)))
 
@@ -108,12 +109,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m kvbaton_proof.chaos.vllm.fault_table", description="the table of two runs"
     )
     parser.add_argument("kvbaton", type=Path, help="JSON of the run with kvbaton")
-    parser.add_argument("nixl", type=Path, help="JSON of the run with --connector nixl")
+    parser.add_argument("other", type=Path, help="JSON of the run with --connector nixl, or with another")
     parser.add_argument("--date", required=True, help="when it was run, and on what, as the page is to say it")
     parser.add_argument("--into", type=Path, default=None, metavar="PAGE", help="a page with marks (default: print)")
     args = parser.parse_args(argv)
     try:
-        drawn = table(read(args.kvbaton.read_bytes()), read(args.nixl.read_bytes()), args.date)
+        drawn = table(read(args.kvbaton.read_bytes()), read(args.other.read_bytes()), args.date)
         if args.into is None:
             print(drawn, end="")
         else:

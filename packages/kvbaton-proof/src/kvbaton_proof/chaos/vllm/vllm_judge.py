@@ -25,7 +25,7 @@ from kvbaton_proof.chaos.fault_catalogue import KNOWN
 from kvbaton_proof.chaos.outcome import Row
 from kvbaton_proof.rig import meters, oracle, servers
 from kvbaton_proof.rig.client import Answer, Prompt, Tally, both_legs, prompt_of
-from kvbaton_proof.rig.connectors import D, P
+from kvbaton_proof.rig.connectors import CONNECTORS, D, P
 from kvbaton_proof.rig.oracle import Right
 from kvbaton_proof.rig.server import READY_S, Engine, EngineError
 from kvbaton_proof.rig.servers import ALONE, Site, Spec, with_news
@@ -107,7 +107,7 @@ class Pair:
         return None if figures is None else meters.held(figures, self.blocks.get(name, BLOCKS))
 
     async def handed(self) -> int | None:
-        """How many prompts came to D whole from elsewhere, in this life of it."""
+        """How many prompts came to D whole from elsewhere, in this life of it, as its connector counts them."""
         figures = await self.d.figures(self.session)
         return None if figures is None else meters.handed(figures, self.connector)
 
@@ -230,6 +230,8 @@ async def _probe(pair: Pair, probed: Tally) -> tuple[int, bool]:
         ) for number in range(PROBES)
     ))  # fmt: skip
     right = sum(pair.count(probed, each, number) for number, each in enumerate(answers))
+    if right == PROBES and not CONNECTORS[pair.connector].handed:
+        return right, all(each.cached for each in answers)  # without prefix caches these can only have come from P
     if right < PROBES or before is None:
         return right, False
     return right, await _within(FIGURES_LAG_S, lambda: _handed_since(pair, before))

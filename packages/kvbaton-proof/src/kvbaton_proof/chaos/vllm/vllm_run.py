@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import shlex
 import tempfile
 import time
 from collections import Counter
@@ -26,7 +27,7 @@ from kvbaton_proof.chaos.vllm import vllm_judge, vllm_streams
 from kvbaton_proof.chaos.vllm.vllm_judge import Pair, examined, row_of
 from kvbaton_proof.chaos.vllm.vllm_steps import DO, Scene, standard
 from kvbaton_proof.rig import meters
-from kvbaton_proof.rig.connectors import D, P
+from kvbaton_proof.rig.connectors import CONNECTORS, D, P
 from kvbaton_proof.rig.server import Engine, EngineError
 
 STEP_S_MAX = 600.0
@@ -128,6 +129,7 @@ def outcome(
     kinds: Counter[str],
 ) -> Outcome:  # fmt: skip
     """The whole run; pure."""
+    named = shlex.quote(CONNECTORS[plan.connector].line or plan.connector)
     return Outcome(
         plan=plan.name, seed=plan.seed, engine=plan.engine, connector=plan.connector, seconds=round(seconds, 1),
         requests=sum(row.requests for row in rows), right=sum(row.right for row in rows),
@@ -135,7 +137,7 @@ def outcome(
         late=sum(row.late for row in rows), dead=sum(row.dead for row in rows),
         left_over=sum(row.left_over or 0 for row in rows), rows=tuple(rows), members=tuple(members),
         problems=tuple(problems), errors_by_kind=dict(kinds), network="loopback",
-        replay=f"kvbaton chaos --engine vllm --plan standard --connector {plan.connector} --seed {plan.seed}",
+        replay=f"kvbaton chaos --engine vllm --plan standard --connector {named} --seed {plan.seed}",
     )  # fmt: skip
 
 

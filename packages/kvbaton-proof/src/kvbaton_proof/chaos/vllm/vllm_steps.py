@@ -68,6 +68,8 @@ MUTATIONS: Mapping[str, Callable[[dict[str, Any], str, str], dict[str, Any]]] = 
     "unknown source": lambda params, source, blocks: {**params, source: "nobody-of-this-name"},
 }
 """What is sent to D in place of the parameters that P gave; what no P ever gave."""
+ANYBODYS = ("only the flag", "both flags")
+"""Those for which no field has to be known."""
 
 _STEPS: tuple[Step, ...] = (
     Step(0, "kill", P, detail=UNDER_LOAD),
@@ -89,7 +91,8 @@ _STEPS: tuple[Step, ...] = (
 
 def standard(connector: str, seed: int, faults: Sequence[str] | None = None) -> Plan:
     """The plan; with `faults` only the steps whose fault, or whose title, is among them."""
-    chosen = [step for step in _STEPS if faults is None or step.fault in faults or step.title() in faults]
+    can = [step for step in _STEPS if step.fault != "poison" or step.detail in ANYBODYS or _takes_all(connector)]
+    chosen = [step for step in can if faults is None or step.fault in faults or step.title() in faults]
     if faults is not None:
         known = {step.fault for step in _STEPS} | {step.title() for step in _STEPS}
         unknown = [name for name in faults if name not in known]
@@ -106,10 +109,14 @@ def standard(connector: str, seed: int, faults: Sequence[str] | None = None) -> 
     )  # fmt: skip
 
 
+def _takes_all(connector: str) -> bool:
+    return CONNECTORS[connector].takes_all_poison
+
+
 def poisoned(name: str, connector: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """What P gave, changed as `name` says; KeyError if there is no such change."""
     source, blocks = CONNECTORS[connector].source_field, CONNECTORS[connector].blocks_field
-    missing = sorted({source, blocks} - set(params))
+    missing = sorted({source, blocks} - {""} - set(params))
     if missing:
         raise ValueError(f"kv_transfer_params: P gave no {missing[0]}; is this {connector}?")
     return MUTATIONS[name](dict(params), source, blocks)
@@ -162,14 +169,15 @@ class Scene:
         return pair.count(self.tally, answer, number)
 
     async def prefill(self, number: int) -> dict[str, Any] | None:
-        """P's leg; what it gives for D. A failure is counted."""
+        """P's leg; what it gives for D, nothing if its connector needs no words. None: a failure, which is counted."""
         pair = self.pair
         answer = await prefilled(
             pair.session, pair.p.url, pair.prompts[number], deadline_s=DEADLINE_S, request_id=request_id(pair)
         )
         if answer.error:
             self.tally.count(answer, ())
-        return answer.params
+            return None
+        return answer.params or {}
 
     async def decode(self, number: int, params: object, deadline_s: float = DEADLINE_S) -> Answer:
         """D's leg, counted."""
