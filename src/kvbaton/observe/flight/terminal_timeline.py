@@ -211,7 +211,8 @@ def _foot(journey: Journey, ink: Ink) -> list[str]:
         lines.append(_ending(lane, ink))
     why, _, left = _moved(journey).partition(" ")
     if left:
-        lines.append(f"it went on with an answer that {left[:80]} had begun ({why[:20]}): --last {journey.number + 1} shows both")
+        begun = f"an answer that {left[:80]} had begun ({why[:20]})"
+        lines.append(f"it went on with {begun}: --last {journey.number + 1} shows both")
     skewed = [lane for lane in journey.lanes if abs(lane.clock_offset_s) >= 0.001]
     for lane in skewed:
         late = "behind" if lane.clock_offset_s > 0 else "ahead of"
