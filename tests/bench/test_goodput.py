@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gzip
 import io
+import signal
+from collections import Counter
 from pathlib import Path
 
 import msgspec
@@ -12,11 +15,13 @@ import pytest
 
 from kvbaton.cli.main import main
 from kvbaton_proof.bench.load import request_plan
-from kvbaton_proof.bench.load.open_loop import Answer, Record
+from kvbaton_proof.bench.load.open_loop import Answer, Pace, Record
 from kvbaton_proof.bench.load.request_plan import Ask, Piece, TraceError
 from kvbaton_proof.bench.serve import goodput
 from kvbaton_proof.bench.serve.goodput import Capacity, GoodputReport, Level
+from kvbaton_proof.bench.serve.goodput_run import Fault, Sweep, hurt_by_plan
 from kvbaton_proof.bench.serve.serve_parts import Slo
+from kvbaton_proof.bench.serve.site import Site
 
 SLO = Slo(ttft=0.5, itl_p99=0.05)
 RIGHT = dict.fromkeys(range(9), b"right")
@@ -36,7 +41,7 @@ def level(rate: float, share: float, *, number: int = 1) -> Level:
     good = round(share * 1000)
     return Level(
         round=number, target="pull", rate=rate, sent=1000, good=good, late=1000 - good, wrong=0, failed=0, errors={},
-        killed=0, ttft_p50_ms=None, ttft_p99_ms=None, itl_p99_ms=None,
+        faults={}, ttft_p50_ms=None, ttft_p99_ms=None, itl_p99_ms=None,
     )  # fmt: skip
 
 
@@ -134,11 +139,12 @@ def run(*words: str) -> tuple[int, GoodputReport]:
 
 def test_a_cluster_whose_decode_engines_are_killed_answers_nothing_wrong(tmp_path: Path) -> None:
     status, report = run(
-        "--compare", "stream", "--decode", "2", "--rates", "8", "--requests", "24", "--kill", "decode:1s",
+        "--compare", "stream", "--decode", "2", "--rates", "8", "--requests", "24", "--faults",
+        "kill:decode:1s,stop:prefill:1.2s:0.5s",
         "--slo", "ttft=60s,itl=60s", "--trace", "azure-sample", "--out", str(tmp_path), "--name", "small",
     )  # fmt: skip
     (level,) = report.levels
-    assert status == 0 and report.ok and level.wrong == 0 and level.killed >= 1
+    assert status == 0 and report.ok and level.wrong == 0 and level.faults["kill"] >= 1 and level.faults["stop"] >= 1
     assert level.good + level.late + level.failed == level.sent == 24
     assert report.engines == {"stream": 3} and report.slo == "ttft 60 s, itl_p99 60 s"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["small.json", "small.md", "small.svg"]
@@ -146,9 +152,13 @@ def test_a_cluster_whose_decode_engines_are_killed_answers_nothing_wrong(tmp_pat
 
 BAD = [
     (["--rates", "1,x"], "argument --rates: got 'x'"),
-    (["--kill", "router:5s"], "argument --kill: got 'router:5s', expected prefill:SECONDS or decode:SECONDS"),
-    (["--kill", "decode:0"], "argument --kill: got '0', expected at least half a second"),
-    (["--kill", "decode:5", "--url", "http://h:1"], "argument --kill: running servers are not killed"),
+    (["--faults", "kill:router:5s"], "argument --faults: got 'kill:router:5s', expected ACT:ROLE:EVERY, such as kill"),
+    (["--faults", "kill:decode:5s,stop:any:5s"], "argument --faults: got 'stop:any:5s', expected ACT:ROLE:EVERY"),
+    (["--faults", "kill:decode:0"], "argument --faults: got '0', expected at least 0.5 s in kill:decode:0"),
+    (["--faults", "kill:any:5", "--url", "http://h:1"], "argument --faults: running servers are not hurt"),
+    (["--faults", "reset:any:5"], "argument --faults: embedded engines have no door for a reset"),
+    (["--compare", "nixl"], "argument --compare: nixl is not played by embedded engines; add: --engine vllm"),
+    (["--contender", "x={}", "--engine", "vllm"], "argument --contender: x: has no kv_connector"),
     (["--trace", "no-such-file"], "argument --trace: no-such-file: No such file"),
     (["--tokens-max", "2"], "argument --tokens-max: 0 of 120 requests"),
     (["--slo", "itl=fast"], "argument --slo: itl: got 'fast', expected seconds, such as 0.5, 2s or 25ms"),
@@ -166,3 +176,53 @@ def test_what_cannot_be_meant_costs_one_line_and_starts_nothing(
         status = end.code
     err = capsys.readouterr().err
     assert status == 2 and err.count("\n") == 1 and said in err, err
+
+
+class Played(Site):
+    """Engines of which only their names are there."""
+
+    hands_over = True
+
+    def __init__(self, *names: str) -> None:
+        super().__init__("played", "", names)
+        self.seen: list[tuple[str, str]] = []
+
+    async def kill(self, name: str) -> None:
+        self.seen.append(("kill", name))
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        self.seen.append((number.name, name))
+
+    async def reset(self, name: str) -> bool:
+        self.seen.append(("reset", name))
+        return name == "d0"
+
+
+Played.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
+
+
+def hurt(*names: str) -> tuple[list[tuple[str, str]], dict[str, int]]:
+    """What a plan of faults does within a second and a half."""
+
+    async def run_it() -> tuple[list[tuple[str, str]], dict[str, int]]:
+        faults = [Fault("kill", "p", 0.5), Fault("stop", "d", 0.6, 60.0), Fault("reset", "", 0.7)]
+        sweep = Sweep(
+            asks=[], slo=SLO, rates=(), levels_max=2, pace=Pace(), timeout_s=1.0, seed=3, in_prompt=False, faults=faults
+        )
+        site, done, did = Played(*names), asyncio.Event(), Counter[str]()
+        hurting = asyncio.create_task(hurt_by_plan(sweep, site, "seed", done, did))
+        await asyncio.sleep(1.3)
+        done.set()
+        await hurting
+        return site.seen, dict(did)
+
+    return asyncio.run(run_it())
+
+
+def test_each_target_meets_the_same_faults_and_what_was_stopped_goes_on_at_the_end() -> None:
+    seen, did = hurt("p0", "d0")
+    assert did == {"kill": 2, "stop": 1} | {word: did[word] for word in did if word.startswith("reset")}
+    assert seen.count(("kill", "p0")) == 2 and seen[-1] == ("SIGCONT", "d0")
+    assert seen == hurt("p0", "d0")[0], "the same seed"
+    alone, _ = hurt("d0", "d1")
+    assert {act for act, _ in alone} == {act for act, _ in seen}, "engines without roles are hurt as often"

@@ -32,7 +32,10 @@ SLO, EMBEDDED_SLO = "ttft=2s,itl=25ms", "ttft=1s,itl=100ms"
 EMBEDDED_SCALE = 1 / 32  # the samples' prompts are then of 200 tokens, which a model in NumPy reads in milliseconds
 LEVELS_MAX = 10
 QUICK = {"rates": (4.0, 16.0, 64.0), "requests": 32, "rounds": 1, "compare": (AGGREGATED, "stream")}
-ROLES = {"prefill": "p", "decode": "d"}
+ROLES = {"prefill": "p", "decode": "d", "any": ""}
+ACTS = ("kill", "stop", "reset")
+FAULT = "ACT:ROLE:EVERY, such as kill:decode:20s, stop:prefill:20s:5s or reset:any:5s"
+EVERY_MIN_S = 0.5
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +55,8 @@ def add(parser: argparse.ArgumentParser) -> None:
            help=f"objectives (default: {SLO}; embedded engines: {EMBEDDED_SLO})")  # fmt: skip
     option("--itl", choices=GAPS, default="p99", help="what an objective itl is about: of each request's own gaps "
            "between tokens the p99 (default), the mean or the longest")  # fmt: skip
-    option("--kill", type=_kill, metavar="ROLE:SECONDS", help="kill -9 one prefill or decode engine so often, and "
-           "start it again")  # fmt: skip
+    option("--faults", type=_faults, metavar="F,F", help="beside the load: kill:decode:20s (kill -9 and restart, so "
+           "often), stop:prefill:20s:5s (for so long), reset:any:5s (vllm: the prefix cache)")  # fmt: skip
     option("--no-judge", action="store_true", help="do not compare answers, where engines do not repeat themselves")
     option("--rounds", type=whole(1, 100), metavar="N", help="repeat the rates (default: 1)")
     option("--quick", action="store_true", help="two targets, three rates, 32 requests each")
@@ -72,8 +75,10 @@ def check(args: argparse.Namespace) -> None:
                 setattr(args, name, value)
     bench_serve.check_where(args)
     args.router_args = LOCAL  # as an operator starts it
-    if args.kill is not None and args.targets:
-        raise CommandError("argument --kill: running servers are not killed; remove --url and --target")
+    if args.faults and args.targets:
+        raise CommandError("argument --faults: running servers are not hurt; remove --url and --target")
+    if args.engine == "embedded" and any(act == "reset" for act, *_ in args.faults or ()):
+        raise CommandError("argument --faults: embedded engines have no door for a reset; add: --engine vllm")
     is_tiny = not args.targets and args.engine == "embedded"
     args.rounds, args.rates = args.rounds or 1, args.rates or ()
     args.length_scale = args.length_scale or (EMBEDDED_SCALE if is_tiny else 1.0)
@@ -93,14 +98,22 @@ def _rates(text: str) -> tuple[float, ...]:
     return tuple(sorted(set(found)))
 
 
-def _kill(text: str) -> tuple[str, float]:
-    role, _, every = text.partition(":")
-    if role not in ROLES:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected prefill:SECONDS or decode:SECONDS")
-    every_s = bench_serve.number(
-        every.removesuffix("s"), lambda value: 0.5 <= value <= 86_400, "at least half a second, such as decode:20s"
-    )
-    return ROLES[role], every_s
+def _faults(text: str) -> list[tuple[str, str, float, float]]:
+    return [_fault(word.strip()) for word in text.split(",")]
+
+
+def _fault(word: str) -> tuple[str, str, float, float]:
+    act, _, rest = word.partition(":")
+    role, _, rest = rest.partition(":")
+    times = rest.split(":")
+    if act not in ACTS or role not in ROLES or len(times) != 1 + (act == "stop"):
+        raise argparse.ArgumentTypeError(f"got {word!r}, expected {FAULT}")
+    least = f"at least {EVERY_MIN_S:g} s in {word}"
+    found = [
+        bench_serve.number(each.removesuffix("s"), lambda value: EVERY_MIN_S <= value <= 86_400, least)
+        for each in times
+    ]
+    return act, ROLES[role], found[0], found[1] if act == "stop" else 0.0
 
 
 def run(args: argparse.Namespace) -> int:
@@ -119,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
     sweep = goodput_run.Sweep(
         asks=asks, slo=args.slo, rates=args.rates, levels_max=args.levels,
         pace=Pace(concurrency=UNDER_WAY_MAX, deadline_s=args.part_s, timed=True), timeout_s=args.timeout_s,
-        seed=args.seed, in_prompt=args.no_salt, kill=None if args.kill is None else goodput_run.Kill(*args.kill),
+        seed=args.seed, in_prompt=args.no_salt, faults=[goodput_run.Fault(*each) for each in args.faults or ()],
     )  # fmt: skip
     swept = goodput_run.Swept()
     server = None if args.targets else serve_clusters.server_of(args)
@@ -133,7 +146,8 @@ def run(args: argparse.Namespace) -> int:
     options = {
         "trace": path.name, "requests": len(asks), "left out as too long": left_out, "lengths times": args.length_scale,
         "seed": args.seed, "engine": "-" if args.targets else args.engine,
-        "killed": "nobody" if sweep.kill is None else f"a {sweep.kill.role} every {sweep.kill.every_s:g} s",
+        "faults": ", ".join(map(str, sweep.faults)) or "none",
+        **({"lease": f"{args.lease_s:g} s"} if args.lease_s else {}),
     }  # fmt: skip
     notes = [] if args.judged else ["Answers were not compared: wrong ones count as good."]
     report = goodput_run.report_of(sweep, swept, facts, options, notes)

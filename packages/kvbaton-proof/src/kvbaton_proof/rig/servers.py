@@ -219,6 +219,7 @@ def anywhere(line: str, group: Group) -> str:
     line = line.replace(str(group.flag.parent), "DIR")
     line = re.sub(r"(?<=[ =])/\S*/python[\d.]*(?= -m )", "python", line)
     line = re.sub(r" PYTHONPATH=\S+", "", line)
+    line = re.sub(r"(?<= )/\S*/(vllm-router)(?= )", r"\1", line)
     line = re.sub(r"/[^\s\"'=]*/tiny-([\w.-]+)-\d+-v\d+", lambda kind: kind[1].upper(), line)
     return re.sub(r"(--model )\S+", rf"\g<1>{group.spec.model.upper()}", line)
 

@@ -53,7 +53,7 @@ class Level(msgspec.Struct, frozen=True, kw_only=True):
     wrong: int
     failed: int
     errors: Mapping[str, int]
-    killed: int  # engines, meanwhile
+    faults: Mapping[str, int]  # meanwhile
     ttft_p50_ms: float | None
     ttft_p99_ms: float | None
     itl_p99_ms: float | None  # of all gaps of all requests
@@ -103,7 +103,7 @@ def level_of(
     number: int,
     target: str,
     rate: float,
-    killed: int = 0,
+    faults: Mapping[str, int] = {},
 ) -> Level:
     """`references`: digests of right answers by a request's index; without any, nothing is called wrong."""
     right: list[Answer] = []
@@ -120,10 +120,14 @@ def level_of(
     ttft, itl = figures(times_of(right, "ttft")), figures(times_of(right, "itl"))
     return Level(
         round=number, target=target, rate=round(rate, 3), sent=len(records), good=good, late=len(right) - good,
-        wrong=wrong, failed=sum(errors.values()), errors=errors, killed=killed,
+        wrong=wrong, failed=sum(errors.values()), errors=errors, faults=faults,
         ttft_p50_ms=None if ttft is None else ttft.p50_ms, ttft_p99_ms=None if ttft is None else ttft.p99_ms,
         itl_p99_ms=None if itl is None else itl.p99_ms,
     )  # fmt: skip
+
+
+def counted(faults: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {act}" for act, count in sorted(faults.items()))
 
 
 def shares(levels: Sequence[Level]) -> list[tuple[float, float]]:
@@ -179,7 +183,7 @@ def complaints(levels: Sequence[Level]) -> list[str]:
 
 
 def findings(report: GoodputReport, picture: str = "") -> Findings:
-    head = ("target", "rate", "sent", "good", "late", "wrong", "failed", "killed", "goodput/s", "TTFT p50 ms",
+    head = ("target", "rate", "sent", "good", "late", "wrong", "failed", "faults", "goodput/s", "TTFT p50 ms",
             "TTFT p99 ms", "ITL p99 ms")  # fmt: skip
     tables = [
         Table(head, _rows(report.levels), "Goodput at each rate", LEGEND),
@@ -219,7 +223,7 @@ def _rows(levels: Sequence[Level]) -> Grid:
     return [
         [
             each.target, f"{each.rate:g}", str(each.sent), f"{each.share:.0%}", str(each.late), str(each.wrong),
-            str(each.failed), str(each.killed), f"{each.rate * each.share:.2f}", number(each.ttft_p50_ms, 0),
+            str(each.failed), counted(each.faults) or "-", f"{each.rate * each.share:.2f}", number(each.ttft_p50_ms, 0),
             number(each.ttft_p99_ms, 0), number(each.itl_p99_ms, 1),
         ]
         for each in sorted(levels, key=lambda each: (each.target, each.rate, each.round))

@@ -12,7 +12,9 @@ import asyncio
 import contextlib
 import gc
 import random
+import signal
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,11 +41,17 @@ REFERENCES_AT_ONCE = 4
 BACK_S = 300.0  # for a killed engine to serve again
 
 
-class Kill(msgspec.Struct, frozen=True):
-    """Engines of one role, one of them killed so often."""
+class Fault(msgspec.Struct, frozen=True):
+    """What is done to one engine of a role so often. Of engines without roles it is any."""
 
-    role: str  # as engines' names begin: `p` or `d`
+    act: str  # kill, stop or reset
+    role: str  # as engines' names begin: `p` or `d`; "": any
     every_s: float
+    seconds: float = 0.0  # of a stop
+
+    def __str__(self) -> str:
+        lasts = f" for {self.seconds:g} s" if self.seconds else ""
+        return f"{self.act} {self.role or 'any'} every {self.every_s:g} s{lasts}"
 
 
 class Sweep(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +65,7 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float
     seed: int
     in_prompt: bool
-    kill: Kill | None
+    faults: Sequence[Fault] = ()
 
 
 @dataclass(slots=True)
@@ -177,38 +185,53 @@ async def _level(
         load = Load(aim, sweep.pace, on_end=lambda: tell(f"{load.ended} of {len(asks)}"))
         if not await ran_to_its_end(warm_up(aim, WARMUPS), stop):
             return
-        done, killed = asyncio.Event(), list[str]()
-        killer = asyncio.create_task(_kill(sweep, target.site, f"{sweep.seed}/{number}/{rate}", done, killed))
+        done, did = asyncio.Event(), Counter[str]()
+        hurting = asyncio.create_task(hurt_by_plan(sweep, target.site, f"{sweep.seed}/{number}/{rate}", done, did))
         try:
             await ran_to_its_end(load.run(asks), stop)
         finally:
             done.set()
-            await killer
-    if target.site is not None and killed and not stop.is_set():
+            await hurting
+    if target.site is not None and did and not stop.is_set():
         await target.site.whole(BACK_S, say, stop)
     if stop.is_set() and not load.records:
         return
     level = goodput.level_of(
-        load.records, swept.references, sweep.slo, number=number, target=target.name, rate=rate, killed=len(killed)
+        load.records, swept.references, sweep.slo, number=number, target=target.name, rate=rate, faults=dict(did)
     )
     swept.levels.append(level)
-    faults = f", {level.killed} engines killed" if level.killed else ""
     say(f"{target.name} at {rate:g}/s: {level.good} of {level.sent} good, {level.late} late, {level.wrong} wrong, "
-        f"{level.failed} failed{faults}")  # fmt: skip
+        f"{level.failed} failed; faults: {goodput.counted(level.faults) or 'none'}")  # fmt: skip
 
 
-async def _kill(sweep: Sweep, site: Site | None, seed: str, done: asyncio.Event, killed: list[str]) -> None:
+async def hurt_by_plan(sweep: Sweep, site: Site | None, seed: str, done: asyncio.Event, did: Counter[str]) -> None:
     """The same engines at the same times for each target of a round."""
-    if sweep.kill is None or site is None:
-        return
-    draw = random.Random(seed)
-    names = [name for name in site.engines if name.startswith(sweep.kill.role)]
-    while names and not done.is_set():
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(done.wait(), sweep.kill.every_s)
-            return
-        killed.append(draw.choice(names))
-        await site.kill(killed[-1])
+    if site is not None:
+        await asyncio.gather(*(_apply(each, site, random.Random(f"{seed}/{each}"), done, did) for each in sweep.faults))
+
+
+async def _apply(fault: Fault, site: Site, draw: random.Random, done: asyncio.Event, did: Counter[str]) -> None:
+    names = [name for name in site.engines if name.startswith(fault.role)] or list(site.engines)
+    while not await _over(done, fault.every_s):
+        name = draw.choice(names)
+        if fault.act == "kill":
+            await site.kill(name)
+            did["kill"] += 1
+        elif fault.act == "stop":
+            did["stop"] += 1
+            site.signal(name, signal.SIGSTOP)
+            try:
+                await _over(done, fault.seconds)
+            finally:
+                site.signal(name, signal.SIGCONT)
+        else:
+            did["reset" if await site.reset(name) else "reset refused"] += 1
+
+
+async def _over(done: asyncio.Event, within_s: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(done.wait(), within_s)
+    return done.is_set()
 
 
 def report_of(
