@@ -23,6 +23,8 @@ import msgspec
 TEXT_MAX = 90
 TOLD = frozenset({"count", "mark", "_mark", "say", "debug", "info", "warning", "error", "exception", "_report_fault"})
 """Calls that only tell somebody something."""
+COUNTED = (".counts", ".counters", ".faults")
+"""Tables of figures, and a figure, for whoever watches: nothing that generated mutants are drawn from asks them."""
 WORDS = frozenset({"detail", "trace"})
 """Arguments that only tell somebody something."""
 ENDS_BLOCK = (ast.Return, ast.Raise, ast.Continue, ast.Break)
@@ -237,6 +239,8 @@ class _Collector:
                 yield _edit("off_down", node, ast.Constant(node.value - 1), slot)
 
     def _on_Slice(self, node: ast.Slice, slot: Slot) -> Iterator[Edit]:
+        if _says(node.upper).endswith("CHARS_MAX"):
+            return  # how much of a text is told; the codec refuses what is too long
         for field in ("lower", "upper"):
             yield from _shifted(getattr(node, field), Slot(node, field))
 
@@ -318,7 +322,7 @@ def _is_not(node: ast.expr | None) -> bool:
 
 def _is_telling(node: ast.AST) -> bool:
     if isinstance(node, ast.AugAssign):
-        return ".counts[" in ast.unparse(node.target)
+        return ast.unparse(node.target).partition("[")[0].endswith(COUNTED)
     call = node.value if isinstance(node, ast.Expr) else node
     if not isinstance(call, ast.Call):
         return False

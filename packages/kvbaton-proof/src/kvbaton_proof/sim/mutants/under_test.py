@@ -23,8 +23,12 @@ import msgspec
 
 from kvbaton_proof.sim.mutants.kept import find
 
-FOLDERS = ("tests/protocol", "tests/scenarios", "tests/node", "tests/ranks")
-PARTS = {"protocol": FOLDERS[:2], "node": FOLDERS[2:3], "ranks": FOLDERS[3:], "transports": ("tests/transports",)}
+PARTS = {
+    "protocol": ("tests/protocol", "tests/scenarios", "tests/upgrade"),
+    "node": ("tests/node", "tests/scenarios", "tests/engines/side"),  # scenarios have doors and loops, sides use them
+    "ranks": ("tests/ranks",),
+    "transports": ("tests/transports",),
+}
 """Nothing else is judged by unit tests: what is wrong in the simulator itself, its worlds must show."""
 PATIENCE_S = 300.0
 ENDLESS, DIED = "they do not come to their end", "their process died"
@@ -43,7 +47,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 
 def is_checkout() -> bool:
-    return all(Path(folder).is_dir() for folder in FOLDERS)
+    return all(Path(folder).is_dir() for folders in PARTS.values() for folder in folders)
 
 
 def tests_of(modules: Sequence[str]) -> tuple[str, ...]:
