@@ -27,6 +27,8 @@ from kvbaton.ranks.rank_host import RankHost
 from kvbaton.ranks.rank_link import RankLink, RankLinks
 from kvbaton.ranks.rank_messages import (
     PART_BYTES_MAX,
+    TABLE_BYTES_MAX,
+    TABLES_MAX,
     RankEnded,
     RankInvitation,
     RankLend,
@@ -35,6 +37,7 @@ from kvbaton.ranks.rank_messages import (
     copy_of,
     encode_news,
     lend_commands,
+    loan_of,
     submit_commands,
 )
 from kvbaton.ranks.rank_planes import HostedPlane
@@ -281,6 +284,34 @@ class TestOrder:
         (end,) = plane.take_news()
         assert (end.job, end.reason, end.at_rest) == (1, Reason.BAD_SPAN, True)  # type: ignore[union-attr]
         assert plane.transport.asked == []  # type: ignore[attr-defined]
+
+    def test_a_loan_crosses_whole_in_parts_of_any_size(self) -> None:
+        areas = Area(0, array("q", range(8)), array("q", [0, 64])), Area(1, array("q", [5, 6]), array("q", [7]))
+        loan = Loan(JobId(1), OTHER, WRITE, ((1, 2), (3,)), areas)
+        for part_bytes in (8, 24, 128, 4096):
+            *parts, last = lend_commands("fake", loan, part_bytes)
+            assert loan_of(last, b"".join(part.table for part in parts)) == loan  # type: ignore[arg-type,union-attr]
+
+    @pytest.mark.parametrize(
+        ("due", "why"),
+        [
+            (((0, 64 + 8, 8), (1, 16, 8)), "an area of 72 bytes"),
+            (((0, 64, 12), (1, 16, 12)), "an area of 64 bytes"),
+            (((0, 16, 8 * SPANS_MAX), (1, 16, 8)), "received"),
+            (((0, 16, 8 * SPANS_MAX + 8), (1, 16, 8)), "an area of 16 bytes"),
+            (((0, TABLE_BYTES_MAX, 0),), "received"),
+            (((0, TABLE_BYTES_MAX, 0), (0, 16, 0)), "at most"),
+            (((0, TABLE_BYTES_MAX // 2, 0), (0, TABLE_BYTES_MAX // 2, 8)), "at most"),
+            (((0, 0, 0),) * TABLES_MAX, "received"),
+            (((0, 0, 0),) * (TABLES_MAX + 1), "at most"),
+        ],
+    )
+    def test_a_loan_whose_sizes_cannot_be_is_never_lent(self, due: tuple[tuple[int, int, int], ...], why: str) -> None:
+        """Whole rows and shifts, no more of them than a table can have, and all that came: else a part is unwatched."""
+        areas = Area(0, array("q", range(8)), array("q", [0])), Area(1, array("q", [5, 6]), array("q", [7]))
+        (last,) = lend_commands("fake", Loan(JobId(1), OTHER, WRITE, ((1,),), areas))
+        with pytest.raises(ValueError, match=why):
+            loan_of(msgspec.structs.replace(last, due=due))  # type: ignore[arg-type]
 
 
 class TestWeaves:

@@ -90,6 +90,16 @@ def test_the_order_of_cells_in_a_page_is_part_of_the_space_and_strides_are_not()
     assert [[run.bytes for run in each.runs] for each in found] == [[32], [16, 16], [16, 16]]
 
 
+def test_values_outlive_the_release_that_wrote_them() -> None:
+    """A golden name: another would miss all that a store has, or worse, find what means something else."""
+    group = Group("g", GroupKind.FULL, 4, ("l0", "l1"), 2, (Cell("k", 2), Cell("v", 2)), "float16")
+    share = Share(1, 1, 4, (Place(1, 128, 16), Place(0, 0, 16)), planes("PHN", group.cells, 1, 4))
+    dealt = EngineLayout((group,), tuple(Rank(0, 0, each, (256,), (share,)) for each in (0, 1)), 2, 2)
+    whole = one_group(group, share, msgspec.structs.replace(share, head_start=0))
+    found = [prefix(rank_values(whole, 0, COMPAT).space), prefix(rank_values(dealt, 1, COMPAT).space)]
+    assert found == [f"kv1-{COMPAT}-d459ea1efd5cbc32-r0.1-l0.2-p1-", f"kv1-{COMPAT}-27088c7a0bed9751-r0.1-l0.2-p1-"]
+
+
 def test_latent_kv_is_one_value_for_all_ranks() -> None:
     group = Group("mla", GroupKind.LATENT, 4, ("l0", "l1"), 1, (Cell("c", 8),), "bfloat16")
     share = Share(0, 1, 4, (Place(0, 0, 32), Place(1, 128, 32)), (Plane(0, 0, 8),))

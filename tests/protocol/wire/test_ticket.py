@@ -44,6 +44,16 @@ def test_what_was_sealed_comes_out_again() -> None:
     assert unseal(seal(TICKET, KEY), (KEY,), 99.9) == TICKET
 
 
+def test_another_release_reads_the_same_text() -> None:
+    """Golden texts: routers, P and D are upgraded one after the other."""
+    assert unseal(
+        "b6ihYOdO5NHzMVEwrOZbkJIBmNkiMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAwMDAuMKFwy0BZAAAAAAAABwOhZMQGZGlnZXN0Ag",
+        (KEY,), 0.0,
+    ) == TICKET  # fmt: skip
+    proof = "lhRrRKpNKnuVqOCweULh95IBk6Fky0BZAAAAAAAAxBA4KkZ3E3Jl352l9wcC02WI"
+    check_history(proof, HISTORY, WorkerId("d"), (OTHER, KEY), 100.0)
+
+
 def test_a_ticket_is_text_for_a_url() -> None:
     text = seal(TICKET, KEY)
     assert text.isascii() and set(text) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_")
