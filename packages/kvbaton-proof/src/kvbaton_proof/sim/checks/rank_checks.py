@@ -3,7 +3,7 @@
 Laws: a rank that lives, was cut off for less than `lost_s` (each further cut counts as a ping) and did not stall as
 long is never taken for lost; one that is gone is, and nothing waits for it. Nothing grows beyond its bound. At rest
 nothing is outstanding at either end: no command, no copy, no loan, no fence, no question, no order, no part of a table;
-and the engine knows what its ranks have counted. After a goodbye every data plane is closed, and the store pins
+and the engine knows what its ranks have counted. After a goodbye every data plane is closed, and the store, which pins
 nothing.
 """
 
@@ -145,7 +145,6 @@ def check_gone(ranks: LinkedRanks) -> None:
         if open_planes:
             raise Broken(LEAK, f"{ranks.me.worker}: rank {rank.number} has gone, and {open_planes} are still open")
         kept = ranks.store.kept.get(rank.number) if ranks.store is not None else None
-        if kept is not None and kept.is_busy:
-            raise Broken(
-                LEAK, f"{ranks.me.worker}: rank {rank.number} has gone, and orders of its store have not ended"
-            )
+        if kept is not None and (kept.is_busy or not kept.is_closed):
+            what = "orders of its store have not ended" if kept.is_busy else "its store is still open"
+            raise Broken(LEAK, f"{ranks.me.worker}: rank {rank.number} has gone, and {what}")

@@ -193,6 +193,15 @@ class Channel:
                 world.after(down_s + self.carrier.rng.uniform(0, LATE_S), self._stray_arrives(way, frame))
         world.after(down_s, self._up)
 
+    def haunt(self, every_s: float) -> None:
+        """Somebody with the same keys speaks in the place of a rank that is gone, in another session: that proves
+        no life."""
+        carrier = self.carrier
+        if carrier.faults.strange and carrier.engine.alive:
+            if not carrier.engine.paused:
+                self._strange_arrives(False, msgspec.msgpack.encode(StreamEnvelope(1, 1, 0)))
+            carrier.world.after(every_s, lambda: self.haunt(every_s))
+
     def flush(self) -> None:
         """Let everything arrive now that is on its way."""
         self._arrive(float("inf"))

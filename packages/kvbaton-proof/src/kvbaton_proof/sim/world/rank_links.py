@@ -171,6 +171,7 @@ class LinkedRanks:
 
     def kill(self, number: int) -> None:
         self.ranks[number].die(self.world.now)
+        self.carrier.channels[number].haunt(self.traits.ping_s)
 
     def hang(self, number: int) -> None:
         """It lives, and is never heard of again."""

@@ -78,7 +78,7 @@ class SimKept:
         self.kinds: dict[OrderId, type[Order]] = {}
         self._news: list[OrderEnded] = []
         self._open = 0
-        self._closed = False
+        self.is_closed = False
         self._waker: Callable[[], None] = lambda: None
         self._trust = ALONE  # where nobody is removed, its engines believe each other: its processes are one
 
@@ -99,7 +99,7 @@ class SimKept:
             raise Broken(WRONG, f"{self._carrier.name}: order {order.order} of the store is carried out twice")
         self.kinds[order.order] = type(order)
         self._maybe_throw()
-        if self._closed or self._open >= self._settings.orders_max:
+        if self.is_closed or self._open >= self._settings.orders_max:
             return False
         task = Task(order, self._clock() + order.timeout_s, self._settings.values_per_call_max)
         task.begin(self._pins)
@@ -123,7 +123,7 @@ class SimKept:
         self._waker = waker
 
     def close(self) -> None:
-        self._closed = True
+        self.is_closed = True
         self._keeper.close(self._clock())
         self._go_on()
 
