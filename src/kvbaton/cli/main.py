@@ -47,6 +47,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "chaos": "inject faults into real processes and check every answer",
         "conformance": "check the vLLM connector against vLLM's own scheduler",
         "bench": "benchmark serving, transfers, the store, the router, vLLM",
+        "plan": "how many P and D a trace needs, from measured speeds",
     },
     "the shell": {
         "completion": "print a shell completion script",

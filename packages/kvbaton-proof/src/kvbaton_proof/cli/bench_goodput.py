@@ -116,6 +116,10 @@ def _fault(word: str) -> tuple[str, str, float, float]:
     return act, ROLES[role], found[0], found[1] if act == "stop" else 0.0
 
 
+def trace_path(name: str) -> Path:
+    return SAMPLES_AT / SAMPLES[name] if name in SAMPLES else Path(name)
+
+
 def run(args: argparse.Namespace) -> int:
     from kvbaton_proof.bench.kit import run_facts
     from kvbaton_proof.bench.load.open_loop import UNDER_WAY_MAX, Pace
@@ -124,8 +128,7 @@ def run(args: argparse.Namespace) -> int:
 
     check(args)
     files = bench_serve.page_files(args, "goodput")
-    name = args.trace or next(iter(SAMPLES))
-    path = SAMPLES_AT / SAMPLES[name] if name in SAMPLES else Path(name)
+    path = trace_path(args.trace or next(iter(SAMPLES)))
     asks, left_out = goodput_run.trace_of(
         path, scale=args.length_scale, requests=args.requests, tokens_max=args.tokens_max
     )
@@ -146,6 +149,7 @@ def run(args: argparse.Namespace) -> int:
     options = {
         "trace": path.name, "requests": len(asks), "left out as too long": left_out, "lengths times": args.length_scale,
         "seed": args.seed, "engine": "-" if args.targets else args.engine,
+        **({} if args.targets else {"prefill engines": args.prefill, "decode engines": args.decode}),
         "faults": ", ".join(map(str, sweep.faults)) or "none",
         **({"lease": f"{args.lease_s:g} s"} if args.lease_s else {}),
     }  # fmt: skip

@@ -82,6 +82,7 @@ class GoodputReport(RunFacts, frozen=True, kw_only=True):
     notes: Sequence[str]
     stopped: bool
     slo: str
+    objectives: Slo = Slo()
     options: Mapping[str, object]
     engines: Mapping[str, int]  # of a target that was started here
     levels: Sequence[Level]

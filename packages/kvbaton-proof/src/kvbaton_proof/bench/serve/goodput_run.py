@@ -241,7 +241,8 @@ def report_of(
     wrong = [*swept.failures, *goodput.complaints(swept.levels)]
     return GoodputReport(
         **msgspec.structs.asdict(facts), ok=not wrong and not swept.stopped, wrong=wrong, notes=notes,
-        stopped=swept.stopped, slo=str(sweep.slo), options=options, engines=swept.engines, levels=swept.levels,
+        stopped=swept.stopped, slo=str(sweep.slo), objectives=sweep.slo, options=options,
+        engines=swept.engines, levels=swept.levels,
         capacities={name: [goodput.capacity(swept.of(name), share) for share in SHARES] for name in names},
         commands={name: run_facts.public(line) for name, line in swept.commands.items()},
     )  # fmt: skip
