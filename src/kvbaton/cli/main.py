@@ -36,6 +36,7 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "drain": "finish a worker's requests and stop it",
         "restart": "drain a worker of kvbaton up, and start it again",
         "config": "check a file of settings; list every setting",
+        "completion": "print a shell completion script",
     },
     "observe it": {
         "inspect": "one request's timeline over router, P and D",
@@ -48,9 +49,6 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "conformance": "check the vLLM connector against vLLM's own scheduler",
         "bench": "benchmark serving, transfers, the store, the router, vLLM",
         "plan": "how many P and D a trace needs, from measured speeds",
-    },
-    "the shell": {
-        "completion": "print a shell completion script",
     },
 }
 PROOF = frozenset(GROUPS["prove and measure it"])

@@ -12,13 +12,17 @@ Law: contenders of one name without its mode are one cluster, asked in several w
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.kit.run_facts import AGGREGATED, SINGLE
 from kvbaton_proof.rig.connectors import CONNECTORS
 from kvbaton_proof.rig.fronts import FRONTS, Front
-from kvbaton_proof.rig.servers import Spec
+
+if TYPE_CHECKING:
+    from kvbaton_proof.rig.servers import Spec
 
 MODES = ("pull", "stream", "push")
 TURNS, STORE = "turns", "store"
@@ -79,6 +83,8 @@ def spec_of(
     lease_s: float | None,
 ) -> Spec:  # fmt: skip
     """The servers of its cluster; the engines differ in their connector alone."""
+    from kvbaton_proof.rig.servers import Spec  # brings aiohttp, which names can do without
+
     is_alone = not one.connector or CONNECTORS[one.connector].is_alone
     settings: dict[str, object] = {}
     if one.connector == KVBATON:
