@@ -22,6 +22,8 @@ LAST_TYPES = frozenset({"response.completed", "response.incomplete", "response.f
 """The events that end a stream of `/v1/responses` or `/v1/messages`, which say no `[DONE]`."""
 OPENING_TYPES = frozenset({"response.created", "response.queued", "response.in_progress", "message_start", "ping"})
 _OPENING_MARKS = (b'"response.', b'"message_start"', b'"ping"')
+_CHUNK = (b'data: {"id":"cmpl-', b'data: {"id":"chatcmpl-')
+"""So an event of a completion or a chat begins: it does not only open, and is no error. It may bear a long prompt."""
 
 
 class _SseEvent(msgspec.Struct, frozen=True):
@@ -79,7 +81,7 @@ def only_opens(events: bytes, most: int) -> bool:
 
     Of more than `most` events no more are looked at.
     """
-    if events.startswith(b"data:") and not _may_open(events):
+    if events.startswith(_CHUNK) or (events.startswith(b"data:") and not _may_open(events)):
         return False
     try:
         looked_at = itertools.islice(payloads(events), most)
@@ -90,6 +92,8 @@ def only_opens(events: bytes, most: int) -> bool:
 
 def first_error(events: bytes) -> bytes:
     """The error with which a stream begins, perhaps behind events that only open it; b"" if it begins otherwise."""
+    if events.startswith(_CHUNK):
+        return b""
     for payload in payloads(events):
         if payload.startswith(b'{"error"'):
             return payload

@@ -12,7 +12,6 @@ something was shown. Memory is four bytes a token, and bounded. Neither HTTP nor
 
 from __future__ import annotations
 
-import re
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -21,46 +20,29 @@ import msgspec
 
 from kvbaton.api import sse
 from kvbaton.router.flow.said_text import HistoryRoom, SaidText, SeamError
+from kvbaton.router.flow.told_events import (
+    BROKEN_OFF,
+    MARK,
+    ONCE,
+    TEXT,
+    UNREADABLE,
+    ShapedEvents,
+    TextPath,
+    ToldChunk,
+    plain,
+    read_chunk,
+    read_fields,
+    stripped,
+    without_ids,
+)
 
-_IDS = re.compile(rb',\s*"(?:prompt_)?token_ids":\s*\[[0-9,\s]*\]')
-"""An unescaped quote before a colon ends a name, so no text looks like this."""
-_MARK = b'token_ids":'
 _HEAD = ("id", "object", "created", "model", "system_fingerprint")
-_ONCE = frozenset({"role", "id", "type"})
-"""Texts within a delta that are told whole, once; another engine draws ids of its own."""
 CHANNELS_MAX, DEPTH_MAX = 512, 8
 """Texts of one answer, and how deep they lie in a delta: far more than the tool calls of any model."""
-_BROKEN_OFF = ("abort", "error")
-"""Finish reasons of an engine that gave up on an answer which nobody asked it to end."""
-_UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+OPENING_BYTES_KEPT = 1024
+"""Of an event; of a longer one only what is needed."""
 _NONE = msgspec.Raw(b"null")
 _PROMPT_IDS = b',"prompt_token_ids":['
-_DONE_BEHIND = b"\n\n" + sse.DONE
-_Path = tuple[str | int, ...]
-_TEXT, _CONTENT = ("text",), ("content",)
-
-
-class _ToldChoice(msgspec.Struct, gc=False):
-    index: int = 0
-    text: str | None = None
-    delta: dict[str, Any] | None = None
-    token_ids: list[int] | None = None
-    finish_reason: str | None = None
-
-
-class _ToldFault(msgspec.Struct):
-    code: int | str | None = None
-
-
-class _ToldChunk(msgspec.Struct, gc=False):
-    choices: list[_ToldChoice] = []
-    usage: msgspec.Raw = _NONE
-    error: _ToldFault | None = None
-
-
-_chunk = msgspec.json.Decoder(_ToldChunk).decode
-_chunks = msgspec.json.Decoder(list[_ToldChunk]).decode
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 _choices = msgspec.json.Decoder(list[dict[str, Any]]).decode
 
 
@@ -68,8 +50,8 @@ class Delivered:
     """Of one choice of a stream of `/v1/completions` or `/v1/chat/completions`."""
 
     __slots__ = (
-        "_at", "_begun", "_channels", "_finished", "_head", "_ids", "_ids_wanted", "_once", "_prompt_tokens", "_room",
-        "_usage_due", "broken_off", "stuck",
+        "_at", "_begun", "_channels", "_finished", "_ids", "_ids_wanted", "_once", "_opening", "_prompt_tokens",
+        "_room", "_shaped", "_usage_due", "broken_off", "stuck",
     )  # fmt: skip
 
     def __init__(self, room: HistoryRoom, *, ids_wanted: bool = False, usage_due: bool = False) -> None:
@@ -82,11 +64,12 @@ class Delivered:
         self._ids = array("i")
         self._at = -1  # after a move: how many of the ids were repeated; before: -1
         self._begun = 0  # how many ids the client had at the last move
-        self._channels: dict[_Path, SaidText] = {}
-        self._once: set[_Path] = set()
-        self._head: dict[str, msgspec.Raw] = {}
+        self._channels: dict[TextPath, SaidText] = {}
+        self._once: set[TextPath] = set()
+        self._opening = b""  # the first event, without its end and the ids of the prompt
         self._prompt_tokens = 0
         self._finished = False
+        self._shaped = ShapedEvents(room.shapes)
 
     @property
     def history(self) -> tuple[int, ...]:
@@ -120,7 +103,7 @@ class Delivered:
         if self._usage_due:
             prompt, said = self._prompt_tokens, len(self._ids)
             told = {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
-            usage = sse.event({**self._head, "choices": [], "usage": told})
+            usage = sse.event({**_named(self._opening), "choices": [], "usage": told})
         return usage + sse.DONE
 
     def close(self) -> None:
@@ -136,9 +119,9 @@ class Delivered:
             self._get_stuck("unreadable")
             return events
         if self._at < 0 and not self.broken_off:
-            if not self._head:
+            if not self._opening:
                 return self._begin(events)
-            if shown := self._at_once(events):
+            if shown := self._by_shape(events) or self._at_once(events):
                 return shown
         return self._one_by_one(events)
 
@@ -160,78 +143,75 @@ class Delivered:
 
     def _begin(self, events: bytes) -> bytes:
         """The first event says whose answer it is, and bears the ids of a prompt that may be long."""
-        first, _, rest = events.partition(b"\n\n")
+        end = events.find(b"\n")  # of one byte: that of two takes ten times as long
+        if not events.startswith(b"\n\n", end):
+            end = events.find(b"\n\n")
+        first, rest = events[:end], events[end:]
         if not first.startswith(b"data: {"):
-            return first + b"\n\n" + (self.told(rest) if rest else b"")
+            return first + b"\n\n" + (self.told(rest[2:]) if len(rest) > 2 else b"")
         before, mark, behind = first.partition(_PROMPT_IDS)
         ids, _, after = behind.partition(b"]")
-        try:
-            head = _fields((before + after)[6:])
-        except _UNREADABLE:
-            head = {}
-        self._head = {name: head[name].copy() for name in _HEAD if name in head} or {"id": _NONE}
-        self._prompt_tokens = ids.count(b",") + 1 if mark and ids.strip() else 0
-        shown = self._first(before + after)
-        if shown:
-            shown = (first if self._ids_wanted else shown) + b"\n\n"
-        return shown + (self.told(rest) if rest else b"")
+        bare = before + after
+        self._shaped.begin(bare)
+        self._opening = bare[6:] if len(bare) <= OPENING_BYTES_KEPT else msgspec.json.encode(_named(bare[6:]))
+        if self._usage_due:
+            self._prompt_tokens = ids.count(b",") + 1 if mark and ids.strip() else 0
+        if not (mark and self._ids_wanted):
+            return self.told(bare + rest)
+        shown = self._first(bare)
+        return (first + b"\n\n" if shown else b"") + (self.told(rest[2:]) if len(rest) > 2 else b"")
+
+    def _by_shape(self, events: bytes) -> bytes:
+        """Of events that are all like an earlier one; b"" where one of them is not."""
+        told = self._shaped.read(events)
+        if told is None:
+            return b""
+        path, text, ids, shown = told
+        self._hear(path, text, ids)
+        return events if self._ids_wanted else shown
 
     def _at_once(self, events: bytes) -> bytes:
-        """The same for events that only bear tokens of one text, as almost all do; b"" where one is of another kind."""
-        if not events.startswith(b"data: {"):
+        """Of events that only bear tokens of one text; b"" where one is of another kind."""
+        told = plain(events)
+        if told is None:
             return b""
-        body = events[6:-16] if events.endswith(_DONE_BEHIND) else events[6:-2]
-        try:  # no line ends within JSON
-            chunks = _chunks(b"[%b]" % body.replace(b"\n\ndata: ", b","))
-        except _UNREADABLE:
-            return b""
-        ids: list[int] = []
-        texts = []
-        path: _Path = ()
-        for chunk in chunks:
-            if len(chunk.choices) != 1 or chunk.error is not None:
-                return b""
-            choice = chunk.choices[0]
-            if choice.token_ids is None or choice.index or choice.finish_reason in _BROKEN_OFF:
-                return b""
-            if choice.text is not None:
-                path, text = _TEXT, choice.text
-            elif choice.delta is not None and len(choice.delta) == 1 and type(choice.delta.get("content")) is str:
-                path, text = _CONTENT, choice.delta["content"]
-            else:
-                return b""
-            ids += choice.token_ids
-            texts.append(text)
-        shown = events if self._ids_wanted else _stripped(events)
+        shown = events if self._ids_wanted else stripped(events)
         if shown:
-            self._finished = self._finished or chunks[-1].choices[0].finish_reason is not None
-            if not self.stuck:
-                self._keep(ids)
-                self._channel(path).say("".join(texts))
+            self._finished = self._finished or told.finished
+            self._hear(told.path, told.text, told.ids)
         return shown
+
+    def _hear(self, path: TextPath, text: str, ids: list[int]) -> None:
+        if self.stuck:
+            return
+        self._keep(ids)
+        try:
+            self._channel(path).say(text)
+        except SeamError:
+            self._get_stuck("unreadable")
 
     def _first(self, event: bytes) -> bytes:
         payload = event[6:]
         try:
-            chunk = _chunk(payload)
-        except _UNREADABLE:
+            chunk = read_chunk(payload)
+        except UNREADABLE:
             self._get_stuck("unreadable")
             return event
         if self._gives_up(chunk):
             self.broken_off = event + b"\n\n"
             return b""
         self._note(chunk)
-        if self._ids_wanted or _MARK not in event:
+        if self._ids_wanted or MARK not in event:
             return event
-        return _stripped(event) or _without_ids(payload)
+        return stripped(event) or without_ids(payload)
 
-    def _gives_up(self, chunk: _ToldChunk) -> bool:
+    def _gives_up(self, chunk: ToldChunk) -> bool:
         if chunk.error is not None:
             code = str(chunk.error.code)
             return not (len(code) == 3 and code[0] == "4" and code.isdigit())  # the client's own fault stays its own
-        return any(choice.finish_reason in _BROKEN_OFF for choice in chunk.choices)
+        return any(choice.finish_reason in BROKEN_OFF for choice in chunk.choices)
 
-    def _note(self, chunk: _ToldChunk) -> None:
+    def _note(self, chunk: ToldChunk) -> None:
         if not chunk.choices:
             self._usage_due = self._usage_due and not _is_told(chunk.usage)
             return
@@ -250,16 +230,16 @@ class Delivered:
             self._get_stuck("no_ids")
         try:
             if text is not None:
-                self._channel(_TEXT).say(text)
+                self._channel(TEXT).say(text)
             elif choice.delta:
                 for name, value in choice.delta.items():
                     self._note_part(value, (name,), ids)
         except SeamError:
             self._get_stuck("unreadable")
 
-    def _note_part(self, value: Any, path: _Path, ids: list[int] | None) -> None:
+    def _note_part(self, value: Any, path: TextPath, ids: list[int] | None) -> None:
         if type(value) is str:
-            if path[-1] in _ONCE:
+            if path[-1] in ONCE:
                 self._once.add(_bounded(path, self._once))
                 return
             self._channel(path).say(value)
@@ -277,7 +257,7 @@ class Delivered:
             return
         room = self._room
         try:
-            self._ids += array("i", ids)
+            self._ids.fromlist(ids)
         except OverflowError:
             self._get_stuck("unreadable")
             return
@@ -291,7 +271,7 @@ class Delivered:
         self.stuck = self.stuck or why
         self.close()
 
-    def _channel(self, path: _Path) -> SaidText:
+    def _channel(self, path: TextPath) -> SaidText:
         found = self._channels.get(path)
         if found is None:
             found = self._channels[_bounded(path, self._channels)] = SaidText()
@@ -302,9 +282,9 @@ class Delivered:
     def _again(self, event: bytes) -> bytes:
         try:
             payload = event[6:]
-            chunk, fields = _chunk(payload), _fields(payload)
+            chunk, fields = read_chunk(payload), read_fields(payload)
             choices = _choices(fields["choices"]) if "choices" in fields else []
-        except _UNREADABLE:
+        except UNREADABLE:
             raise SeamError("it sent an event that cannot be read") from None
         if self._gives_up(chunk):
             self.broken_off = event + b"\n\n"
@@ -326,7 +306,7 @@ class Delivered:
 
     def _headed(self, fields: dict[str, msgspec.Raw]) -> bytes:
         fields.pop("prompt_token_ids", None)  # the client has them, if it wanted them
-        return sse.event({**fields, **self._head})[:-2]
+        return sse.event({**fields, **_named(self._opening)})[:-2]
 
     def _left_of(self, choice: dict[str, Any]) -> dict[str, Any] | None:
         """What of a choice the client does not have; None where that is nothing."""
@@ -336,7 +316,7 @@ class Delivered:
         known = self._repeated(ids)
         new, had = False, self._chars
         if choice.get("text") is not None:
-            choice["text"] = self._channel(_TEXT).left(choice["text"])
+            choice["text"] = self._channel(TEXT).left(choice["text"])
             new = bool(choice["text"])
         elif choice.get("delta"):
             left = self._left(choice["delta"], ())
@@ -364,9 +344,9 @@ class Delivered:
         self._keep(list(ids[known:]))
         return known
 
-    def _left(self, value: Any, path: _Path) -> Any:
+    def _left(self, value: Any, path: TextPath) -> Any:
         if type(value) is str:
-            if path[-1] in _ONCE:
+            if path[-1] in ONCE:
                 if path in self._once:
                     return None
                 self._once.add(_bounded(path, self._once))
@@ -385,11 +365,20 @@ class Delivered:
         return None
 
 
+def _named(event: bytes) -> dict[str, msgspec.Raw]:
+    """What all events of its stream say of it."""
+    try:
+        fields = read_fields(event)
+    except UNREADABLE:
+        fields = {}
+    return {name: fields[name] for name in _HEAD if name in fields} or {"id": _NONE}
+
+
 def _is_told(value: msgspec.Raw) -> bool:
     return bytes(value) != b"null"
 
 
-def _bounded(path: _Path, known: Collection[_Path] = ()) -> _Path:
+def _bounded(path: TextPath, known: Collection[TextPath] = ()) -> TextPath:
     """A path that may be entered beside those that are known."""
     if len(path) > DEPTH_MAX or len(known) >= CHANNELS_MAX:
         raise SeamError("it tells more texts, or deeper ones, than any answer has")
@@ -400,24 +389,6 @@ def _number(part: Any, place: int) -> int:
     """Which of several tool calls a part of a delta is of."""
     index = part.get("index") if isinstance(part, Mapping) else None
     return index if type(index) is int else place
-
-
-def _stripped(events: bytes) -> bytes:
-    """Events without ids; b"" where they stand in another way than engines write them."""
-    first, *rest = events.split(b',"token_ids":[')  # at the speed of C, where `_IDS` tries each comma
-    bare = b"".join([first, *[each.partition(b"]")[2] for each in rest]])
-    if _MARK in bare:
-        bare = _IDS.sub(b"", bare)
-    return bare if _MARK not in bare else b""
-
-
-def _without_ids(payload: bytes) -> bytes:
-    """Where they stand first in their object, so that no comma is before them."""
-    fields = msgspec.json.decode(payload)
-    for each in (fields, *(fields.get("choices") or ())):
-        for name in ("token_ids", "prompt_token_ids"):
-            each.pop(name, None)
-    return sse.event(fields)[:-2]
 
 
 def _logprobs_behind(told: Any, known: int, count: int) -> Any:

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import hashlib
 
+from kvbaton.router.flow.told_events import EventShape
+
 
 class SeamError(Exception):
     """Another engine's answer is not the one that the client has begun to read."""
 
 
 class HistoryRoom:
-    """How many ids may be kept: of one stream, and of all streams of a router."""
+    """What the streams of a router share: how many ids may be kept of one and of all, and how their events look."""
 
-    __slots__ = ("held", "of_all", "of_one")
+    __slots__ = ("held", "of_all", "of_one", "shapes")
 
     def __init__(self, of_one: int, of_all: int) -> None:
         self.of_one = of_one
         self.of_all = of_all
         self.held = 0
+        self.shapes: list[EventShape] = []
 
 
 class SaidText:
