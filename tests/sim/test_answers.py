@@ -208,3 +208,12 @@ def test_a_history_that_no_router_of_the_cluster_signed_is_taken_by_nobody() -> 
         raw = msgspec.json.encode({"do_remote_decode": True, "history": {"tokens": tokens, "proof": proof}})
         with pytest.raises(ProtocolError) if refused else nullcontext():
             assert opened(life, raw) is not None
+
+
+def test_clients_of_every_second_world_get_ps_first_token(worlds: list[Cluster]) -> None:
+    told = [world.world.faults["streams_first_token"] for world in worlds]
+    assert sum(told) > 30, told
+    moved = [
+        s for world in worlds if world.world.faults["streams_first_token"] for r in world.streams for s in r.streams
+    ]
+    assert any(stream.life.moves and not stream.client.why for stream in moved)

@@ -76,6 +76,7 @@ class EngineFacts(msgspec.Struct, frozen=True, kw_only=True):
     dp_rank: int = 0  # which of the engines behind its HTTP address it is
     dp_size: int = 1  # how many those are
     continues: str = ""  # how it goes on with an answer that another began; "": it cannot
+    context_tokens: int = 0  # of prompt and answer, where what it samples first is what any front end would tell
 
 
 class ClusterSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -284,6 +285,7 @@ class ClusterNode:
             dp_size=facts.dp_size,
             born=self._born,
             continues=facts.continues,
+            context_tokens=facts.context_tokens,
         )
 
     def know(

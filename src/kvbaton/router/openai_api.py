@@ -31,7 +31,7 @@ from kvbaton.router import router_flights
 from kvbaton.router.flow.attempt import RoutedCall
 from kvbaton.router.flow.kv_params import Written
 from kvbaton.router.flow.owned_streams import OwnedStreams
-from kvbaton.router.flow.reply import Reply
+from kvbaton.router.flow.reply import BegunAnswer, Reply
 from kvbaton.router.flow.request_admission import UnderWay, check_request, check_steering, hold_body
 from kvbaton.router.flow.request_flow import Flow
 from kvbaton.router.flow.worker_calls import RANK_HEADER
@@ -273,15 +273,15 @@ class OpenAiApi:
             begun = call.deadline - self._settings.deadline_s
             stream = await self._first_byte(self._streams.open(call))
             try:
-                reply = stream.reply
-                self._note(headers, served, reply)
+                first = stream.served
+                self._note(headers, served, first)
                 waited_s = asyncio.get_running_loop().time() - begun
-                self._stats.waits.note(reply.mode, waited_s, reply.prefill_since(begun), reply.handoff)
-                meter = StreamMeter(self._stats.waits.between.of((reply.mode,)))
-                tokens, mode = self._stats.waits.tokens, f"chunks:{reply.mode}"
+                self._stats.waits.note(first.mode, waited_s, first.prefill_since(begun), first.handoff)
+                meter = StreamMeter(self._stats.waits.between.of((first.mode,)))
+                tokens, mode = self._stats.waits.tokens, f"chunks:{first.mode}"
                 while data := await stream.more():
                     chunks = meter.came(data)
-                    stream.reply.chunks += chunks
+                    stream.count(chunks)
                     tokens[mode] += chunks
                     served.output_tokens += chunks
                     yield data
@@ -327,7 +327,7 @@ class OpenAiApi:
         reply.tell_tokens(output_tokens)
         self._stats.waits.ended(reply.mode, took_s, reply.prompt_tokens, output_tokens, reply.handoff)
 
-    def _note(self, headers: dict[str, str], served: ServedFacts, reply: Reply) -> None:
+    def _note(self, headers: dict[str, str], served: ServedFacts, reply: BegunAnswer) -> None:
         """What the client is told besides the answer: what the API knows of D's headers, and who served."""
         served.by(str(reply.route), reply.mode, reply.prompt_tokens)
         for name, value in reply.headers:

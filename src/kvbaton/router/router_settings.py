@@ -63,6 +63,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     ticket_ttl_s: float = 120.0
     turn_s: float = 0.0  # how long decode workers keep a turn of a conversation for the next; 0: they are not asked to
     streams_continue: bool = True  # a stream outlives its D: another goes on with it
+    first_token: bool = True  # a stream's first token comes from P, as soon as that has it; with `streams_continue`
     stall_s: float = 30.0  # a D that owes an event and tells nothing for this long is left
     moves_max: int = 8  # of one stream, from D to D
     moves_per_s: float = 64.0  # of all streams; more wait for their turn

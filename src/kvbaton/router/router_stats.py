@@ -52,6 +52,7 @@ class Waits:
         self.tokens: Counter[str] = Counter()  # by what (prompt, output; chunks of streams that bear one) and mode
         self.turns: Counter[str] = Counter()  # of conversations, by what became of them
         self.legs: Counter[str] = Counter()  # by what (asked, failed; passed over as full), side and worker
+        self.first_tokens: Counter[str] = Counter()  # P's that clients were told, by mode
         self.moves: Counter[str] = Counter()  # of streams to another D, by reason
         self.moves_failed: Counter[str] = Counter()  # streams that could not, by what hindered them
         self.waiting = 0  # requests that wait for the first byte of their answer
@@ -154,6 +155,7 @@ class RouterStats:
             "responses_total": dict(self.responses),
             "leg_failures_total": dict(self.failures),
             "retries_total": dict(self.retries),
+            "first_tokens_total": dict(self.waits.first_tokens),
             "moves_total": dict(self.waits.moves),
             "moves_failed_total": dict(self.waits.moves_failed),
             "probes_total": dict(self.probes),

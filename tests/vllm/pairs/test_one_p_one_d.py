@@ -25,6 +25,7 @@ from kvbaton.protocol.wire.ticket import seal, unseal
 from kvbaton_proof.bench.router.router_toy import Toy
 from tests.aiohttp_server import serving
 from tests.journeys import inspect_whole
+from tests.router.stream_reader import Reader
 from tests.vllm import behind_sidecar
 from tests.vllm.cache_memory import overwrite_cache
 from tests.vllm.duo import (
@@ -154,6 +155,47 @@ def test_chat_and_streaming_go_through(duo: Duo) -> None:
         whole = post(f"{duo.url}/v1/chat/completions", body, {"x-kvbaton-mode": mode})
         assert whole["choices"][0]["message"]["content"] == plain
         assert "".join(streamed(f"{duo.url}/v1/chat/completions", {**body, "stream": True}, mode)) == plain
+
+
+def test_first_tokens_come_from_p_and_the_rest_is_what_one_engine_says(duo: Duo, oracle: Oracle) -> None:
+    """With model runner V1 the history is more of D's prompt: greedy answers alone."""
+    before, delivered = router_count(duo, "first_tokens_total"), duo.delivered()
+    greedy = {"model": "tiny", "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+    for number, mode in enumerate(MODES, FIRST_EXTRA):
+        prompt = extra(number)
+        alone = read_stream(duo.d.url, {**greedy, "prompt": prompt, "max_tokens": TOKENS, **TELLING}, mode)
+        found = read_stream(duo.url, {**greedy, "prompt": prompt, "max_tokens": TOKENS, **TELLING}, mode)
+        assert (found.texts, found.ids, found.usages) == (alone.texts, alone.ids, alone.usages)
+        assert found.texts == {("text",): oracle(prompt).text}
+        assert found.logprobs == pytest.approx(alone.logprobs, abs=1e-3)
+        assert (len(found.heads), found.finishes, found.dones, found.errors) == (1, ["length"], 1, [])
+    duo.come_to_rest()
+    duo.handed_over(delivered, len(MODES))
+    assert router_count(duo, "first_tokens_total") == before + len(MODES)
+    one = {**greedy, "prompt": extra(FIRST_EXTRA), "max_tokens": 1}
+    for mode in MODES:
+        first = read_stream(duo.url, one, mode)
+        assert (first.finishes, first.dones) == (["length"], 1)
+        assert first.usages[0]["completion_tokens"] == 1
+        assert oracle(extra(FIRST_EXTRA)).text.startswith(first.texts[("text",)])
+    assert router_count(duo, "first_tokens_total") == before + 2 * len(MODES)
+
+
+TELLING: dict[str, Any] = {"logprobs": 1, "return_token_ids": True}
+FIRST_EXTRA = 9
+
+
+def router_count(duo: Duo, name: str) -> int:
+    with urllib.request.urlopen(f"{duo.url}/stats", timeout=60) as answer:
+        return sum(json.load(answer)[name].values())
+
+
+def read_stream(url: str, body: dict[str, Any], mode: str) -> Reader:
+    headers, reader = {"Content-Type": "application/json", "x-kvbaton-mode": mode}, Reader()
+    asked = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(asked, timeout=120) as answer:
+        reader.read(answer.read())
+    return reader
 
 
 def test_responses_go_through_whole_and_streamed(duo: Duo) -> None:

@@ -20,6 +20,12 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         help="have another decode worker go on with a stream whose worker dies, stands still or drains",
     )
     group.add_argument(
+        "--first-token",
+        choices=list(_ON_OFF.values()),
+        default=_ON_OFF[_DEFAULT.first_token],
+        help="send a stream's first token as soon as the prefill worker has it; with --streams-continue on",
+    )
+    group.add_argument(
         "--stall-s",
         metavar="S",
         type=seconds,
@@ -44,6 +50,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "streams_continue": args.streams_continue == "on",
+        "first_token": args.first_token == "on",
         "stall_s": args.stall_s,
         "moves_max": args.moves_max,
         "moves_per_s": float(args.moves_per_s),

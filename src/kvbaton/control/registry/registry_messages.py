@@ -76,6 +76,7 @@ class Registration(msgspec.Struct, frozen=True):
     dp_size: Annotated[int, Meta(ge=1, le=DP_SIZE_MAX)] = 1  # how many those are; above 1 a request must name the rank
     born: UnixSeconds = 0.0  # Unix time of the start of this life, by its own clock; 0: not told
     continues: Name = ""  # how it goes on with an answer that another began (`params.HistoryWay`); "": it cannot
+    context_tokens: Count = 0  # what it serves of prompt and answer together, where its own first token may be told
 
     @property
     def peer(self) -> PeerId:
@@ -338,17 +339,9 @@ FromOperator = DrainWorker
 FromRouter = Watch | DiscardFor | ShowFor
 ToRegistry = FromWorker | FromOperator | FromRouter
 FromRegistry = (
-    RegisteredReply
-    | Unknown
-    | Outdated
-    | Superseded
-    | RegistryRefused
-    | Deregistered
-    | Directory
-    | DrainWorker
-    | DiscardTickets
-    | Show
-)
+    RegisteredReply | Unknown | Outdated | Superseded | RegistryRefused | Deregistered | Directory | DrainWorker
+    | DiscardTickets | Show
+)  # fmt: skip
 ToOperator = DrainState | RegistryRefused
 ToRouter = Roster | Watching | RelayedReport | RegistryRefused
 

@@ -109,6 +109,7 @@ class EmbeddedWorker:
             tp_size=options.tp,
             model=MODEL_NAME,
             continues=str(HistoryWay.OUTPUT),
+            context_tokens=config.model.context_tokens_max,
         )
         doorway = make_doorway(facts, keyring)
         views = [region.view for region in self.regions]

@@ -100,6 +100,13 @@ def continues(vllm_config: Any) -> HistoryWay:
     return way_of(vllm_config, repeats=repeated_answers.install() and watch_core())
 
 
+def context_tokens(vllm_config: Any) -> int:
+    """What it serves; 0 where a first token is no text as it is: with a parser of reasoning only a stream shows it."""
+    parsed = getattr(getattr(vllm_config, "structured_outputs_config", None), "reasoning_parser", "")
+    drafts = getattr(vllm_config, "speculative_config", None)
+    return 0 if parsed or drafts is not None else int(vllm_config.model_config.max_model_len)
+
+
 def came(scheduler: Any, request: Any) -> None:
     """A request was read for the engine of this scheduler. ProtocolError: it has a history that is not taken."""
     pool = getattr(getattr(scheduler, "kv_cache_manager", None), "block_pool", None)

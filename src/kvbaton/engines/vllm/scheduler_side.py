@@ -120,6 +120,7 @@ class SchedulerSide:
             dp_rank=self._place.http_rank if self._place is not None else 0,
             dp_size=self._place.http_size if self._place is not None else 1,
             continues=connector_parts.continues(self._config),
+            context_tokens=0 if grouping.stateful else connector_parts.context_tokens(self._config),
         )
         self.presence = Presence(self._settings, self._enrolment, engine, invitations, self._place)
         self._live = self._come_alive(self.presence, grouping)

@@ -113,7 +113,7 @@ class FirstByteWaits:
         received = flight.at("received")
         if received is None:
             return
-        answered = next((moment for moment in flight.moments if moment.step == "first_byte"), None)
+        answered = next((moment for moment in flight.moments if moment.step in ("first_token", "first_byte")), None)
         since = self._waiting.pop(flight.request, received) if flight.retries else received
         if answered is not None and answered.detail != WHOLE:  # streamed ones alone, as in the router's metrics
             self._pulse.first_byte(now, answered.at - since)

@@ -253,7 +253,9 @@ def join(
     decode = next((flight for flight in known if flight.seat is FlightSeat.DECODE), None)
     head = router or decode or known[0]
     end, detail = _end(known, router)
-    ttft_s = _between(lanes, FlightSeat.ROUTER, "received", "first_byte")
+    ttft_s = _between(lanes, FlightSeat.ROUTER, "received", "first_token")  # P's, where that was told
+    if ttft_s is None:
+        ttft_s = _between(lanes, FlightSeat.ROUTER, "received", "first_byte")
     transfer_s = _transfer_s(lanes)
     copied = max((flight.bytes for flight in known), default=0)
     copy_s = next((stage.seconds for stage in stages if stage.name == "copy"), 0.0)

@@ -333,9 +333,13 @@ ROUTER_RETRIES = _counter(
     "router_retries", "Attempts that failed and were followed by one with other workers, by the side that failed.",
     (_R,), Label("side", ("prefill", "decode"), "failed side"), from_zero=True,
 )  # fmt: skip
+ROUTER_FIRST_TOKENS = _counter(
+    "router_first_tokens", "First tokens of streams that clients got from the prefill worker.", (_R,), MODE
+)
 ROUTER_MOVES = _counter(
     "router_moves", "Streams that went on at another decode worker, by why they left theirs.", (_R,),
-    Label("reason", ("died", "stalled", "left", "draining"), "what became of their worker"), from_zero=True,
+    Label("reason", ("died", "stalled", "left", "draining", "differed"), "what became of their worker; `differed`: it "
+          "sampled another first token than the prefill worker, which the client has"), from_zero=True,
 )  # fmt: skip
 ROUTER_MOVES_FAILED = _counter(
     "router_moves_failed", "Streams that lost their decode worker and ended there, by what hindered them.", (_R,),

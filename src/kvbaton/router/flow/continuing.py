@@ -7,14 +7,15 @@ the router's word that it is for this worker.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from kvbaton.api.params import HistoryWay
+from kvbaton.api.params import HistoryWay, Mode
 from kvbaton.router.flow.delivered import Delivered
 from kvbaton.router.flow.dialect_table import TicketMinter
+from kvbaton.router.flow.first_token import FirstToken, FirstTokenRule
 from kvbaton.router.flow.said_text import HistoryRoom
 from kvbaton.router.workers.directory import ListedEngine
 
@@ -47,16 +48,24 @@ _encode = msgspec.json.Encoder().encode
 class StreamLife:
     """One streamed answer, by whichever D."""
 
-    __slots__ = ("_fields", "_ids_wanted", "_seed", "attempts", "delivered", "history", "is_asked", "moves")
+    __slots__ = (
+        "_fields", "_ids_wanted", "_room", "_seed", "attempts", "delivered", "first", "history", "is_asked",
+        "is_behind", "moves", "on_first",
+    )  # fmt: skip
 
-    def __init__(self, fields: Mapping[str, Any], room: HistoryRoom) -> None:
+    def __init__(self, fields: Mapping[str, Any], room: HistoryRoom, first: FirstTokenRule | None = None) -> None:
+        """`first`: P's first token may be told by this rule."""
         options = fields.get("stream_options")
         usage_due = isinstance(options, dict) and bool(options.get("include_usage"))
         self._ids_wanted = fields.get("return_token_ids") is True
         self.delivered = Delivered(room, ids_wanted=self._ids_wanted, usage_due=usage_due)
         self._fields = fields
         self._seed = None if fields.get("temperature") == 0 or "seed" in fields else secrets.randbits(_SEED_BITS)
+        self._room = room
+        self.first = first
+        self.on_first: Callable[[Any], None] = lambda told: None  # called with what is told of it, once
         self.history: tuple[int, ...] = ()  # what the next D goes on behind
+        self.is_behind = False  # whether the D that was asked last was told of it
         self.is_asked = False  # whether the D that answers names its tokens
         self.moves = 0
         self.attempts = 0  # at all workers
@@ -65,6 +74,30 @@ class StreamLife:
         """Whether it can be asked as D to go on with this answer."""
         way = worker.continues if worker.is_own else HistoryWay.NONE
         return way is HistoryWay.OUTPUT or (way is HistoryWay.PROMPT and self._is_plain)
+
+    def wants_first(self, prefill: ListedEngine, decode: ListedEngine, mode: Mode) -> bool:
+        """Whether P's token is what the answer begins with, and D goes on behind it or says the same."""
+        if self.first is None or self.history or self.moves or self._room.held >= self._room.of_all:
+            return False
+        able = prefill.is_own and prefill.continues is decode.continues and self.takes(decode)
+        is_repeated = mode is Mode.PULL or self._fields.get("temperature") == 0 or self.seed is not None
+        return able and is_repeated and min(prefill.context_tokens, decode.context_tokens) > 0
+
+    @property
+    def seed(self) -> int | None:
+        """What the answer is sampled by, where D is told; None: chance decides, or there is none."""
+        return self._seed if self._seed is not None else self._fields.get("seed")
+
+    def sampled(self) -> bytes:
+        """Fields of P's body, so that its token is the one that D would sample."""
+        return b"" if self.seed is None else b',"seed":%b' % _encode(self.seed)
+
+    def say_first(self, first: FirstToken) -> bytes:
+        """The client gets it; whoever is asked from now on begins behind it."""
+        shown = self.delivered.told(first.events)
+        self.history = (first.token,)
+        self.delivered.moved()
+        return shown
 
     @property
     def _is_plain(self) -> bool:
@@ -76,7 +109,7 @@ class StreamLife:
 
     def asked(self, body: bytes, worker: ListedEngine) -> bytes:
         """D's body, with what makes its answer one that another D can go on with."""
-        self.is_asked = worker.is_own and worker.continues is not HistoryWay.NONE
+        self.is_asked, self.is_behind = worker.is_own and worker.continues is not HistoryWay.NONE, bool(self.history)
         if not self.is_asked:
             return body
         ids = b"" if self._ids_wanted else b',"return_token_ids":true'

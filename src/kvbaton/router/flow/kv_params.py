@@ -33,21 +33,36 @@ Written = dict[str, bytes]
 """Bodies that were written once, for all choices of one prompt: a long prompt costs milliseconds to write."""
 
 
-def prefill_body(kind: BodyKind, fields: Mapping[str, Any], params: bytes, written: Written | None = None) -> bytes:
-    """Asks P for the prompt's KV and one token, which nobody reads. Choices of one prompt ask for the same."""
-    body = None if written is None else written.get("prefill")
+def prefill_body(
+    kind: BodyKind,
+    fields: Mapping[str, Any],
+    params: bytes,
+    written: Written | None = None,
+    first: bytes | None = None,
+) -> bytes:
+    """Asks P for the prompt's KV and one token. Choices of one prompt ask for the same.
+
+    `first`: the token is the answer's first one, to be sampled by these fields of JSON besides. Else nobody reads it.
+    """
+    name = "prefill" if first is None else "first"
+    body = None if written is None else written.get(name)
     if body is None:
-        body = _prefill_body(kind, fields)
+        body = _prefill_body(kind, fields, is_first=first is not None)
         if written is not None:
-            written["prefill"] = body
-    return _added(body, params)
+            written[name] = body
+    return _added(body if first is None else _with(body, first, b""), params)
 
 
-def _prefill_body(kind: BodyKind, fields: Mapping[str, Any]) -> bytes:
+def _prefill_body(kind: BodyKind, fields: Mapping[str, Any], *, is_first: bool) -> bytes:
     body: dict[str, Any] = {**fields, "stream": False}
     for name in (FIELD, "stream_options", "stop", "stop_sequences", "stop_token_ids"):
         body.pop(name, None)
-    body["ignore_eos"] = True  # MoRI-IO hands over only what ended by its length, and a prompt may be answered with EOS
+    if is_first:
+        body["return_token_ids"] = True
+        body.pop("seed", None)
+    else:
+        # MoRI-IO hands over only what ended by its length, and a prompt may be answered with EOS
+        body["ignore_eos"] = True
     if body.get("min_tokens"):
         body["min_tokens"] = 1
     if kind is BodyKind.RESPONSES:

@@ -5,6 +5,8 @@
     stalled    nothing for `stall_s` while D owes an event     D is blamed; not where nobody else can go on
     left       D left the list of workers                      -
     draining   D drains                                        - ; not where nobody else can go on
+    differed   it was asked beside P, whose first token the    - ; the same D may be asked again
+               client has, and has sampled another one
 
 Laws: D's connection is closed before another is asked, so nothing that it says later reaches anybody. A stream moves
 `moves_max` times at most, and all of a router `moves_per_s` times in a second: more wait for their turn, and not for
@@ -23,10 +25,12 @@ import msgspec
 
 from kvbaton.api.api_errors import ApiError
 from kvbaton.api.bodies import BodyKind
+from kvbaton.api.gather import cancel
 from kvbaton.protocol.ids import PeerId
 from kvbaton.router.flow.attempt import ChosenRoute, RoutedCall
 from kvbaton.router.flow.continuing import StreamLife
-from kvbaton.router.flow.reply import Reply
+from kvbaton.router.flow.first_token import FirstTokenRule
+from kvbaton.router.flow.reply import BegunAnswer, FirstReply, Reply
 from kvbaton.router.flow.said_text import HistoryRoom, SeamError
 from kvbaton.router.policy import NEVER
 from kvbaton.router.router_settings import RouterSettings
@@ -50,14 +54,16 @@ def why_not(call: RoutedCall) -> str:
     return "hidden_reasoning" if call.fields.get("include_reasoning") is False else ""
 
 
-def begun(call: RoutedCall, room: HistoryRoom) -> RoutedCall:
-    """The call with a life of its own, where it may have one."""
+def begun(call: RoutedCall, room: HistoryRoom, *, first_token: bool = False) -> RoutedCall:
+    """The call with a life of its own, where it may have one. `first_token`: and P's first token, likewise."""
     if why_not(call):
         return call
     if not call.fields.get("return_token_ids", True):  # a field may not stand in a body twice
         fields = {name: value for name, value in call.fields.items() if name != "return_token_ids"}
         call = msgspec.structs.replace(call, fields=fields, data=None, written={})
-    return msgspec.structs.replace(call, life=StreamLife(call.fields, room))
+    rule = FirstTokenRule(call.kind, call.fields) if first_token else None
+    life = StreamLife(call.fields, room, None if rule is None or rule.is_off else rule)
+    return msgspec.structs.replace(call, life=life)
 
 
 class MoveTurns:
@@ -105,8 +111,30 @@ class OwnedStreams:
     async def open(self, call: RoutedCall) -> OwnedStream:
         """D's stream once its first event is there, or another D's that goes on with it; as `Flow.serve`."""
         if self._is_on:
-            call = begun(call, self.room)
-        return OwnedStream(self, call, await self.flow.serve(call))
+            call = begun(call, self.room, first_token=self.settings.first_token)
+        if call.life is None or call.life.first is None:
+            return OwnedStream(self, call, await self.flow.serve(call))
+        return await self._opened(call, call.life)
+
+    async def _opened(self, call: RoutedCall, life: StreamLife) -> OwnedStream:
+        """With P's first token, if that comes before D's first event."""
+        opened: asyncio.Future[FirstReply | None] = asyncio.get_running_loop().create_future()
+
+        def tell(first: FirstReply | None) -> None:
+            if not opened.done():
+                opened.set_result(first)
+
+        life.on_first = tell
+        serving = asyncio.create_task(self.flow.serve(call))
+        serving.add_done_callback(lambda _: tell(None))
+        try:
+            first = await opened
+        except BaseException:
+            await _close_late(serving)
+            raise
+        if first is None:
+            return OwnedStream(self, call, await serving)
+        return OwnedStream(self, call, first, serving)
 
     def drain(self) -> None:
         """Have streams leave the workers that drain."""
@@ -142,19 +170,44 @@ class OwnedStreams:
 class OwnedStream:
     """One of them, or one that is not continued: then it is D's stream, as it comes. Its holder calls `aclose`."""
 
-    __slots__ = ("_call", "_is_noted", "_leaving", "_rest", "_streams", "more", "reply")
+    __slots__ = (
+        "_call", "_first", "_is_noted", "_leaving", "_reply", "_rest", "_serving", "_streams", "more", "served",
+    )  # fmt: skip
 
-    def __init__(self, streams: OwnedStreams, call: RoutedCall, reply: Reply) -> None:
-        self.reply = reply
+    def __init__(
+        self,
+        streams: OwnedStreams,
+        call: RoutedCall,
+        begun: Reply | FirstReply,
+        serving: asyncio.Task[Reply] | None = None,
+    ) -> None:
+        """`serving`: gets D's reply, where P's first token has come before."""
+        self._reply = begun if isinstance(begun, Reply) else None
+        self._first = begun if isinstance(begun, FirstReply) else None
+        self.served: BegunAnswer = begun if isinstance(begun, Reply) else begun.served
+        self._serving = serving
         self._streams = streams
         self._call = call
         self._is_noted = False  # that D has failed
         self._leaving = ""  # why it goes from a D that still answers
         self._rest: bytes | None = None  # what is left to be said when no D is asked any more
-        owned = call.life is not None and call.life.is_asked
-        self.more: Callable[[], Awaitable[bytes]] = self._more if owned else reply.events.more
-        if owned:
-            self._stand()
+        self.more: Callable[[], Awaitable[bytes]] = self._more
+        if isinstance(begun, Reply):
+            if call.life is not None and call.life.is_asked:
+                self._stand()
+            else:
+                self.more = begun.events.more
+
+    @property
+    def reply(self) -> Reply:
+        """D's."""
+        assert self._reply is not None, "D has not answered yet"
+        return self._reply
+
+    def count(self, chunks: int) -> None:
+        """So many events that bear a token went on; those of D are noted."""
+        if self._reply is not None:
+            self._reply.chunks += chunks
 
     def leave(self, why: str) -> None:
         """Have another D go on, if one can, though this one still answers."""
@@ -165,9 +218,12 @@ class OwnedStream:
     async def aclose(self) -> None:
         life = self._call.life
         if life is not None:
-            self._streams.goes_from(self, self.reply.route.decode.peer)
             life.delivered.close()
-        await self.reply.aclose()
+        if self._serving is not None:
+            await _close_late(self._serving)
+        if self._reply is not None:
+            self._streams.goes_from(self, self._reply.route.decode.peer)
+            await self._reply.aclose()
 
     def _stand(self) -> None:
         events = self.reply.events
@@ -179,6 +235,10 @@ class OwnedStream:
         life = self._call.life
         assert life is not None
         delivered = life.delivered
+        if self._first is not None or self._serving is not None:
+            shown = await self._begun()
+            if shown:
+                return shown
         while self._rest is None:
             if delivered.broken_off:
                 self.reply.events.gave_up()
@@ -188,7 +248,12 @@ class OwnedStream:
                 data = await self.reply.events.more()
                 shown = delivered.told(data) if data else b""
             except SeamError as error:
-                raise self._differs(error) from None
+                fault = self._differs(error)
+                if life.is_behind:
+                    count(self._streams.stats.waits.moves_failed, "differs")
+                    raise fault from None
+                await self._move("differed", fault)
+                continue
             except ApiError as fault:
                 why = self._why()
                 if not why:
@@ -200,6 +265,28 @@ class OwnedStream:
         rest, self._rest = self._rest, b""
         return rest
 
+    async def _begun(self) -> bytes:
+        """P's first token, then b"" as soon as D has answered too."""
+        first, self._first = self._first, None
+        if first is not None:
+            self._rest = b"" if first.is_last else None
+            return first.events
+        assert self._serving is not None
+        self._is_noted = True  # where it was asked
+        try:
+            self._reply = self.served = await self._serving
+        except ApiError as fault:
+            hindrance = await self._asked_others("died", frozenset(), self._hindrance_behind(fault))
+            if hindrance:
+                self._note_lost("died", hindrance)
+                raise
+        else:
+            self._is_noted = False
+            if self._rest is None:
+                self._stand()
+        self._serving = None
+        return b""
+
     def _why(self) -> str:
         events, peer = self.reply.events, self.reply.route.decode.peer
         if self._leaving or not events.broke:
@@ -208,7 +295,7 @@ class OwnedStream:
             return "left"
         return "stalled" if events.fault is not None and events.fault.code == "worker_timeout" else "died"
 
-    def _hindrance(self) -> str:
+    def _hindrance(self, why: str = "") -> str:
         """Why it cannot move, as `NOT_CONTINUED` has it."""
         streams, life = self._streams, self._call.life
         assert life is not None
@@ -216,7 +303,8 @@ class OwnedStream:
             return life.delivered.stuck
         if life.moves >= streams.settings.moves_max:
             return "moves_max"
-        return "" if streams.others(self._call, self.reply.route.decode.peer) else "nobody"
+        left = None if why == "differed" else self.reply.route.decode.peer
+        return "" if streams.others(self._call, left) else "nobody"
 
     def _put_off(self) -> float:
         """D is silent: until when it may be, 0.0 if another is asked."""
@@ -231,36 +319,46 @@ class OwnedStream:
         assert life is not None
         delivered = life.delivered
         last = delivered.broken_off
-        hindrance, rest = self._hindrance(), delivered.rest()
+        hindrance, rest = self._hindrance(why), delivered.rest()
         streams.goes_from(self, old.route.decode.peer)
-        if why != "draining":
+        if why not in ("draining", "differed"):
             self.failed(fault)
         await old.aleave(why)
         if rest:
             self._rest = rest
             return
-        avoid = frozenset({old.route.decode.peer})
+        avoid = frozenset({old.route.decode.peer}) if why != "differed" else frozenset()
+        hindrance = await self._asked_others(why, avoid, hindrance)
+        if not hindrance:
+            return
+        self._note_lost(why, hindrance)
+        if fault is not None:
+            raise fault
+        self._rest = last
+
+    def _note_lost(self, why: str, hindrance: str) -> None:
+        count(self._streams.stats.waits.moves_failed, hindrance)
+        log.warning(
+            "[stream-not-continued] request %s: %s %s, and its stream ends there: %s",
+            self._call.name, self.served.route.decode.name, _SAID[why], hindrance, extra={"request": self._call.name},
+        )  # fmt: skip
+
+    async def _asked_others(self, why: str, avoid: frozenset[PeerId], hindrance: str) -> str:
+        """Until one goes on; else what hindered it."""
+        streams = self._streams
         while not hindrance:
             wait_s = streams.turns.take(streams.now())
             if wait_s > TURN_S_MAX:
-                hindrance = "moves_per_s"
-                break
+                return "moves_per_s"
             if wait_s:
                 await asyncio.sleep(wait_s)
             failed = await self._asked_another(why, avoid)
             if failed is None:
-                return
+                return ""
             # Whoever was asked may have died too, unnoticed until now, and the D that was left may only have been slow
             avoid = frozenset()
             hindrance = self._hindrance_behind(failed)
-        count(streams.stats.waits.moves_failed, hindrance)
-        log.warning(
-            "[stream-not-continued] request %s: %s %s, and its stream ends there: %s",
-            self._call.name, old.route.decode.name, _SAID[why], hindrance, extra={"request": self._call.name},
-        )  # fmt: skip
-        if fault is not None:
-            raise fault
-        self._rest = last
+        return hindrance
 
     def _hindrance_behind(self, failed: ApiError) -> str:
         """Why none is asked after one that failed."""
@@ -272,21 +370,21 @@ class OwnedStream:
 
     async def _asked_another(self, why: str, avoid: frozenset[PeerId]) -> ApiError | None:
         """The fault of those that could not; None: one goes on."""
-        streams, life, old = self._streams, self._call.life, self.reply
+        streams, life, left = self._streams, self._call.life, self.served.route
         assert life is not None
         life.moves += 1
         life.history = life.delivered.history
         life.delivered.moved()
         self._leaving, self._is_noted = "", False
         try:
-            self.reply = await streams.flow.serve_behind(self._call, old.route, why, avoid)
+            self._reply = self.served = await streams.flow.serve_behind(self._call, left, why, avoid)
         except ApiError as error:
             self._is_noted = True
             return error
         streams.stats.waits.moves[why] += 1
         log.info(
             "[stream-moved] request %s: %s %s; %s goes on behind %d tokens",
-            self._call.name, old.route.decode.name, _SAID[why], self.reply.route.decode.name, len(life.history),
+            self._call.name, left.decode.name, _SAID[why], self.reply.route.decode.name, len(life.history),
             extra={"request": self._call.name},
         )  # fmt: skip
         self._stand()
@@ -298,11 +396,10 @@ class OwnedStream:
             stats = self._streams.stats
             self._is_noted = True
             count(stats.failures, (fault.code if fault else None) or "none", "mid_stream")
-            stats.waits.leg("failed", "decode", self.reply.route.decode.name)
+            stats.waits.leg("failed", "decode", self.served.route.decode.name)
 
     def _differs(self, error: SeamError) -> ApiError:
         worker, events = self.reply.route.decode.name, self.reply.events
-        count(self._streams.stats.waits.moves_failed, "differs")
         said = f"decode worker {worker} was to go on with an answer: {error}"
         fault = ApiError(502, said, type="worker_error", code="worker_died")
         # Nobody is blamed: either of the two may have lied, and one that lies and dies must not take the other out.
@@ -310,4 +407,14 @@ class OwnedStream:
         return fault
 
 
-_SAID = {"died": "died", "stalled": "told nothing more", "left": "left the list", "draining": "drains"}
+async def _close_late(serving: asyncio.Task[Reply]) -> None:
+    """Nobody wants D's reply any more, whether it is there or not."""
+    await cancel([serving])
+    if not serving.cancelled() and serving.exception() is None:
+        await serving.result().aclose()
+
+
+_SAID = {
+    "died": "died", "stalled": "told nothing more", "left": "left the list", "draining": "drains",
+    "differed": "sampled another first token than P",
+}  # fmt: skip

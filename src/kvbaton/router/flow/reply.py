@@ -10,20 +10,57 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbaton.api.gather import cancel
 from kvbaton.api.http.http_types import Header
-from kvbaton.router.flow.attempt import ChosenRoute
+from kvbaton.router.flow.attempt import ChosenRoute, Tries
+from kvbaton.router.flow.continuing import StreamLife
 from kvbaton.router.flow.worker_calls import EventStream
 from kvbaton.router.flow.worker_leg import LegError, WorkerAnswer
-from kvbaton.router.router_flights import MOVED, OK, Trip
+from kvbaton.router.router_flights import FIRST_TOKEN, MOVED, OK, Trip
 from kvbaton.router.router_stats import RouterStats, count
 from kvbaton.router.workers.directory import ListedEngine
 from kvbaton.router.workers.health import Health
 from kvbaton.router.workers.worker_load import WorkerLoad
 
 log = logging.getLogger(__name__)
+
+
+First = Callable[[Sequence[float], WorkerAnswer], bool]
+"""`Replies.says_all` of one try."""
+
+
+class BegunAnswer:
+    """Who answers, as far as is known when the first byte goes to the client."""
+
+    __slots__ = ("_prefilled", "handoff", "headers", "prompt_tokens", "route")
+
+    def __init__(
+        self, route: ChosenRoute, trip: Trip, headers: Sequence[Header], prefilled: Sequence[float] = ()
+    ) -> None:
+        self.route = route
+        self.handoff = trip.handoff
+        self.prompt_tokens = trip.tokens  # as estimated
+        self.headers = headers
+        self._prefilled = prefilled  # when P was asked, and when it had answered
+
+    @property
+    def mode(self) -> str:
+        return "alone" if self.route.prefill is None else str(self.route.mode)
+
+    def prefill_since(self, begun: float) -> tuple[float, float] | None:
+        """How long after `begun` P was asked and had answered, infinite if it has not yet; None without P."""
+        times = [at - begun for at in self._prefilled] + [math.inf]
+        return (times[0], times[1]) if self._prefilled else None
+
+
+class FirstReply(NamedTuple):
+    """P's first token, on its way to the client; D's reply comes later."""
+
+    served: BegunAnswer
+    events: bytes
+    is_last: bool  # nothing is asked of D
 
 
 class Replies:
@@ -34,6 +71,25 @@ class Replies:
         self._stats = stats
         self._settle_s = settle_s
         self._settling: set[asyncio.Task[None]] = set()
+
+    def says_all(
+        self, life: StreamLife, tries: Tries, route: ChosenRoute, times: Sequence[float], computed: WorkerAnswer
+    ) -> bool:
+        """Have the client told of the first token in P's answer, if it may be; whether that is all of the answer.
+
+        `times`: when P was asked, and when it had answered.
+        """
+        assert life.first is not None
+        assert route.prefill is not None
+        found = life.first.told(computed.data, route.prefill, route.decode)
+        if found is None:
+            return False
+        tries.behind = life
+        tries.trip.mark(FIRST_TOKEN)
+        self._stats.waits.first_tokens[str(route.mode)] += 1
+        served = BegunAnswer(route, tries.trip, computed.headers, tuple(times))
+        life.on_first(FirstReply(served, life.say_first(found), is_last=found.is_last))
+        return found.is_last
 
     def streamed(self, worker: ListedEngine, stream: EventStream) -> None:
         """A stream is over: by its own end, by D's fault, or because the client stopped reading."""
@@ -76,13 +132,10 @@ class Replies:
         await cancel(list(self._settling))
 
 
-class Reply:
+class Reply(BegunAnswer):
     """D's answer from its first byte on. Its holder calls `aclose`."""
 
-    __slots__ = (
-        "_decoding", "_is_closed", "_load", "_prefilled", "_replies", "_source", "_trip", "_unused", "chunks",
-        "handoff", "prompt_tokens", "route",
-    )  # fmt: skip
+    __slots__ = ("_decoding", "_is_closed", "_load", "_replies", "_source", "_trip", "_unused", "chunks")
 
     def __init__(
         self,
@@ -95,12 +148,9 @@ class Reply:
         unused: Callable[[], None] = lambda: None,
         prefilled: Sequence[float] = (),
     ) -> None:
-        self.route = route
+        super().__init__(route, trip, decoding.headers, prefilled)
         self._is_closed = False
-        self.handoff = trip.handoff
         self.chunks = 0  # of a stream, those that bear a token: counted by whoever sends them on
-        self.prompt_tokens = trip.tokens  # as estimated
-        self._prefilled = prefilled  # when P was asked, and when it had answered
         self._replies = replies
         self._decoding = decoding
         self._load = load
@@ -111,19 +161,6 @@ class Reply:
     def tell_tokens(self, count: int) -> None:
         """Of the answer, which has come to its end."""
         self._trip.call.output_tokens = count
-
-    @property
-    def headers(self) -> Sequence[Header]:
-        return self._decoding.headers
-
-    @property
-    def mode(self) -> str:
-        return "alone" if self.route.prefill is None else str(self.route.mode)
-
-    def prefill_since(self, begun: float) -> tuple[float, float] | None:
-        """How long after `begun` P was asked and had answered, infinite if it has not yet; None without P."""
-        times = [at - begun for at in self._prefilled] + [math.inf]
-        return (times[0], times[1]) if self._prefilled else None
 
     @property
     def body(self) -> bytes:

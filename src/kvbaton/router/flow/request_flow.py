@@ -43,7 +43,7 @@ from kvbaton.router.flow.aggregated_words import check_kept, handed, word_for, w
 from kvbaton.router.flow.attempt import ChosenRoute, RoutedCall, Tries, is_of_the_handoff, not_the_clients
 from kvbaton.router.flow.choosing import Chooser, Deadline, Deadlines
 from kvbaton.router.flow.dialect_table import TicketMinter
-from kvbaton.router.flow.reply import Replies, Reply
+from kvbaton.router.flow.reply import First, Replies, Reply
 from kvbaton.router.flow.request_admission import LargeBodies
 from kvbaton.router.flow.worker_calls import EventStream, Legs, close_late
 from kvbaton.router.flow.worker_leg import Leg, LegError, WorkerAnswer
@@ -200,9 +200,12 @@ class Flow:
         if trip.span is not None:
             named = call.named(ask.request_id, trip.leg("prefill"))
             asked = kv_params.traced(asked, trip.leg("prefill"), pair.prefill)
+        first, sampled = None, None
         if call.life is not None:
             asked = call.life.told(asked, pair.prefill, self._minter) or asked
-        body = kv_params.prefill_body(call.kind, call.fields, asked, call.written)
+            if call.life.wants_first(pair.prefill, pair.decode, route.mode):
+                sampled, first = call.life.sampled(), functools.partial(self._replies.says_all, call.life, tries, route)
+        body = kv_params.prefill_body(call.kind, call.fields, asked, call.written, sampled)
         source = Leg("prefill", pair.prefill, call.kind.value, named, body, call.tab)
         # D is charged from now on, before it is asked: it is promised, and the next request must not be sent there for
         # being idle. P is let go as soon as it has answered, D with the reply.
@@ -214,11 +217,15 @@ class Flow:
         try:
             if ask.target is None:
                 try:
-                    found = handed(source, await self._prefilled(source, self._patience(call)), ask.needs_answer)
+                    computed = await self._prefilled(source, self._patience(call))
+                    found = handed(source, computed, ask.needs_answer)
                     trip.answered(kv_params.handoff_of(found[1]))
                     times.append(self._now())
                 finally:
                     prefilling.give()
+                if first is not None and first(times, computed):
+                    self._give_back(pair.prefill, found[1])
+                    return Reply(self._replies, route, computed, decoding, trip, prefilled=times)
                 # Not where the request id names D: P would hand over to the one that it names.
                 can_change = ask.request_id is None
                 other = self._chooser.other_decoder(pair, route.mode, tries, self._now()) if can_change else None
@@ -230,7 +237,7 @@ class Flow:
                 answer = await self._redeemed(call, trip, headers, pair, found)
                 return Reply(self._replies, route, answer, decoding, trip, prefilled=times)
             self._stats.tickets += 1
-            return await self._both_at_once(call, trip, headers, route, source, ask.target, prefilling, decoding)
+            return await self._both_at_once(call, trip, headers, route, source, ask.target, prefilling, decoding, first)
         except BaseException:
             prefilling.give()
             decoding.give()
@@ -279,6 +286,7 @@ class Flow:
         params: bytes,
         prefilling: WorkerLoad,
         decoding: WorkerLoad,
+        first: First | None,
     ) -> Reply:
         # P's leg is a task, because it may end long after D's first byte, when this method has returned: whatever must
         # happen at its end is a callback of the task. D's is one, because either may fail first.
@@ -288,14 +296,19 @@ class Flow:
         source.add_done_callback(lambda _: times.append(self._now()))
         source.add_done_callback(functools.partial(_answered, trip))
         target = asyncio.create_task(self._decode(call, trip, headers, route.decode, params))
-        unused = functools.partial(self._give_back_of, leg.worker, params)
+        ticket = msgspec.json.decode(params, type=kv_params.Handover).ticket
+        unused = functools.partial(self._give_back, leg.worker, ticket)
         try:
             await asyncio.wait((source, target), return_when=asyncio.FIRST_COMPLETED)
             # Where P has failed, its error is raised unless D has answered all the same: if both have failed, P's
-            # failure is the cause of D's, and blaming D would take a good worker out. If P is done and D is not, this
-            # waits on.
+            # failure is the cause of D's, and blaming D would take a good worker out. If only P is done, this waits on.
             if source.done() and not (target.done() and target.exception() is None):
-                source.result()
+                computed = source.result()
+                if first is not None and not target.done() and first(times, computed):
+                    target.add_done_callback(close_late)
+                    await cancel((target,))
+                    unused()
+                    return Reply(self._replies, route, computed, decoding, trip, prefilled=times)
             # Likewise a D that hears nothing, since P hangs: its own timeout may pass first.
             late = target.exception() if target.done() else None
             if isinstance(late, LegError) and late.fault.code == "worker_timeout" and not source.done():
@@ -321,9 +334,6 @@ class Flow:
         # If the deadline ended it, the request would be cancelled from outside and no leg would have failed: a worker
         # that hangs would never be suspected by clients whose deadline is shorter than `first_byte_s`.
         return min(self._settings.first_byte_s, max(0.9 * (call.deadline - self._now()), 0.001))
-
-    def _give_back_of(self, worker: ListedEngine, params: bytes) -> None:
-        self._give_back(worker, msgspec.json.decode(params, type=kv_params.Handover).ticket)
 
     def _give_back(self, worker: ListedEngine, ticket: str | None) -> None:
         if ticket is not None and self._discard is not None:

@@ -44,7 +44,7 @@ from kvbaton.router.workers.worker_load import Loads
 _NUMBERS = ("tickets", "discards", "dropped")
 _COUNTERS = ("tries", "alone", "ends", "responses", "failures", "retries", "probes")
 _OF_THE_ROOM = ("refused", "turned_away")
-_OF_THE_WAITS = ("tokens", "legs", "turns", "moves", "moves_failed")
+_OF_THE_WAITS = ("tokens", "legs", "turns", "first_tokens", "moves", "moves_failed")
 
 
 class MergedStats(RouterStats):

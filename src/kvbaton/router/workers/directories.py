@@ -178,6 +178,7 @@ def _registered(entry: RosterEntry) -> ListedEngine:
         dp_rank=told.dp_rank,
         dp_size=told.dp_size,
         continues=_continues(told.continues),
+        context_tokens=told.context_tokens,
     )
 
 

@@ -50,6 +50,7 @@ class ListedEngine(msgspec.Struct, frozen=True, dict=True):
     full: bool = False  # it says that it has no room: asked after those that have
     computes_alone: bool = True  # a prompt that comes without a handoff; else what it answers to one is wrong
     continues: HistoryWay = HistoryWay.NONE  # how it goes on with an answer that another began
+    context_tokens: int = 0  # of prompt and answer, where a first token of P may be told and D goes on; 0: not
 
     @functools.cached_property
     def peer(self) -> PeerId:

@@ -22,7 +22,8 @@ from kvbaton_proof.sim.world.sim_streams import StreamPlan, open_streams
 from kvbaton_proof.sim.world.world import World
 
 EVERY, PLACE = 4, 2
-"""Seeds that have such a world: one in so many, and no seed that has one of turns."""
+"""Seeds that have such a world: one in so many, and no seed that has one of turns. In every second of them clients get
+their first token from P."""
 SEED_FROM = 3 * 10**9
 TRIES = 64
 STREAMS, REQUESTS = (6, 14), 4
@@ -45,7 +46,8 @@ def answer_world(seed: int) -> Cluster | None:
         return None
     world, plan = _drawn(seed)
     cluster = Cluster(world, plan)
-    cluster.streams = open_streams(cluster, _streams(world.rng))
+    streams = msgspec.structs.replace(_streams(world.rng), first_token=seed % (2 * EVERY) == PLACE + EVERY)
+    cluster.streams = open_streams(cluster, streams)
     run_course(cluster, where="in the world of answers beside it, ")
     return cluster
 

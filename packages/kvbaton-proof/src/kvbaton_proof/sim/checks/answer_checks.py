@@ -129,7 +129,7 @@ def _goes_on(cluster: Cluster, name: str, stream: Stream) -> bool:
     each = next(life for life in cluster.lives.values() if life.peer.worker == name)
     fields, way = stream.fields, each.character.continues
     plain = not (fields["temperature"] or "presence_penalty" in fields or "response_format" in fields)
-    begun = stream.life.moves or (stream.at is not None and stream.at.begun)
+    begun = stream.life.moves or stream.life.history or (stream.at is not None and stream.at.begun)
     able = not begun or way == HistoryWay.OUTPUT or (way == HistoryWay.PROMPT and plain)
     serves = each.character in cluster.plan.decode and name not in cluster.draining
     return serves and able and each.alive and each.peer not in stream.asked

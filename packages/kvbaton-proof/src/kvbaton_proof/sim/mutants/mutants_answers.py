@@ -65,6 +65,17 @@ def _seed_of_the_moment(original: Any) -> Any:
     return asked
 
 
+def _told_by_both(original: Any) -> Any:
+    """P's token goes to the client as if it were another stream's."""
+
+    def say_first(self: Any, first: Any) -> bytes:
+        shown = original(self, first)
+        self.delivered.__init__(self._room, ids_wanted=self._ids_wanted)
+        return bytes(shown)
+
+    return say_first
+
+
 # --- the engine that goes on
 
 
@@ -101,6 +112,10 @@ ANSWER_MUTANTS: tuple[Mutant, ...] = (
            swap(Connection, "close", _closed_and_read)),
     Mutant("seed_forgotten", "39", "dynamo: each D draws a seed of its own where the client named none",
            swap(StreamLife, "asked", _seed_of_the_moment)),
+    Mutant("first_token_told_twice", "37", "P's token is the client's, and so is D's",
+           swap(StreamLife, "say_first", _told_by_both)),
+    Mutant("first_token_by_another_seed", "39", "P is asked for a token that nobody reads: it samples as it likes",
+           swap(StreamLife, "sampled", lambda original: lambda self: b"")),
     Mutant("grammar_not_advanced", "39", "vLLM, runner V1: a history is prompt, and the grammar begins behind it",
            swap(Sampler, "resume", _resumes_without("_advance"))),
     Mutant("penalties_forgotten", "39", "a history is prompt, and what was said counts for nothing",

@@ -200,6 +200,12 @@ class GeneratingEngine(SimEngine):
         sampler.resume(history, self.way)
         return Generation(task, list(history), sampler, say)
 
+    def _finish_prefill(self, request: SimRequest) -> None:
+        """P's own token is sampled with the prompt's last chunk."""
+        if request.generation is not None:
+            request.generation.goes_on(self._read(request, request.tokens))
+        super()._finish_prefill(request)
+
     def _decode(self, request: SimRequest) -> list[Work]:
         made = request.generation
         if made is None or request.role == "prefill":

@@ -15,17 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import HistoryWay, Mode, source_params, target_params
 from kvbaton.protocol.ids import PeerId, TransferId, WorkerId
 from kvbaton.router.flow.continuing import StreamLife
 from kvbaton.router.flow.delivered import Delivered
 from kvbaton.router.flow.dialect_table import TicketMinter
+from kvbaton.router.flow.first_token import FirstTokenRule
 from kvbaton.router.flow.said_text import HistoryRoom, SeamError
 from kvbaton.router.policy import Pair
 from kvbaton.router.workers.directory import ListedEngine
 from kvbaton_proof.sim.checks.answer_checks import Client, check_excuse
 from kvbaton_proof.sim.world.sim_fronts import Connection, front, opened
-from kvbaton_proof.sim.world.sim_generation import drawn_fields, task_of
+from kvbaton_proof.sim.world.sim_generation import GeneratingEngine, Generation, drawn_fields, letters, task_of
 from kvbaton_proof.sim.world.sim_router import Errand
 from kvbaton_proof.sim.world.touches import TICKET_KEY
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from kvbaton_proof.sim.world.life import Life
 
 TICKET_S = 30.0
+CONTEXT_TOKENS = 100
 ALONE, AT_ONCE = 0.15, 0.4
 """Of asks: without a P; with both engines asked at once."""
 FAULTS = ("kill", "kill", "kill", "stall", "stall", "drain", "kill both", "evict")
@@ -52,6 +55,7 @@ class StreamPlan(msgspec.Struct, frozen=True):
     faults: float = 0.7  # share of streams at one of whose tokens something happens
     leaves: float = 0.05  # share of clients that go
     prompts: int = 6
+    first_token: bool = False  # it comes from P
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +94,8 @@ class StreamRouter:
         """A client asks."""
         rng = self.world.rng
         fields = drawn_fields(rng, self.plan.prompts)
-        life = StreamLife(fields, self.room)
+        rule = FirstTokenRule(BodyKind.COMPLETION, fields) if self.plan.first_token else None
+        life = StreamLife(fields, self.room, rule)
         if life._seed is not None:  # the world's chance, in place of the system's
             life._seed = rng.getrandbits(63)
         fault = (rng.randint(0, fields["max_tokens"]), rng.choice(FAULTS) if rng.random() < self.plan.faults else "")
@@ -112,7 +117,8 @@ class StreamRouter:
     def listed(self, name: WorkerId) -> ListedEngine:
         life = self.cluster.lives[name]
         way = HistoryWay(life.character.continues or "")
-        return ListedEngine(name, "both", f"http://{name}", life.peer.incarnation, continues=way)
+        url, born = f"http://{name}", life.peer.incarnation
+        return ListedEngine(name, "both", url, born, continues=way, context_tokens=CONTEXT_TOKENS)
 
     def others(self, stream: Stream, *, behind: bool) -> list[Life]:
         """D's that could be asked now."""
@@ -135,7 +141,7 @@ class StreamRouter:
     def _ask(self, stream: Stream) -> None:
         """A pair, or a D alone."""
         rng, life = self.world.rng, stream.life
-        able = self.others(stream, behind=life.moves > 0)
+        able = self.others(stream, behind=bool(life.moves or life.history))
         if not able:
             self._end(stream, "nobody")
             return
@@ -154,24 +160,66 @@ class StreamRouter:
         params = opened(source, life.told(asks, pair.prefill, self.minter) or asks)
         errand = Errand(source.peer.worker, ticket)
         given = params.history.tokens[:-1] if params is not None and params.history is not None else ()
+        made = self._first_of(stream, source, pair, mode)
         prompt = partial(
             self.cluster.add, stream.number, source, task.said(given), task.tokens + len(given), "prefill",
-            mode=mode, ticket=ticket,
+            mode=mode, ticket=ticket, generation=made,
         )  # fmt: skip
         if mode == "pull":
-            prompt(then=partial(self._prefilled, stream, source, target))
+            prompt(then=partial(self._prefilled, stream, pair, source, target, made))
             return
-        prompt(then=lambda how, detail: self.cluster.router.on_source(errand, how), errand=errand)
+        prompt(then=partial(self._computed, stream, pair, made, errand), errand=errand)
         self.world.after(rng.uniform(0, 0.01), partial(self._ask_target, stream, target, mode, errand))
 
     def _sources(self) -> list[WorkerId]:
         return [each.name for each in self.cluster.plan.prefill if each.name not in self.cluster.draining]
 
-    def _prefilled(self, stream: Stream, source: Life, target: Life, how: str, ticket: str) -> None:
+    def _first_of(self, stream: Stream, source: Life, pair: Pair, mode: str) -> Generation | None:
+        """What P samples, where the client may have it."""
+        life = stream.life
+        if not life.wants_first(pair.prefill, pair.decode, Mode(mode)):
+            return None
+        task = task_of({**stream.fields, **msgspec.json.decode(b"{%b}" % life.sampled()[1:])})
+        stream.client.expects(task if life.seed is None else msgspec.structs.replace(task, seed=life.seed), ())
+        assert isinstance(source.engine, GeneratingEngine)
+        return source.engine.generation(msgspec.structs.replace(task, max_tokens=1), (), lambda token: None)
+
+    def _ends_at_first(self, stream: Stream, pair: Pair, made: Generation | None) -> bool:
+        """The client reads P's token, if it may; whether the answer ends there."""
+        if made is None or not made.finished:
+            return False
+        choice = {"index": 0, "text": letters(made.answer[: made.whole_characters]), "token_ids": made.answer}
+        choice |= {"finish_reason": made.finished, "prompt_token_ids": [1] * stream.client.prompt_tokens}
+        head = {"id": f"cmpl-p-{stream.number}", "created": int(self.world.now), "model": "sim"}
+        answer = {**head, "choices": [choice], "usage": stream.client.usage(len(made.answer))}
+        assert stream.life.first is not None
+        said = stream.life.first.told(_encode(answer), pair.prefill, pair.decode)
+        if said is None:
+            return False
+        self.world.faults["streams_first_token"] += 1
+        self.world.tell(f"stream {stream.number} begins with {pair.prefill.name}'s {made.answer} {made.finished}")
+        self._show(stream, stream.life.say_first(said))
+        return said.is_last
+
+    def _computed(self, stream: Stream, pair: Pair, made: Generation | None, errand: Errand, how: str, _: str) -> None:
+        """P is done, where D was asked with it."""
+        self.cluster.router.on_source(errand, how)
+        at = stream.at
+        if stream.client.is_over or at is None or at.errand is not errand or at.begun or at.closed:
+            return  # D was first, or is not asked any more
+        if how == "prefilled" and self._ends_at_first(stream, pair, made):
+            self.cluster.router.drop(errand)
+
+    def _prefilled(
+        self, stream: Stream, pair: Pair, source: Life, target: Life, made: Generation | None, how: str, ticket: str
+    ) -> None:
         """P has the prompt, or D computes it."""
         if stream.client.is_over:
             return
         errand = Errand(source.peer.worker, ticket) if how == "prefilled" else Errand(WorkerId(""), "")
+        if how == "prefilled" and self._ends_at_first(stream, pair, made):
+            self.cluster.router.drop(errand)
+            return
         self.world.after(self.world.rng.uniform(0, 0.02), partial(self._ask_target, stream, target, "pull", errand))
 
     def _ask_target(self, stream: Stream, target: Life, mode: str, errand: Errand) -> None:
