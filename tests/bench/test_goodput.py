@@ -83,6 +83,12 @@ def test_a_capacity_lies_on_the_line_between_two_rates_or_outside_of_them() -> N
     assert goodput.capacity(both, 0.9).rate == 2.0, "rounds together"
 
 
+def test_the_spread_over_rounds_is_told() -> None:
+    levels = [level(1, 1.0), level(2, 0.8), level(1, 1.0, number=2), level(2, 0.6, number=2)]
+    assert goodput.spread(levels, 0.9) == " (1.25 to 1.50)" and goodput.spread(levels[:2], 0.9) == ""
+    assert goodput.spread([*levels, level(1, 1.0, number=3)], 0.9) == " (1.25 to 1.50, > 1)"
+
+
 def test_rates_are_doubled_and_then_narrowed_until_both_capacities_are_known() -> None:
     def offered(bends_at: float, begun: float = 1.0) -> list[float]:
         levels: list[Level] = []

@@ -37,7 +37,7 @@ LEGEND = (
 )
 CAPACITY_LEGEND = (
     "The highest rate up to which so many requests are good, on a straight line between the rates that were measured; "
-    "`<` and `>` where it lies below or above all of them."
+    "`<` and `>` where it lies below or above all of them. In brackets: the same of each round by itself."
 )
 
 
@@ -236,5 +236,17 @@ def _capacities(report: GoodputReport) -> Grid:
     for target, found in report.capacities.items():
         engines, rate = report.engines.get(target), found[0].rate
         per_engine = None if engines is None or rate is None else rate / engines
-        rows.append([target, *map(str, found), str(engines or "-"), number(per_engine, 2)])
+        cells = [f"{each}{spread(_of(report.levels, target), each.share)}" for each in found]
+        rows.append([target, *cells, str(engines or "-"), number(per_engine, 2)])
     return rows
+
+
+def spread(levels: Sequence[Level], share: float) -> str:
+    """The same of each round, from the least to the most; nothing of one round."""
+    rounds = sorted({each.round for each in levels})
+    found = [capacity([each for each in levels if each.round == number], share) for number in rounds]
+    known = sorted(each.rate for each in found if each.rate is not None)
+    if len(rounds) < 2 or not known:
+        return ""
+    outside = "".join(f", {each}" for each in found if each.rate is None)
+    return f" ({known[0]:.2f} to {known[-1]:.2f}{outside})"

@@ -163,7 +163,7 @@ async def _right_answers(
 def _aim(target: ServeTarget, sweep: Sweep, part: str) -> Aim:
     return Aim(
         url=target.url, headers={} if target.mode is None else {MODE_HEADER: target.mode}, model=target.model,
-        salt=f"{sweep.seed}-{part}-{target.name}-{time.time_ns()}", in_prompt=sweep.in_prompt, seed=sweep.seed,
+        salt=f"{sweep.seed}-{part}-{target.salt}-{time.time_ns()}", in_prompt=sweep.in_prompt, seed=sweep.seed,
         timeout_s=sweep.timeout_s,
     )  # fmt: skip
 

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import functools
 import gc
+import re
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager
@@ -69,6 +70,11 @@ class ServeTarget:
     mode: str | None = None
     site: Site | None = None  # if it was started here
     model: str | None = None
+
+    @property
+    def salt(self) -> str:
+        """Its name in the letters that vLLM takes in a `cache_salt`: others get status 400."""
+        return re.sub(r"[^\w.-]", "-", self.name)
 
 
 @dataclass(slots=True)
@@ -195,7 +201,7 @@ async def _part(
 ) -> None:
     aim = Aim(
         url=target.url, headers={} if target.mode is None else {MODE_HEADER: target.mode}, model=target.model,
-        salt=f"{work.seed}-{number}-{target.name}-{time.time_ns()}", in_prompt=work.in_prompt, seed=work.seed,
+        salt=f"{work.seed}-{number}-{target.salt}-{time.time_ns()}", in_prompt=work.in_prompt, seed=work.seed,
         timeout_s=work.timeout_s,
     )  # fmt: skip
     gc.collect()
