@@ -14,12 +14,14 @@ import msgspec
 import pytest
 
 from kvbaton.cli.main import main
+from kvbaton.processes.child_process import Say
+from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.load import request_plan
 from kvbaton_proof.bench.load.open_loop import Answer, Pace, Record
 from kvbaton_proof.bench.load.request_plan import Ask, Piece, TraceError
 from kvbaton_proof.bench.serve import goodput
 from kvbaton_proof.bench.serve.goodput import Capacity, GoodputReport, Level
-from kvbaton_proof.bench.serve.goodput_run import Fault, Sweep, hurt_by_plan
+from kvbaton_proof.bench.serve.goodput_run import Fault, Sweep, Swept, hurt_by_plan, made_whole
 from kvbaton_proof.bench.serve.serve_parts import Slo
 from kvbaton_proof.bench.serve.site import Site
 
@@ -192,6 +194,7 @@ class Played(Site):
     def __init__(self, *names: str) -> None:
         super().__init__("played", "", names)
         self.seen: list[tuple[str, str]] = []
+        self.ended = False
 
     async def kill(self, name: str) -> None:
         self.seen.append(("kill", name))
@@ -202,6 +205,13 @@ class Played(Site):
     async def reset(self, name: str) -> bool:
         self.seen.append(("reset", name))
         return name == "d0"
+
+    async def revive(self) -> list[str]:
+        return ["played d0 ended: no reason"] if self.ended else []
+
+    async def whole(self, within_s: float, say: Say, stop: asyncio.Event) -> None:
+        if self.ended:
+            raise CommandError("d0 did not serve within 300 s")
 
 
 Played.__abstractmethods__ = frozenset()  # type: ignore[attr-defined]
@@ -232,3 +242,16 @@ def test_each_target_meets_the_same_faults_and_what_was_stopped_goes_on_at_the_e
     assert seen == hurt("p0", "d0")[0], "the same seed"
     alone, _ = hurt("d0", "d1")
     assert {act for act, _ in alone} == {act for act, _ in seen}, "engines without roles are hurt as often"
+
+
+def test_an_engine_that_ends_by_itself_is_told_and_a_cluster_that_stays_away_is_left_alone() -> None:
+    site, swept = Played("p0", "d0"), Swept()
+
+    def after_a_level(did: Counter[str]) -> dict[str, int]:
+        asyncio.run(made_whole(site, did, swept, print, asyncio.Event()))
+        return dict(+did)
+
+    assert after_a_level(Counter(kill=1)) == {"kill": 1} and not swept.failures
+    site.ended = True
+    assert after_a_level(Counter()) == {"died": 1} and swept.lost == {"played"}
+    assert swept.failures == ["played d0 ended: no reason", "played did not come back: d0 did not serve within 300 s"]

@@ -77,6 +77,7 @@ class Swept:
     commands: dict[str, str] = field(default_factory=dict)
     engines: dict[str, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
+    lost: set[str] = field(default_factory=set)  # clusters that did not come back
     stopped: bool = False
 
     def of(self, target: str, number: int = 0) -> list[Level]:
@@ -138,7 +139,7 @@ async def _round(
             # The second round measures what the first has found worth measuring, so that rounds can be compared.
             rates = sweep.rates if number == 1 else sorted({each.rate for each in swept.of(target.name, 1)})
             rate = goodput.next_rate(swept.of(target.name, number), rates, sweep.levels_max)
-            if rate is None:
+            if rate is None or (target.site is not None and target.site.name in swept.lost):
                 left.remove(target)
             elif not stop.is_set():
                 await _level(number, rate, target, sweep, swept, stop, say, shown)
@@ -192,16 +193,29 @@ async def _level(
         finally:
             done.set()
             await hurting
-    if target.site is not None and did and not stop.is_set():
-        await target.site.whole(BACK_S, say, stop)
+    if target.site is not None and not stop.is_set():
+        await made_whole(target.site, did, swept, say, stop)
     if stop.is_set() and not load.records:
         return
     level = goodput.level_of(
-        load.records, swept.references, sweep.slo, number=number, target=target.name, rate=rate, faults=dict(did)
+        load.records, swept.references, sweep.slo, number=number, target=target.name, rate=rate, faults=dict(+did)
     )
     swept.levels.append(level)
     say(f"{target.name} at {rate:g}/s: {level.good} of {level.sent} good, {level.late} late, {level.wrong} wrong, "
         f"{level.failed} failed; faults: {goodput.counted(level.faults) or 'none'}")  # fmt: skip
+
+
+async def made_whole(site: Site, did: Counter[str], swept: Swept, say: Say, stop: asyncio.Event) -> None:
+    """An engine that ended by itself is told and started again; a cluster that does not come back is asked no more."""
+    died = await site.revive()
+    did["died"] += len(died)
+    swept.failures += died
+    try:
+        if +did:
+            await site.whole(BACK_S, say, stop)
+    except CommandError as error:
+        swept.failures.append(f"{site.name} did not come back: {error}")
+        swept.lost.add(site.name)
 
 
 async def hurt_by_plan(sweep: Sweep, site: Site | None, seed: str, done: asyncio.Event, did: Counter[str]) -> None:

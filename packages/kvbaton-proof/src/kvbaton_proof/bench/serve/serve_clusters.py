@@ -97,6 +97,12 @@ class EmbeddedSite(Site):
     async def reset(self, name: str) -> bool:
         return False  # such an engine has no door for it
 
+    async def revive(self) -> list[str]:
+        told = self.dead()
+        for name in [child.name for child in self._children if not child.is_alive]:
+            await self.kill(name)
+        return told
+
     async def whole(self, within_s: float, say: Say, stop: asyncio.Event) -> None:
         await _registered(self.url, self._children, within_s, say, stop)
 

@@ -48,6 +48,10 @@ class Site(abc.ABC):
         """Have an engine forget its prefix cache; whether it did."""
 
     @abc.abstractmethod
+    async def revive(self) -> list[str]:
+        """Start again who ended by itself, and tell with its last words."""
+
+    @abc.abstractmethod
     async def whole(self, within_s: float, say: Say, stop: asyncio.Event) -> None:
         """Wait until every engine serves."""
 

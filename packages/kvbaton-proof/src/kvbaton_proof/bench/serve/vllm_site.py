@@ -68,6 +68,14 @@ class VllmSite(Site):
                 return answer.status == 200 and body.get("success", True) is not False
         return False
 
+    async def revive(self) -> list[str]:
+        told = self.dead()
+        for engine in self._group.engines.values():
+            if not engine.is_alive:
+                await asyncio.to_thread(engine.kill)  # what is left of it
+                engine.start()
+        return told
+
     async def whole(self, within_s: float, say: Say, stop: asyncio.Event) -> None:
         group, deadline = self._group, time.monotonic() + within_s
 
