@@ -56,7 +56,9 @@ class RegionTransport(DirectTransport):
 class Side:
     """One engine's plug-in with its node."""
 
-    def __init__(self, name: str, rig: SglangRig, life: int = 1, buffers: int = BUFFERS) -> None:
+    def __init__(
+        self, name: str, rig: SglangRig, life: int = 1, buffers: int = BUFFERS, *, latent: bool = False
+    ) -> None:
         numbers = count(1)
         self.peer = PeerId(WorkerId(name), Incarnation(life))
         self.memory = Memory(buffers=buffers)
@@ -64,7 +66,7 @@ class Side:
         slots = MetadataBuffers(args.aux_data_ptrs, args.aux_data_lens, args.aux_item_lens)
         pages = args.kv_data_lens[0] // args.kv_item_lens[0]
         self.rows = HostRows(pages + slots.slots)
-        told = memory_of(args, slots.slots, self.rows, latent=False)
+        told = memory_of(args, slots.slots, self.rows, latent=latent)
         config = DoorwayConfig(
             me=self.peer, ranks=len(told.layout.ranks), groups=2, ticket_keys=rig.keys.get(name, TICKET_KEYS),
             ticket_ttl_s=120.0, mint=lambda: TransferId(f"{ord(name[0]):02x}{next(numbers):030x}"),
@@ -107,12 +109,14 @@ def _view(address: int, size: int) -> memoryview:
 class SglangRig:
     """P and D."""
 
-    def __init__(self, keys: dict[str, tuple[bytes, ...]] | None = None, buffers: int = BUFFERS) -> None:
+    def __init__(
+        self, keys: dict[str, tuple[bytes, ...]] | None = None, buffers: int = BUFFERS, *, latent: bool = False
+    ) -> None:
         self.keys = keys or {}
         self.now = 0.0
         self.wire, self.fabric = Wire(), Fabric()
         self.regions: dict[PeerId, Regions] = {}
-        self.p, self.d = Side("p", self, buffers=buffers), Side("d", self, buffers=buffers)
+        self.p, self.d = (Side(name, self, buffers=buffers, latent=latent) for name in "pd")
         self.prefill = FakePrefill(self.p.manager, self.p.memory)
         self.decode = FakeDecode(self.d.manager, self.d.memory)
         self.dead: set[str] = set()

@@ -48,6 +48,15 @@ def test_more_layers_than_a_rank_of_the_protocol_has_regions() -> None:
     rig.rest()
 
 
+def test_one_latent_buffer_a_layer() -> None:
+    """MLA."""
+    rig = SglangRig(buffers=3, latent=True)
+    p, d = rig.ask(prompt_pair(20))
+    rig.ended(p, d)
+    assert d.answer == "right"
+    rig.rest()
+
+
 def test_d_gives_up_no_page_before_p_has_begun() -> None:
     """What D preallocates is bounded by what P has admitted."""
     rig = SglangRig()

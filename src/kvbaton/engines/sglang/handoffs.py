@@ -13,7 +13,7 @@ from typing import Any
 
 from kvbaton.api.params import Mode
 from kvbaton.engines.sglang.metadata_rows import MetadataBuffers, Rows
-from kvbaton.engines.sglang.sglang_layout import KV, METADATA, Memory
+from kvbaton.engines.sglang.sglang_layout import KV, METADATA, SglangMemory
 from kvbaton.engines.sglang.sglang_requests import AskedPrompt, SglangRequests, handoff_of, ticket_of
 from kvbaton.engines.side.asks import ParamsSource, Target
 from kvbaton.engines.side.decode import DecodeSide
@@ -47,7 +47,7 @@ class Handoffs:
     def __init__(
         self,
         door: Doorway,
-        memory: Memory,
+        memory: SglangMemory,
         rows: Rows,
         metadata: MetadataBuffers,
         how_ended: HowEnded,

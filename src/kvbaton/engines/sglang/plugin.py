@@ -70,9 +70,9 @@ def with_backend(backends: type[enum.Enum]) -> Any:
 
 def kv_class(base: Any, kinds: Any, genuine: Callable[..., Any], backend: Any, kind: Any) -> Any:
     """`get_kv_class`, around."""
-    if getattr(backend, "value", backend) != BACKEND or kind == kinds.KVARGS:
+    if getattr(backend, "value", backend) != BACKEND:
         return genuine(backend, kind)
-    return classes(base)[kind.value]
+    return base.KVArgs if kind == kinds.KVARGS else classes(base)[kind.value]
 
 
 @functools.cache
@@ -117,17 +117,24 @@ def _shown(poller: Any, req: Any) -> None:
         note("bind", error)
 
 
+def _nobody(pages: Iterable[int]) -> None:
+    """Of an allocator that is not watched."""
+
+
 def tell_frees(allocator: type, ways: Iterable[str]) -> None:
-    """From now on each of these methods says which pages it was given, to whoever watches the allocator."""
+    """From now on each of these methods says which pages it gives back, to whoever watches the allocator."""
     for name in ways:
         genuine = getattr(allocator, name)
 
-        def told(self: Any, *pages: Any, _genuine: Callable[..., Any] = genuine, **named: Any) -> Any:
-            freed = getattr(self, "_kvbaton_freed", None)
-            if freed is not None:
-                for some in (*pages, *named.values()) or (self.get_all_free_pages(),):
-                    freed(some.tolist())
-            return _genuine(self, *pages, **named)
+        @functools.wraps(genuine)
+        def told(self: Any, *pages: Any, _genuine: Callable[..., Any] = genuine) -> Any:
+            freed: Callable[[Iterable[int]], None] = getattr(self, "_kvbaton_freed", _nobody)
+            for some in pages if freed is not _nobody else ():
+                freed(some.tolist())
+            done = _genuine(self, *pages)
+            if freed is not _nobody and not pages:  # `clear`: all of them are free now
+                freed(self.free_pages.tolist())
+            return done
 
-        setattr(allocator, name, functools.wraps(genuine)(told))
+        setattr(allocator, name, told)
     allocator._kvbaton_tells = True  # type: ignore[attr-defined]

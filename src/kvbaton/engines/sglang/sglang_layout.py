@@ -100,7 +100,7 @@ def _pages(args: Any) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Memory:
+class SglangMemory:
     """An engine's KV cache: how it is laid out, and what the protocol's ranks have of it."""
 
     layout: EngineLayout
@@ -113,7 +113,7 @@ class Memory:
         return self.pages + self.slots
 
 
-def memory_of(args: Any, slots: int, rows: Storage, *, latent: bool) -> Memory:
+def memory_of(args: Any, slots: int, rows: Storage, *, latent: bool) -> SglangMemory:
     """Of arguments that passed `check`; `rows` has one row for each page, which nobody uses, and then for each slot."""
     pages, item = _pages(args)[0], int(args.kv_item_lens[0])
     page_tokens = int(args.page_size)
@@ -153,4 +153,4 @@ def memory_of(args: Any, slots: int, rows: Storage, *, latent: bool) -> Memory:
         number += len(part)
     storages: Sequence[tuple[Storage, ...]] = [tuple(part) for part in parts]
     storages = [*storages[:-1], (*storages[-1], rows)]
-    return Memory(validate(EngineLayout(groups, tuple(ranks))), pages, slots, tuple(storages))
+    return SglangMemory(validate(EngineLayout(groups, tuple(ranks))), pages, slots, tuple(storages))
