@@ -60,6 +60,12 @@ def test_aggregated_engines_are_as_many_as_the_pair_has_and_have_no_connector(tm
         assert "--prefill-url" not in found.router.command
 
 
+def test_words_of_the_user_are_every_engines(tmp_path: Path) -> None:
+    spec = spec_of(contender("pull"), prefill=1, decode=1, lease_s=None, args=("--max-num-seqs", "8"), **SHAPE)  # type: ignore[arg-type]
+    for engine in made(Site("cpu", "python3", tmp_path, tmp_path, {MODEL: tmp_path}), spec).workers.values():
+        assert "--max-num-seqs 8" in " ".join(engine.command)
+
+
 def test_each_front_is_told_the_same_engines(tmp_path: Path) -> None:
     for name in ("nixl", "nixl@vllm-router"):
         found = group(tmp_path, name, 2, 2)

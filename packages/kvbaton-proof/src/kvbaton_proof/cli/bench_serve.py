@@ -37,10 +37,10 @@ INPUT_LEN, OUTPUT_LEN = "256", "32"
 CONCURRENCY_MAX, ROUNDS_MAX, TARGETS_MAX, WARMUPS_MAX = 2048, 100, 16, 1024
 _NAME = re.compile(r"[\w.-]{1,40}")
 _OWN = (
-    "engine", "compare", "contender", "prefill", "decode", "transport", "lease_s", "blocks", "vllm_python", "kv_gib",
-    "max_model_len",
+    "engine", "compare", "contender", "prefill", "decode", "transport", "lease_s", "blocks", "vllm_python", "vllm_args",
+    "kv_gib",    "max_model_len",
 )  # fmt: skip
-_ONLY = {"embedded": ("blocks",), "vllm": ("contender", "vllm_python", "kv_gib", "max_model_len")}
+_ONLY = {"embedded": ("blocks",), "vllm": ("contender", "vllm_python", "vllm_args", "kv_gib", "max_model_len")}
 ROUTER_ARGS = ("--fallback", "strict", "--deadline-s", "900", "--first-byte-s", "900")
 """A mode is measured and nothing in its place; of a request its own time-out counts."""
 
@@ -97,6 +97,8 @@ def add_where(group: argparse._ArgumentGroup) -> None:
            "own)")  # fmt: skip
     option("--blocks", type=whole(2, 1 << 20), metavar="N", help="embedded: KV cache blocks per engine (default: 1024)")
     option("--vllm-python", metavar="PATH", help="vllm: the Python interpreter with vLLM (default: searched for)")
+    option("--vllm-args", metavar="WORDS", help="vllm: more words of every server's command, in quotes, such as "
+           "'--max-num-batched-tokens 512'")  # fmt: skip
     option("--kv-gib", type=whole(1, 1024), metavar="N", help="vllm: KV cache of each engine (default: 1)")
     option("--max-model-len", type=whole(16, 1 << 20), metavar="N", help="vllm: tokens of a request (default: 2048)")
 

@@ -80,7 +80,7 @@ def contender(name: str) -> Contender:
 
 def spec_of(
     one: Contender, *, prefill: int, decode: int, max_model_len: int, transport: str, router_args: tuple[str, ...],
-    lease_s: float | None,
+    lease_s: float | None, args: tuple[str, ...] = (),
 ) -> Spec:  # fmt: skip
     """The servers of its cluster; the engines differ in their connector alone."""
     from kvbaton_proof.rig.servers import Spec  # brings aiohttp, which names can do without
@@ -103,5 +103,5 @@ def spec_of(
         name=one.cluster, model=MODEL, connector=one.connector, front=one.front, prefillers=prefill, decoders=count,
         max_model_len=max_model_len, chunk_tokens=0, at_once=0, settings={one.connector: settings},
         front_args=router_args if one.front == KVBATON else (), turn_s=TURN_S if TURNS in one.more else 0.0,
-        store=STORE_BYTES if STORE in one.more else "",
+        store=STORE_BYTES if STORE in one.more else "", args=args,
     )  # fmt: skip

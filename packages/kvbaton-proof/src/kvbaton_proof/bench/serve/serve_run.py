@@ -13,6 +13,7 @@ import contextlib
 import functools
 import gc
 import re
+import shlex
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager
@@ -178,6 +179,7 @@ async def _vllm(
     sites: dict[str, Site] = {}
     named = [contender(name) for name in args.compare]
     shape = {"prefill": args.prefill, "decode": args.decode, "transport": args.transport, "lease_s": args.lease_s}
+    shape["args"] = tuple(shlex.split(args.vllm_args or ""))
     for each in named:
         if each.cluster not in sites:
             spec = spec_of(each, max_model_len=server.max_model_len, router_args=args.router_args, **shape)
