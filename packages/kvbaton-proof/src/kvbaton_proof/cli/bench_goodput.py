@@ -10,6 +10,7 @@ import argparse
 import functools
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -82,10 +83,7 @@ def check(args: argparse.Namespace) -> None:
     is_tiny = not args.targets and args.engine == "embedded"
     args.rounds, args.rates = args.rounds or 1, args.rates or ()
     args.length_scale = args.length_scale or (EMBEDDED_SCALE if is_tiny else 1.0)
-    slo = args.slo or bench_serve.slo(EMBEDDED_SLO if is_tiny else SLO)
-    if slo.itl is not None:
-        slo = msgspec.structs.replace(slo, **{"itl": None, GAPS[args.itl]: slo.itl})
-    args.slo = slo
+    args.slo = by_gaps(args.slo or bench_serve.slo(EMBEDDED_SLO if is_tiny else SLO), args.itl)
     # Servers without cache_salt get marked prompts, other ones in each part: those have no right answer to compare.
     args.judged = not (args.no_judge or args.no_salt)
 
@@ -114,6 +112,11 @@ def _fault(word: str) -> tuple[str, str, float, float]:
         for each in times
     ]
     return act, ROLES[role], found[0], found[1] if act == "stop" else 0.0
+
+
+def by_gaps(slo: Any, how: str) -> Any:
+    """An objective `itl` is about this of each request's gaps."""
+    return slo if slo.itl is None else msgspec.structs.replace(slo, **{"itl": None, GAPS[how]: slo.itl})
 
 
 def trace_path(name: str) -> Path:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 REPEATS, AT_ONCE, STREAMS = 3, 16, (1, 4, 16)
 STREAM_TOKENS, SHORT_TOKENS = 48, 16
 TIMEOUT_S = 60.0
-SHARE = 0.9
+SHARE = 0.9  # of requests, that have to be good
 BESIDE = ("rate", "good: predicted", "measured", "predicted TTFT p50 ms", "p99 ms", "measured TTFT p50 ms", "p99 ms",
           "predicted ITL p99 ms", "measured")  # fmt: skip
 NEEDED = ("needed", "good", "TTFT p50 ms", "TTFT p99 ms", "ITL p99 ms")
@@ -44,16 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option("--beside", metavar="FILE", help="the JSON of a bench goodput run of this trace: is the prediction right?")
     option("--target", metavar="NAME", help="of that run (default: its last)")
     option("--rate", type=bench_serve.factor, metavar="R", help="requests/s (default: the trace's own)")
-    option("--share", type=_share, default=SHARE, metavar="X", help="of requests that have to be good (default: 0.9)")
     option("--slo", type=bench_serve.slo, metavar="A=T,B=T", help=f"objectives (default: {bench_goodput.SLO})")
     option("--requests", type=whole(2, 100_000), metavar="N", help="the first N of the trace (default: all)")
     option("--tokens-max", type=whole(2, 1 << 20), metavar="N", help="leave out requests with more tokens than N")
     option("--length-scale", type=bench_serve.factor, metavar="X", help="scale the trace's lengths (default: 1)")
     option("--json", action="store_true", help="print one object with the figures")
-
-
-def _share(text: str) -> float:
-    return bench_serve.number(text, lambda value: 0 < value <= 1, "a share above 0, such as 0.9")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
         requests=args.requests or own.get("requests"), tokens_max=args.tokens_max,
     )  # fmt: skip
     speeds = _speeds(args, asks)
-    slo = args.slo or (report.objectives if report is not None else bench_serve.slo(bench_goodput.SLO))
+    given = bench_goodput.by_gaps(args.slo or bench_serve.slo(bench_goodput.SLO), "p99")
+    slo = report.objectives if report is not None and args.slo is None else given
     tables, lines, beside, found = [], [], None, None
     if report is not None:
         target = args.target or report.levels[-1].target
@@ -76,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             raise CommandError(f"argument --beside: it has no P and D by the name of {target}")
         shape = (own["prefill engines"], own["decode engines"])
         predicted = [capacity_plan.level(asks, each.rate, speeds, *shape, slo) for each in measured]
-        beside = capacity_plan.compared(predicted, measured, args.share)
+        beside = capacity_plan.compared(predicted, measured, SHARE)
         tables.append(Table(BESIDE, [_row(*each) for each in zip(predicted, measured, strict=True)], target, LEGEND))
         off = "" if beside.off is None else f": {beside.off:+.0%}"
         rates = f"predicted {number(beside.predicted, 2)}, measured {number(beside.measured, 2)}{off}"
@@ -84,12 +80,12 @@ def run(args: argparse.Namespace) -> int:
     wrong = [] if beside is None or beside.holds else [f"{DOES_NOT_HOLD} {capacity_plan.TOLERATED:.0%}: {NOTHING_ELSE}"]
     rate = args.rate or (len(asks) - 1) / (asks[-1].due_s - asks[0].due_s)
     if not wrong:
-        found = capacity_plan.needed(asks, rate, speeds, slo, args.share)
+        found = capacity_plan.needed(asks, rate, speeds, slo, SHARE)
         cells = [f"more than {capacity_plan.ENGINES_MAX} engines", *["-"] * 4]
         if found is not None:
             times = (number(found.ttft_p50_ms, 0), number(found.ttft_p99_ms, 0), number(found.itl_p99_ms, 1))
             cells = [found.target, f"{found.share:.1%}", *times]
-        tables.append(Table(NEEDED, [cells], f"{rate:.2f} requests/s, {args.share:.0%} within {slo}", ESTIMATE))
+        tables.append(Table(NEEDED, [cells], f"{rate:.2f} requests/s, {SHARE:.0%} within {slo}", ESTIMATE))
     findings = Findings(title="", about="", command="", tables=tables, lines=lines, wrong=wrong)
     result = {"ok": not wrong, "speeds": speeds, "beside": beside, "needed": found, "rate": rate}
     show(findings, result, as_json=args.json, page=None)
