@@ -58,7 +58,8 @@ async def test_streams_of_every_kind_are_those_that_d_alone_tells(crew: Crew) ->
     for mode in MODES:
         async with streets(crew, "p0", "d0") as made:
             check(await read_all(made, mode), right, list(ASKED))
-            assert told(made) >= len(ASKED) - 3, "blanks of a chat, a stop text or the end may come first"
+            at_once = mode != "pull"  # then D may be first
+            assert told(made) >= (1 if at_once else len(ASKED) - 3), "blanks of a chat or a stop text may begin it"
             assert made.router.stats.waits.moves == {}, "P and D of one engine sample the same"
 
 
@@ -80,7 +81,7 @@ async def test_a_d_that_dies_with_the_first_tokens_of_its_streams_loses_none(cre
         right = await asyncio.gather(*(read(made, *each, mode) for each in asked))
         before = told(made)
         reading = [asyncio.create_task(read(made, *each, mode)) for each in asked]
-        while told(made) < before + 2:
+        while told(made) < before + 2 and not all(each.done() for each in reading):
             await asyncio.sleep(0.001)
         crew.kill("d0")
         check([await each for each in reading], right, kinds)
