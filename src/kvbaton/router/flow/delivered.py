@@ -92,6 +92,7 @@ class Delivered:
     def moved(self) -> None:
         """What comes from now on is another engine's, from the answer's first token on."""
         self._at, self._begun, self.broken_off = 0, len(self._ids), b""
+        self._shaped.moved()
         for channel in self._channels.values():
             channel.begin_again()
 
@@ -123,7 +124,16 @@ class Delivered:
                 return self._begin(events)
             if shown := self._by_shape(events) or self._at_once(events):
                 return shown
+        elif shown := self._as_if_first(events):
+            return shown
         return self._one_by_one(events)
+
+    def _as_if_first(self, events: bytes) -> bytes:
+        """Of another engine's that has told all that the client has; b"" where they are to be read one by one."""
+        if not 0 < self._begun <= self._at or self.broken_off or self._owes_text:
+            return b""
+        ours = self._shaped.under_head(events)
+        return self._by_shape(ours) or self._at_once(ours) if ours else b""
 
     def _one_by_one(self, events: bytes) -> bytes:
         shown = []

@@ -132,6 +132,7 @@ def without_ids(payload: bytes) -> bytes:
 
 _STRING = re.compile(rb'(?:[^"\\]|\\.)*"', re.DOTALL)
 _CHOICE = b'"choices":[{"index":0,'
+_BEHIND = b'"text":""}]}'
 _OPENING = re.compile(rb'"text":"|"delta":\{"[a-z_]+":"')
 _ROW = b'"token_ids":['
 _HOLE, _ID = "a text that stands for any other", 1234567890
@@ -190,25 +191,50 @@ def shape_of(head: bytes, event: bytes) -> EventShape | None:
     return EventShape(told.path, opening[0], between, after + b"\n\n", shown[len(before) :] + b"\n\n")
 
 
+def head_of(event: bytes) -> bytes:
+    """Of an event without its end; b"" where it has none."""
+    at = event.find(_CHOICE)
+    head = event[: at + len(_CHOICE)]
+    if 0 <= at < SHAPE_BYTES_MAX and MARK not in head:
+        with contextlib.suppress(*UNREADABLE):
+            _headed(head[6:] + _BEHIND)  # with these brackets it is JSON only if it ends in a first choice
+            return head
+    return b""
+
+
+def _names(head: bytes) -> set[str]:
+    return set(read_fields(head[6:] + _BEHIND))
+
+
 class ShapedEvents:
     """The events of one stream, by shapes that it shares with others."""
 
-    __slots__ = ("_head", "_looks_left", "_shape", "_shapes")
+    __slots__ = ("_head", "_looks_left", "_shape", "_shapes", "_theirs")
 
     def __init__(self, shapes: list[EventShape]) -> None:
         self._shapes = shapes
         self._shape: EventShape | None = None
         self._head = b""
+        self._theirs: bytes | None = None  # the head of another engine that goes on; b"": not of the same names
         self._looks_left = LOOKS_MAX
 
     def begin(self, event: bytes) -> None:
         """By the stream's first event, without its end."""
-        at = event.find(_CHOICE)
-        head = event[: at + len(_CHOICE)]
-        if 0 <= at < SHAPE_BYTES_MAX and MARK not in head:
-            with contextlib.suppress(*UNREADABLE):
-                _headed(head[6:] + b'"text":""}]}')  # with these brackets it is JSON only if it ends in a first choice
-                self._head = head
+        self._head = head_of(event)
+
+    def moved(self) -> None:
+        """What comes from now on has a head of its own."""
+        self._theirs = None
+
+    def under_head(self, events: bytes) -> bytes:
+        """Another engine's events as if the first had sent them; b"" where they have not all one head."""
+        if self._theirs is None:
+            theirs = head_of(events)
+            self._theirs = theirs if theirs and self._head and _names(theirs) == _names(self._head) else b""
+        theirs = self._theirs
+        # No head is in a string, where its quotes would be escaped, and no line ends there
+        whole = theirs and events.startswith(theirs) and events.count(theirs) == events.count(b"\n\ndata: {") + 1
+        return events.replace(theirs, self._head) if whole else b""
 
     def read(self, events: bytes) -> tuple[TextPath, str, list[int], bytes] | None:
         """The path, and as `EventShape.read`."""
