@@ -15,6 +15,7 @@ behind P, so that nobody but D ever writes D's pages.
     Receiver.poll                       Success after the commit, with the row; Failed when no read can land any more
     abort                               the source ended, or D gave up; the end still comes by `poll`
     KVBootstrapServer                   `bootstrap_stub`: answers that it is there; peers are found as everywhere
+    HiCacheStorage                          `hicache_store`: its flat pages as values of the shared store
     pages handed to the allocator       `plugin`: their epochs rise before anybody can be given them
 
 Laws: all of it runs on the scheduler's thread, and nothing waits there. SGLang owns its pages: it holds them while

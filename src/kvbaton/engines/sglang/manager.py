@@ -46,18 +46,23 @@ TELLS = "_kvbaton_tells"
 def settings_of(environ: Mapping[str, str] = os.environ) -> ConnectorSettings:
     """This engine's file; ValueError names the file and the key that is wrong."""
     path = environ.get(CONFIG_ENV, "")
+    settings = read_settings(path, CONFIG_ENV)
+    if settings.store or settings.turn_s or settings.moriio is not None:
+        raise ValueError(f"{CONFIG_ENV}: {path}: store, turn_s and moriio are not served here (docs/sglang.md)")
+    return settings
+
+
+def read_settings(path: str, named: str) -> ConnectorSettings:
+    """`named`: where the path was given."""
     if not path:
-        raise ValueError(f"{CONFIG_ENV}: not set; expected the path of a JSON file with name, keys and registry")
+        raise ValueError(f"{named}: not set; expected the path of a JSON file with name, keys and registry")
     try:
         told = json.loads(Path(path).read_text())
         if not isinstance(told, dict):
             raise ValueError("not an object")
-        settings = ConnectorSettings.parse(told).settled()
+        return ConnectorSettings.parse(told).settled()
     except (OSError, ValueError) as error:
-        raise ValueError(f"{CONFIG_ENV}: {path}: {str(error).removeprefix(FIELD + '.')}") from None
-    if settings.store or settings.turn_s or settings.moriio is not None:
-        raise ValueError(f"{CONFIG_ENV}: {path}: store, turn_s and moriio are not served under SGLang (docs/sglang.md)")
-    return settings
+        raise ValueError(f"{named}: {path}: {str(error).removeprefix(FIELD + '.')}") from None
 
 
 def how_ended(ledger: Ledger) -> HowEnded:
