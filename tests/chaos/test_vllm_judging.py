@@ -155,6 +155,8 @@ def test_a_connector_of_a_user_is_judged_by_what_d_did_not_compute(
     assert found.note == "" if hands_over else "nothing is handed over any more" in found.note
     told = vllm_run.outcome(standard("mine", 3), 1.0, (), (), (), Counter())
     assert shlex.split(told.replay)[7:] == [line, "--seed", "3"]
+    told = vllm_run.outcome(standard("mine", 3, ["replay"]), 1.0, (), (), (), Counter())
+    assert told.replay.endswith("--faults 'replay d0 used ticket,replay d0 foreign ticket'")
 
 
 def test_errors_are_counted_by_kind_and_are_no_broken_promise(tmp_path: Path) -> None:
@@ -202,7 +204,7 @@ def test_the_outcome_sums_its_rows_and_keeps_what_broke() -> None:
     assert (found.requests, found.right, found.wrong, found.dead, found.left_over) == (7, 5, 2, 1, 3)
     assert good.ok and not bad.ok and not found.ok
     assert "nothing held 9 s after" in good.note
-    assert found.replay.endswith("--connector kvbaton --seed 3")
+    assert found.replay.endswith("--connector kvbaton --seed 3 --faults abort,flood"), "only these were run"
     assert vllm_run.outcome(plan, 10.0, [good], [], [], Counter()).ok
     assert not vllm_run.outcome(plan, 10.0, [good], [], ["could not"], Counter()).ok
 

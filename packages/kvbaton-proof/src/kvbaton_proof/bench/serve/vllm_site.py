@@ -139,7 +139,7 @@ async def standing(spec: Spec, server: ServerOptions, say: Say, stop: asyncio.Ev
         )
         async with contextlib.AsyncExitStack() as stack:
             session = await stack.enter_async_context(aiohttp.ClientSession())
-            say(f"starting {spec.name}: {count} engines at most")
+            say(f"starting {spec.name}")
             starting = servers.standing(site, [spec], session, say, START_S + START_EACH_S * count)
             groups = await unless_stopped(stack.enter_async_context(starting), stop)
             group = groups[spec.name]

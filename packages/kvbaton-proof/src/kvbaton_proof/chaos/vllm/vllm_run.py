@@ -130,6 +130,10 @@ def outcome(
 ) -> Outcome:  # fmt: skip
     """The whole run; pure."""
     named = shlex.quote(CONNECTORS[plan.connector].line or plan.connector)
+    titles = ",".join(step.title() for step in plan.steps)
+    only = (
+        "" if len(plan.steps) == len(standard(plan.connector, plan.seed).steps) else f" --faults {shlex.quote(titles)}"
+    )
     return Outcome(
         plan=plan.name, seed=plan.seed, engine=plan.engine, connector=plan.connector, seconds=round(seconds, 1),
         requests=sum(row.requests for row in rows), right=sum(row.right for row in rows),
@@ -137,7 +141,7 @@ def outcome(
         late=sum(row.late for row in rows), dead=sum(row.dead for row in rows),
         left_over=sum(row.left_over or 0 for row in rows), rows=tuple(rows), members=tuple(members),
         problems=tuple(problems), errors_by_kind=dict(kinds), network="loopback",
-        replay=f"kvbaton chaos --engine vllm --plan standard --connector {named} --seed {plan.seed}",
+        replay=f"kvbaton chaos --engine vllm --plan standard --connector {named} --seed {plan.seed}{only}",
     )  # fmt: skip
 
 
