@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvbaton.node.pin_budget import WAITING_MAX
-from kvbaton.protocol.effects import Mark, Side, Step
+from kvbaton.protocol.effects import Ended, Mark, Side, Step
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.events import CacheReplaced, Discarded, DrainStarted, PutWanted, Wanted
 from kvbaton.protocol.ids import HandoffId, Incarnation, LeaseId, PutId, Reader
@@ -33,6 +33,11 @@ LATE_S = 0.1
 
 _MORE_THAN_ONCE = {Step.CLAIMED, Step.PARKED, Step.SEATED, Step.WRITTEN, Step.COMMITTED, Step.STALE, Step.LEFT}
 _OF_READERS = {Step.OFFERED, *_MORE_THAN_ONCE}
+_DELIVERED = {
+    Side.PREFILL: {Step.BEGUN, Step.COMMITTED},
+    Side.DECODE: {Step.ASKED, Step.CLAIMED, Step.GRANTED, Step.ALLOCATED, Step.COPIED},
+}
+"""What a handoff has gone through that is told as delivered."""
 
 Take = Callable[[Sequence[Mark], Sequence[tuple[Any, float]], float, float, Any], None]
 
@@ -70,6 +75,8 @@ class Record:
         if mark.step in steps and mark.step not in (_OF_READERS if mark.side is Side.PREFILL else _MORE_THAN_ONCE):
             raise Broken(RULE, f"{self.name}: {mark.step.value} is said twice of {key}")
         steps[mark.step] = mark.at
+        if isinstance(mark.what, Ended) and mark.what.end.delivered and not steps.keys() >= _DELIVERED[mark.side]:
+            raise Broken(RULE, f"{self.name}: {key} is told as delivered, after no more than {', '.join(steps)}")
         if mark.step is Step.RESTED:
             if Step.ENDED not in steps and Step.CLOSED not in steps:
                 raise Broken(RULE, f"{self.name}: {key} rests before it has ended")
