@@ -9,6 +9,7 @@ import pytest
 
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
+from kvbaton.ranks import rank_planes
 from kvbaton.ranks.rank_messages import (
     Cancel,
     Command,
@@ -19,6 +20,7 @@ from kvbaton.ranks.rank_messages import (
     MintFailed,
     RankConnect,
     RankDisconnect,
+    TablePart,
 )
 from kvbaton.ranks.rank_planes import AGAIN_MAX, AGAIN_S, HostedPlane
 from kvbaton.transports.core.transport import CopyEnded, FenceEnded, OpenFailed, Transport, TransportEvent
@@ -136,6 +138,15 @@ def test_a_plane_that_always_throws_does_not_grow_without_bound() -> None:
     transport.throws = ""
     plane.turn(AGAIN_S)
     assert transport.asked.count("cancel") == 2 * AGAIN_MAX + 5
+
+
+def test_tables_that_come_in_parts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_planes, "TABLE_BYTES_MAX", 64)
+    plane, _ = hosted("")
+    plane.waiting_max = 2
+    for job, size in ((1, 64), (2, 65), (2, 32), (3, 8)):
+        plane.carry_out(TablePart("fake", JobId(job), bytes(size)))
+    assert plane.faults == 2 and {job: len(table) for job, table in plane._parts.items()} == {1: 64, 2: 32}
 
 
 def test_a_closed_plane_is_asked_for_nothing_more() -> None:

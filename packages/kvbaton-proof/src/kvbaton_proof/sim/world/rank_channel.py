@@ -194,12 +194,13 @@ class Channel:
         world.after(down_s, self._up)
 
     def haunt(self, every_s: float) -> None:
-        """Somebody with the same keys speaks in the place of a rank that is gone, in another session: that proves
-        no life."""
+        """Somebody with the same keys speaks in the place of a rank that is gone, in another session: that proves no
+        life. It is heard in turns that the engine takes anyway."""
         carrier = self.carrier
         if carrier.faults.strange and carrier.engine.alive:
             if not carrier.engine.paused:
-                self._strange_arrives(False, msgspec.msgpack.encode(StreamEnvelope(1, 1, 0)))
+                self.strange_frames += 1
+                self.at_engine.append(msgspec.msgpack.encode(StreamEnvelope(1, 1, 0)))
             carrier.world.after(every_s, lambda: self.haunt(every_s))
 
     def flush(self) -> None:
