@@ -1,12 +1,14 @@
 """Invariants whenever bytes move, or may move from now on: in which blocks they land, and which they leave.
 
 Laws: bytes land only in blocks that D holds for this very handoff (rule 18).
-What P writes from, or serves, somebody holds. What P lends has been computed on the device of that very rank (rule 28).
+What P writes from, or serves, somebody holds. What P lends has been computed on the device of that very rank, and of
+each block that is all, and nothing of another (rule 28).
 """
 
 from __future__ import annotations
 
 from kvbaton.protocol.effects import Copy, Direction
+from kvbaton.protocol.geometry.layout import pages
 from kvbaton.protocol.machines.inbound import Intake
 from kvbaton.protocol.machines.push_writer import Outlet
 from kvbaton.transports.core.transport import Loan
@@ -27,6 +29,7 @@ class ByteInvariants:
 
     def watch(self, life: Life) -> None:
         for rank, planes in enumerate(life.transports):
+            self._check_pages(life, rank)
             for transport in planes.values():
                 self.owner[transport.address] = life
                 self.rank[transport.address] = rank
@@ -76,3 +79,18 @@ class ByteInvariants:
         blank = life.engine.device.blank[rank]
         if loan.direction is Direction.READ and not blank.isdisjoint(block for ids in loan.blocks for block in ids):
             raise Broken(WRONG, f"{life.peer.worker}: rank {rank} lends blocks that it has not computed")
+
+    def _check_pages(self, life: Life, rank: int) -> None:
+        """What is lent with a block."""
+        shape = life.character.shape
+        tables = pages(life.node.ledger.desk.identity.layout, rank)
+        for block in (0, 1, shape.blocks - 1):
+            lent = {
+                shape.bases[table.region] + band.start + block * band.stride + byte
+                for table in tables for band in table.bands for byte in range(band.extent)
+            }  # fmt: skip
+            starts = [shape.page(layer, block) for layer in shape.own_layers[rank]]
+            missing = {byte for start in starts for byte in range(start, start + shape.page_bytes)} - lent
+            if missing or any(shape.block_at(byte) != block for byte in lent):
+                what = "is not lent whole" if missing else "is lent with parts of others"
+                raise Broken(WRONG, f"{life.peer.worker}: rank {rank}: block {block} {what}")
