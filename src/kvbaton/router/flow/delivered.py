@@ -23,6 +23,7 @@ from kvbaton.router.flow.said_text import HistoryRoom, SaidText, SeamError
 from kvbaton.router.flow.told_events import (
     BROKEN_OFF,
     MARK,
+    NO_PROMPT,
     ONCE,
     TEXT,
     UNREADABLE,
@@ -161,7 +162,7 @@ class Delivered:
             return first + b"\n\n" + (self.told(rest[2:]) if len(rest) > 2 else b"")
         before, mark, behind = first.partition(_PROMPT_IDS)
         ids, _, after = behind.partition(b"]")
-        bare = before + after
+        bare = before + (NO_PROMPT if NO_PROMPT in rest else b"") + after  # as those that follow
         self._shaped.begin(bare)
         self._opening = bare[6:] if len(bare) <= OPENING_BYTES_KEPT else msgspec.json.encode(_named(bare[6:]))
         if self._usage_due:

@@ -28,7 +28,7 @@ ONCE = frozenset({"role", "id", "type"})
 BROKEN_OFF = ("abort", "error")
 """Finish reasons of an engine that gave up on an answer which nobody asked it to end."""
 MARK = b'token_ids":'
-_NO_PROMPT = b',"prompt_token_ids":null'
+NO_PROMPT = b',"prompt_token_ids":null'
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _IDS = re.compile(rb',\s*"(?:prompt_)?token_ids":\s*\[[0-9,\s]*\]')
 """An unescaped quote before a colon ends a name, so no text looks like this."""
@@ -115,7 +115,7 @@ def stripped(events: bytes) -> bytes:
     first, *rest = events.split(b',"token_ids":[')  # at the speed of C, where `_IDS` tries each comma
     bare = b"".join([first, *[each.partition(b"]")[2] for each in rest]])
     if MARK in bare:
-        bare = bare.replace(_NO_PROMPT, b"")  # as vLLM has it in all but the first of a completion
+        bare = bare.replace(NO_PROMPT, b"")  # as vLLM has it in all but the first of a completion
     if MARK in bare:
         bare = _IDS.sub(b"", bare)
     return bare if MARK not in bare else b""

@@ -31,15 +31,14 @@ _ANSWER = (
 )
 _PARAMS = b'{"do_remote_prefill":true,"do_remote_decode":false,"mode":"pull","ticket":"%s"}' % TICKET
 _EVENT = (
-    b'data: {"id":"cmpl-x",%s,"choices":[{"index":0,"text":" w","logprobs":null,"finish_reason":null}]}\n\n' % _HEAD
+    b'data: {"id":"cmpl-x",%s,"choices":[{"index":0,"text":" w","logprobs":null,"finish_reason":null,'
+    b'"stop_reason":null,"prompt_token_ids":null,"token_ids":null}]}\n\n' % _HEAD
 )
-
-
-_IDS = b'"finish_reason":null,"token_ids":[1917]'
-_EVENT_IDS = _EVENT.replace(b'"finish_reason":null', _IDS)
+"""As vLLM writes it."""
+_EVENT_IDS = _EVENT.replace(b'"token_ids":null}', b'"token_ids":[1917]}')
 PROMPT_TOKENS = 1020
-_PROMPT_IDS = b',"prompt_token_ids":[%s]' % b",".join(b"%d" % (7000 + at) for at in range(PROMPT_TOKENS))
-_FIRST_IDS = _EVENT.replace(b'"finish_reason":null', _IDS + _PROMPT_IDS)
+_PROMPT_IDS = b'"prompt_token_ids":[%s]' % b",".join(b"%d" % (7000 + at) for at in range(PROMPT_TOKENS))
+_FIRST_IDS = _EVENT_IDS.replace(b'"prompt_token_ids":null', _PROMPT_IDS)
 
 
 class Counts(msgspec.Struct):
