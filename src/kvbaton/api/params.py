@@ -39,6 +39,12 @@ from kvbaton.protocol.ids import (
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX, Ticket, seal
 
 FIELD = "kv_transfer_params"
+SGLANG = "sglang"
+"""In place of modes, in the registration of a worker whose server is SGLang's."""
+BOOTSTRAP = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
+"""The fields of a request that tell it, on both legs: where P is, and what the handoff is called."""
+CONTROL_AFTER_BOOTSTRAP = 1
+"""The control socket of such a P is so many ports after its bootstrap port."""
 SHOWN_CHARS = 200
 HISTORY_TOKENS_MAX = 1 << 20
 """Of one answer that is continued."""
@@ -224,6 +230,11 @@ def pair_params(mode: Mode, unique: str, prefill: str, decode: str) -> tuple[dic
     both = {"mode": str(mode), "transfer_id": f"tx-{unique}", PAIR: [prefill, decode]}
     source = {"do_remote_decode": True, "do_remote_prefill": False, **both}
     return source, {"do_remote_decode": False, "do_remote_prefill": True, **both}
+
+
+def room_handoff(room: int) -> HandoffId:
+    """The handoff of a `bootstrap_room`."""
+    return handoff_id(TransferId(f"{room:032x}"))
 
 
 def translated(request_id: str, raw: Mapping[str, Any], lookup: ForeignLookup, index: int = 0) -> TransferParams | None:

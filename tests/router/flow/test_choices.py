@@ -463,6 +463,24 @@ async def test_p2p_nccl_has_addresses_in_the_id_and_needs_no_answer_of_p(answers
         assert ("kv_transfer_params" in c.d[0].bodies[0]) == answers
 
 
+async def test_sglang_has_ps_bootstrap_and_a_room_in_the_body() -> None:
+    """Both legs at once, in one new room a try; what a client says of rooms and addresses goes nowhere."""
+    more = {"dialect": "sglang", "address": "[::1]:{port}"}
+    async with cluster([say(b'{"choices": []}')], [speak], modes=(Mode.STREAM,), key=None, **more) as c:
+        own = {"bootstrap_host": "10.0.0.66", "bootstrap_room": 5}
+        assert (await c.post({**BODY, **own}))[0] == 200
+        assert (await c.events(BODY))[-1] == "[DONE]"
+        rooms = []
+        for legs in zip(c.p[0].bodies, c.d[0].bodies, strict=True):
+            told = [(body["bootstrap_host"], body["bootstrap_port"], body["bootstrap_room"]) for body in legs]
+            assert told[0] == told[1] and told[0][:2] == ("::1", 6300)
+            assert not any("kv_transfer_params" in body for body in legs)
+            rooms.append(told[0][2])
+        assert all(0 < room < 1 << 63 and room != 5 for room in rooms) and rooms[0] != rooms[1]
+        assert b"10.0.0.66" not in c.p[0].raw[0] + c.d[0].raw[0]
+        assert c.p[0].bodies[0]["max_tokens"] == 1
+
+
 async def test_of_a_response_the_id_stands_in_the_body_too() -> None:
     whole = say(b'{"id": "resp_1"}')
     async with cluster([whole], [whole], modes=(Mode.PUSH,), key=None, **MORIIO) as c:

@@ -68,3 +68,18 @@ def test_a_ticket_that_is_given_up_goes_to_the_life_that_gave_it() -> None:
     (worker,) = directory.snapshot()
     directory.discard(worker, "ticket")
     assert listed.discarded == [("p0", 5, ("ticket",))]
+
+
+def test_a_worker_of_sglang_is_told_in_its_own_words_and_paired_with_its_like() -> None:
+    """P's bootstrap is one port before its control socket; nobody is asked for a prompt alone."""
+    inside = registry()
+    (entry,) = inside.workers()
+    told = msgspec.structs.replace(
+        entry.registration, modes=("sglang",), control_endpoint="tcp://[fd00::1]:8999", continues="output"
+    )
+    (worker,) = RegistryDirectory(Registry(msgspec.structs.replace(entry, registration=told))).snapshot()
+    assert (worker.dialect, worker.address, worker.modes) == ("sglang", "[fd00::1]:8998", (Mode.STREAM,))
+    assert not worker.computes_alone and not worker.is_own and worker.continues == ""
+    vllm = ListedEngine(WorkerId("d0"), "decode", "http://d0:1")
+    like = msgspec.structs.replace(vllm, name=WorkerId("d1"), dialect="sglang", modes=(Mode.STREAM,))
+    assert [pair.decode.name for pair in policy.pairs([worker, vllm, like], Mode.STREAM)] == ["d1"]

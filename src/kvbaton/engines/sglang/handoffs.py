@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kvbaton.api.params import Mode
+from kvbaton.api.params import Mode, room_handoff
 from kvbaton.engines.sglang.metadata_rows import MetadataBuffers, Rows
 from kvbaton.engines.sglang.sglang_layout import KV, METADATA, SglangMemory
-from kvbaton.engines.sglang.sglang_requests import AskedPrompt, SglangRequests, handoff_of, ticket_of
+from kvbaton.engines.sglang.sglang_requests import AskedPrompt, SglangRequests, ticket_of
 from kvbaton.engines.side.asks import ParamsSource, Target
 from kvbaton.engines.side.decode import DecodeSide
 from kvbaton.engines.side.prefill import PinAdmission, PrefillSide
@@ -132,7 +132,7 @@ class Handoffs:
         if prompt is not None and prompt.lease is None and not prompt.spoilt:
             self._prefill.tell_reader(prompt, reason)
         elif prompt is not None and prompt.lease is None:
-            self.door.let_go(handoff_of(asked.room))  # all of it is there, and goes with whoever reads it now
+            self.door.let_go(room_handoff(asked.room))  # all of it is there, and goes with whoever reads it now
         self._prefill.finished(asked, (), well=False)
 
     def left_prompt(self, asked: AskedPrompt) -> None:

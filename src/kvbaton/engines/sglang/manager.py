@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from kvbaton.api.params import CONTROL_AFTER_BOOTSTRAP, SGLANG
 from kvbaton.control.addressing import split_endpoint
 from kvbaton.engines.sglang.handoffs import Handoffs, HowEnded
 from kvbaton.engines.sglang.metadata_rows import DeviceRows, HostRows, MetadataBuffers, Rows
@@ -38,9 +39,6 @@ from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.ranks.rank_host import RankHost
 
 CONFIG_ENV = "KVBATON_SGLANG_CONFIG"
-CONTROL_AFTER_BOOTSTRAP = 1
-TELLS = "_kvbaton_tells"
-"""Of an allocator's own class: each of its ways to give a page back is told (`plugin`)."""
 
 
 def settings_of(environ: Mapping[str, str] = os.environ) -> ConnectorSettings:
@@ -129,7 +127,7 @@ class BatonManager:
         self.hosts = [RankHost(rank, planes_over(cache, settings), host) for rank, cache in enumerate(caches)]
         for each in self.hosts:
             each.start()
-        self.presence = Presence(settings, enrolment, facts, [each.invitation for each in self.hosts])
+        self.presence = Presence(settings, enrolment, facts, [each.invitation for each in self.hosts], modes=(SGLANG,))
         node = self.presence.node
         node.doorway.budget = budget_of(memory.pages, settings.pin_share, settings.pin_wait_s)
         self.handoffs = Handoffs(node.doorway, memory, rows, metadata, how_ended(node.ledger))
@@ -154,11 +152,10 @@ class BatonManager:
         host = "127.0.0.1" if host == "localhost" else host
         return self.presence.node.book.at(host, port + CONTROL_AFTER_BOOTSTRAP)
 
-    def watch(self, allocator: Any) -> None:
-        """The allocator whose pages these are. Where one of its ways to free them is not told, nothing is believed of a
-        lease once its pages are let go."""
-        identity = self.presence.node.ledger.desk.identity
-        identity.exact_epochs = TELLS in vars(type(allocator))
+    def watch(self, allocator: Any, *, exact: bool) -> None:
+        """The allocator whose pages these are. Not `exact`: not each of its ways to free them is told, so nothing is
+        believed of a lease once its pages are let go."""
+        self.presence.node.ledger.desk.identity.exact_epochs = exact
         allocator._kvbaton_freed = self.handoffs.freed
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ is refused by its name.
     utils.get_kv_class                        the classes of that member
     PrefillBootstrapQueue.create_sender       the sender is shown its request, the manager its allocator
     DecodePreallocQueue._create_receiver_and_enqueue    the receiver is shown its request
-    (Paged)TokenToKVPoolAllocator             each way to give a page back says so, before it can be handed out again
+    the allocator of P's pages                each way to give a page back says so, before it can be handed out again
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from kvbaton.engines.side.guard import note
 
 BACKEND = "kvbaton"
 _UTILS = "sglang.srt.disaggregation.utils"
-_ALLOCATORS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "sglang.srt.mem_cache.allocator.token": ("TokenToKVPoolAllocator", ("free", "clear")),
-    "sglang.srt.mem_cache.allocator.paged": ("PagedTokenToKVPoolAllocator", ("_release_page_ids", "clear")),
+_ALLOCATORS = {
+    "sglang.srt.mem_cache.allocator.token.TokenToKVPoolAllocator": ("free", "clear"),
+    "sglang.srt.mem_cache.allocator.paged.PagedTokenToKVPoolAllocator": ("_release_page_ids", "clear"),
 }
 """Of each allocator that is known, what all its ways to free lead through."""
+TELLS = "_kvbaton_tells"
 OLDEST = (0, 5, 17)
 
 
@@ -48,8 +49,6 @@ def register() -> None:
     put("sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.create_sender", sender_made, kind.AFTER)
     enqueued = "sglang.srt.disaggregation.decode.DecodePreallocQueue._create_receiver_and_enqueue"
     put(enqueued, receiver_made, kind.AFTER)
-    for module, (name, ways) in _ALLOCATORS.items():
-        tell_frees(getattr(importlib.import_module(module), name), ways)
 
 
 def check_version(text: str) -> None:
@@ -101,7 +100,7 @@ def sender_made(made: Any, queue: Any, req: Any, *_args: Any, **_kwargs: Any) ->
         manager = queue.kv_manager
         allocator = queue.scheduler.token_to_kv_pool_allocator
         if not hasattr(allocator, "_kvbaton_freed"):
-            manager.watch(allocator)
+            manager.watch(allocator, exact=is_told(type(allocator)))
 
 
 def receiver_made(made: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -115,6 +114,14 @@ def _shown(poller: Any, req: Any) -> None:
         poller.bind(req)
     except Exception as error:  # noqa: BLE001 - promise 4; `poll` then says that it failed
         note("bind", error)
+
+
+def is_told(allocator: type) -> bool:
+    """Whether each way to give a page back is told from now on: of an allocator that is known, none derived from it."""
+    ways = _ALLOCATORS.get(f"{allocator.__module__}.{allocator.__name__}", ())
+    if ways and TELLS not in vars(allocator):
+        tell_frees(allocator, ways)
+    return bool(ways)
 
 
 def _nobody(pages: Iterable[int]) -> None:
@@ -137,4 +144,4 @@ def tell_frees(allocator: type, ways: Iterable[str]) -> None:
             return done
 
         setattr(allocator, name, told)
-    allocator._kvbaton_tells = True  # type: ignore[attr-defined]
+    setattr(allocator, TELLS, True)

@@ -72,12 +72,18 @@ class _Poller:
             state = self._look()
         except Exception as error:  # noqa: BLE001 - promise 4: it would be the end of the scheduler
             note(f"{type(self).__name__}.poll", error)
-            self._fail(f"a fault of kvbaton: {error}")
+            self.why = self.why or f"a fault of kvbaton: {error}"
+            self.abort()
             state = self._resting()
         if state in (FAILED, SUCCESS):
             self.conclude_state = state
             self.clear()
         return state
+
+    @guarded(lambda self: None)
+    def abort(self) -> None:
+        if self.conclude_state is None:
+            self._fail("aborted")
 
     def clear(self) -> None:
         raise NotImplementedError
@@ -153,11 +159,6 @@ class BatonSender(_Poller):
 
     def get_transfer_metric(self) -> Any:
         return self.kv_mgr.no_metric()
-
-    @guarded(lambda self: None)
-    def abort(self) -> None:
-        if self.conclude_state is None:
-            self._fail("aborted at P")
 
     @guarded(lambda self: None)
     def clear(self) -> None:
@@ -250,11 +251,6 @@ class BatonReceiver(_Poller):
 
     def get_transfer_metric(self) -> Any:
         return self.kv_mgr.no_metric()
-
-    @guarded(lambda self: None)
-    def abort(self) -> None:
-        if self.conclude_state is None:
-            self._fail("aborted at D")
 
     def is_abort_release_safe(self) -> bool:
         return self._asked is None or not self._handoffs.holds(self._asked)

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvbaton.api.params import room_handoff
 from kvbaton.engines.side.protocols import EndedTurn
 from kvbaton.node.doorway import DoorwayConfig
 from kvbaton.protocol.content import Content
 from kvbaton.protocol.errors import ProtocolError, Reason
-from kvbaton.protocol.ids import HandoffId, TransferId, WorkerId, handoff_id
+from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.wire.ticket import Ticket, seal
 
 ROOM_MAX = (1 << 64) - 1
@@ -73,14 +74,10 @@ def asked(req: Any, room: object) -> AskedPrompt:
     return AskedPrompt(room, tokens, "\0".join(salts))
 
 
-def handoff_of(room: int) -> HandoffId:
-    return handoff_id(TransferId(f"{room:032x}"))
-
-
 def ticket_of(room: int, source: WorkerId, config: DoorwayConfig) -> str:
     """What entitles any decode worker of this cluster to ask for the room's prompt; both sides make it alike."""
     expires_unix_s = config.wall() + config.ticket_ttl_s
-    return seal(Ticket(handoff_of(room), source, expires_unix_s), config.ticket_keys[0])
+    return seal(Ticket(room_handoff(room), source, expires_unix_s), config.ticket_keys[0])
 
 
 class SglangRequests:

@@ -67,10 +67,14 @@ class Presence:
         facts: EngineFacts,
         ranks: Sequence[RankInvitation],
         place: DataParallelPlace | None = None,
+        *,
+        modes: Sequence[str] | None = None,
     ) -> None:
+        """`modes`: what routers are told, where that is not what the settings say."""
         keyring = enrolment.keyring
         _check_static(settings, keyring)
         self.settings = settings
+        self._modes = settings.modes if modes is None else modes
         self._place = place
         doorway = make_doorway(facts, keyring, settings.ticket_ttl_s)
 
@@ -147,7 +151,7 @@ class Presence:
             if settings.moriio is not None and (self._place is None or self._place.speaks):
                 self._announcer = self._make_announcer(settings.moriio)  # before a drain can be asked for
             if settings.registry:
-                registration = node.registration(settings.http_address or "", settings.modes, stays=True)
+                registration = node.registration(settings.http_address or "", self._modes, stays=True)
                 node.join((settings.registry_name, settings.registry), registration, on_drain=self._on_drain)
             if self._announcer is not None:
                 self._announcer.start()

@@ -6,6 +6,7 @@ both are what the workers registered.
     kvbaton    P's parameters ask for a lease (pull), or both sides get one ticket (stream, push)
     moriio     both sides get one transfer id, and a request id that holds both addresses; pull is READ, push is WRITE
     p2p_nccl   both sides get a request id that holds both addresses; what P answers, if anything, goes to D
+    sglang     both sides get P's bootstrap address and a room, as fields of the request itself
 
 Another dialect is a function that makes a `HandoffAsk`, and its entry below; how its workers announce themselves is a
 format of `control.plain`. What workers of ours read of other systems' requests is `api.params`'s, which writes it too.
@@ -22,6 +23,7 @@ import msgspec
 from kvbaton.api import params, request_ids, tokens
 from kvbaton.api.http.http_types import Header
 from kvbaton.api.params import LEASE_FOR_PULL, Mode, source_params, target_params
+from kvbaton.control.addressing import split_endpoint
 from kvbaton.control.plain import Fleet
 from kvbaton.protocol.ids import HandoffId, PeerId, TransferId, WorkerId, handoff_id
 from kvbaton.protocol.wire.ticket import Ticket, seal, seal_history
@@ -137,6 +139,13 @@ def _p2p_nccl(pair: Pair, mode: Mode, _: TicketMinter | None) -> HandoffAsk:
     return HandoffAsk(_LEASE, None, _named(pair)[1], needs_answer=False)
 
 
+def _sglang(pair: Pair, mode: Mode, _: TicketMinter | None) -> HandoffAsk:
+    host, port = split_endpoint(pair.prefill.address)
+    room = secrets.randbelow((1 << 63) - 1) + 1
+    told = _encode(dict(zip(params.BOOTSTRAP, (host, port, room), strict=True)))
+    return HandoffAsk(told, told, needs_answer=False, handoff=params.room_handoff(room))
+
+
 def _named(pair: Pair) -> tuple[str, str]:
     """Something new, and the request id that holds it and both addresses."""
     unique = secrets.token_hex(16)
@@ -149,6 +158,7 @@ DIALECTS: Mapping[str, Dialect] = {
     # A D of these tells vLLM that all of a prompt but its last token comes from P, also where no P was asked: it
     # decodes on blocks that nobody wrote. P2pNccl's need P's address in the request id besides, and raise without it.
     "moriio": Dialect(_moriio, {Fleet.MORIIO_READ: Mode.PULL, Fleet.MORIIO_WRITE: Mode.PUSH}, {Fleet.MORIIO_READ: "D"}),
+    params.SGLANG: Dialect(_sglang),
     "p2p_nccl": Dialect(_p2p_nccl, {Fleet.P2P_NCCL: Mode.PULL}, {Fleet.P2P_NCCL: "PD"}),
 }
 """By the name that a `ListedEngine` has."""

@@ -1,5 +1,7 @@
 """Request bodies for P and D, and what P answers for D: the client's fields, changed only where the handoff needs it.
 
+SGLang's fields stand in the body itself, and a client's own never go along.
+
 Laws: P computes the prompt and one token, whatever the client wants; D gets the client's body as it came, with one
 field added. What P says for D is read in bounds, and never reaches the client.
 """
@@ -14,7 +16,7 @@ import msgspec
 
 from kvbaton.api import bodies
 from kvbaton.api.bodies import BodyKind
-from kvbaton.api.params import FIELD
+from kvbaton.api.params import BOOTSTRAP, FIELD
 from kvbaton.protocol.ids import is_handoff_id
 from kvbaton.protocol.numbers import Version
 from kvbaton.protocol.wire.ticket import TICKET_CHARS_MAX, Ticket
@@ -22,6 +24,8 @@ from kvbaton.router.workers.directory import ListedEngine
 
 _encode = msgspec.json.Encoder().encode
 _KEY = b',"kv_transfer_params":'
+_BOOTSTRAP = b'{"bootstrap_host":'
+_OURS = frozenset((FIELD, *BOOTSTRAP))
 PARAMS_BYTES_MAX = 1 << 20
 """Of P's parameters for D: NIXL's name each block of the prompt, which for a million tokens is half of this."""
 PARAMS_NESTING_MAX = 16
@@ -55,7 +59,7 @@ def prefill_body(
 
 def _prefill_body(kind: BodyKind, fields: Mapping[str, Any], *, is_first: bool) -> bytes:
     body: dict[str, Any] = {**fields, "stream": False}
-    for name in (FIELD, "stream_options", "stop", "stop_sequences", "stop_token_ids"):
+    for name in (FIELD, *BOOTSTRAP, "stream_options", "stop", "stop_sequences", "stop_token_ids"):
         body.pop(name, None)
     if is_first:
         body["return_token_ids"] = True
@@ -77,7 +81,7 @@ def decode_body(
     data: bytes | None, fields: Mapping[str, Any], params: bytes | None, written: Written | None = None
 ) -> bytes:
     """Asks D for the client's answer. `data` is the client's own JSON object, None where it stood for several."""
-    if data is None or FIELD in fields:
+    if data is None or not _OURS.isdisjoint(fields):
         data = _decode_body(fields, {} if written is None else written)
     return data if params is None else _added(data, params)
 
@@ -86,13 +90,13 @@ def _decode_body(fields: Mapping[str, Any], written: Written) -> bytes:
     """Choices of one prompt differ by their seeds alone."""
     data = written.get("decode")
     if data is None:
-        data = _encode({name: value for name, value in fields.items() if name not in (FIELD, "seed")})
+        data = _encode({name: value for name, value in fields.items() if name not in _OURS and name != "seed"})
         written["decode"] = data
     return data if fields.get("seed") is None else _with(data, b',"seed":', _encode(fields["seed"]))
 
 
 def _added(data: bytes, params: bytes) -> bytes:
-    return _with(data, _KEY, params)
+    return _with(data, b",", params[1:-1]) if params.startswith(_BOOTSTRAP) else _with(data, _KEY, params)
 
 
 def _with(data: bytes, key: bytes, value: bytes) -> bytes:

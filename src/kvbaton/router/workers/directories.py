@@ -26,8 +26,9 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from kvbaton.api.params import HistoryWay, Mode
+from kvbaton.api.params import CONTROL_AFTER_BOOTSTRAP, SGLANG, HistoryWay, Mode
 from kvbaton.api.request_ids import parse_address
+from kvbaton.control.addressing import split_endpoint
 from kvbaton.control.keyring import data_parallel_name
 from kvbaton.control.plain import AnnouncedWorker, Announcement
 from kvbaton.control.registry import RosterEntry, WorkerState
@@ -164,7 +165,7 @@ class RegistryDirectory:
 def _registered(entry: RosterEntry) -> ListedEngine:
     told = entry.registration
     modes = tuple(mode for mode in Mode if mode in told.modes)
-    return ListedEngine(
+    found = ListedEngine(
         told.worker,
         told.role,
         f"http://{told.http_address}" if told.http_address else "",
@@ -179,6 +180,17 @@ def _registered(entry: RosterEntry) -> ListedEngine:
         dp_size=told.dp_size,
         continues=_continues(told.continues),
         context_tokens=told.context_tokens,
+    )
+    return found if SGLANG not in told.modes else _of_sglang(found, told.control_endpoint)
+
+
+def _of_sglang(found: ListedEngine, control_endpoint: str) -> ListedEngine:
+    """Its server is SGLang's: D reads behind P, by SGLang's own words, and neither answers a prompt alone."""
+    host, port = split_endpoint(control_endpoint)
+    bootstrap = port - CONTROL_AFTER_BOOTSTRAP
+    address = f"[{host}]:{bootstrap}" if ":" in host else f"{host}:{bootstrap}"
+    return msgspec.structs.replace(
+        found, modes=(Mode.STREAM,), dialect=SGLANG, address=address, computes_alone=False, continues=HistoryWay.NONE
     )
 
 
