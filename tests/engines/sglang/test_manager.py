@@ -17,7 +17,7 @@ import pytest
 from kvbaton.control import keyring as keys
 from kvbaton.engines.sglang.bootstrap_stub import BootstrapStub
 from kvbaton.engines.sglang.manager import CONFIG_ENV, BatonManager, compat_key, settings_of
-from kvbaton.engines.sglang.sglang_layout import NotHandedOver
+from kvbaton.engines.sglang.sglang_layout import NotHandedOver, refusals
 from tests.engines.sglang.fake_sglang import FakeDecode, FakePrefill, Memory, Req, first_token, prompt_pair
 
 LIMIT_S = 30.0
@@ -133,6 +133,8 @@ def test_the_key_names_the_kind_of_engine() -> None:
         ({"speculative_algorithm": "EAGLE"}, "speculative decoding"),
         ({"disaggregation_decode_enable_radix_cache": True}, "radix cache"),
         ({"enable_lora": True}, "LoRA"),
+        ({"lora_paths": ["a=b"]}, "LoRA"),
+        ({"enable_unified_memory": True}, "unified memory"),
         ({"disaggregation_decode_allocation_policy": "prefill_complete"}, "prefill_complete"),
         ({"disaggregation_decode_host_receive_threshold": 0.5}, "host"),
     ],
@@ -143,6 +145,29 @@ def test_what_is_not_handed_over_is_refused_at_start(
     _file(tmp_path, monkeypatch)
     with pytest.raises(NotHandedOver, match=named):
         BatonManager(Memory().kv_args(), mode("prefill"), server_args(**changes))
+
+
+def test_what_sglang_sets_by_itself_is_handed_over() -> None:
+    """The defaults of 0.5.17 and 0.5.23."""
+    sizes = dict.fromkeys(("tp_size", "dp_size", "pp_size", "dcp_size", "attn_cp_size", "ep_size"), 1)
+    off = dict.fromkeys(
+        ("enable_dp_attention", "enable_hisparse", "enable_pd_role_switch", "enable_unified_memory"), False
+    )
+    unset = dict.fromkeys(("enable_lora", "lora_paths", "speculative_algorithm"), None)
+    more = {
+        "disaggregation_decode_host_receive_threshold": 1.0,
+        "disaggregation_decode_allocation_policy": "early",
+        "disaggregation_decode_enable_radix_cache": False,
+        "disaggregation_decode_enable_offload_kvcache": False,
+    }
+    assert list(refusals(Memory().kv_args(), server_args(**sizes, **off, **unset, **more))) == []
+
+
+def test_staging_is_refused_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _file(tmp_path, monkeypatch)
+    monkeypatch.setenv("SGLANG_DISAGG_STAGING_BUFFER", "1")
+    with pytest.raises(NotHandedOver, match="SGLANG_DISAGG_STAGING_BUFFER"):
+        BatonManager(Memory().kv_args(), mode("prefill"), server_args())
 
 
 def test_states_and_drafts_are_refused_at_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,11 @@ def test_requests_are_counted_over_all_engines_once() -> None:
     assert requests_in("python_info 1.0") is None
 
 
+def test_those_of_sglang_wait_in_queues_of_their_own() -> None:
+    queues = "sglang:num_queue_reqs 4\nsglang:num_decode_transfer_queue_reqs 1.0\n"
+    assert requests_in(queues + 'sglang:num_running_reqs{tp_rank="0"} 2.0') == 7
+
+
 def test_nothing_is_said_only_after_a_quiet_while(server: Server) -> None:
     server.text = METRICS.format(running="1.0", waiting="0.0")
     watch = watching(server, Client(), HeldReport(leases=2), HeldReport(leases=2), HeldReport())

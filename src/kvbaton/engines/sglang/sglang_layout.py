@@ -10,6 +10,7 @@ Law: the protocol has 64 regions a rank. More buffers than that are more of the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,11 +61,11 @@ _OFF: Mapping[str, str] = {
     "disaggregation_decode_enable_radix_cache": "D's radix cache",
     "disaggregation_decode_enable_offload_kvcache": "D's KV offload",
     "enable_lora": "LoRA adapters, which are loaded by name alone",
-}
-_UNSET: Mapping[str, str] = {
+    "lora_paths": "LoRA adapters, which are loaded by name alone",
+    "enable_unified_memory": "the unified memory, whose pages have two numbers",
     "speculative_algorithm": "speculative decoding",
-    "disaggregation_prefill_pp": "pipeline stages",
 }
+STAGING_ENV = "SGLANG_DISAGG_STAGING_BUFFER"
 
 
 def refusals(args: Any, server_args: Any) -> Iterator[str]:
@@ -72,13 +73,15 @@ def refusals(args: Any, server_args: Any) -> Iterator[str]:
     for name in _ONE:
         if (getattr(server_args, name, None) or 1) != 1:
             yield f"--{name.replace('_', '-')} {getattr(server_args, name)}: 1 is handed over"
-    for name, what in (*_OFF.items(), *_UNSET.items()):
+    for name, what in _OFF.items():
         if getattr(server_args, name, None):
             yield f"--{name.replace('_', '-')}: {what} is not handed over"
     if (share := getattr(server_args, "disaggregation_decode_host_receive_threshold", 1)) < 1:
         yield f"--disaggregation-decode-host-receive-threshold {share}: pages of the host are not handed over"
     if (policy := getattr(server_args, "disaggregation_decode_allocation_policy", "early")) != "early":
         yield f"--disaggregation-decode-allocation-policy {policy}: D always waits for P"
+    if os.environ.get(STAGING_ENV, "0").lower() not in ("", "0", "false"):
+        yield f"{STAGING_ENV}: P and D have the same number of ranks, and nothing is staged"
     if kinds := [getattr(kind, "value", kind) for kind in getattr(args, "state_types", None) or ()]:
         yield f"a model with layers of {', '.join(sorted(set(kinds)))}: their states are not handed over"
     if getattr(args, "num_draft_entries", 0):

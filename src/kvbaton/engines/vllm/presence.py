@@ -54,7 +54,8 @@ POLL_S = 0.5
 QUIET_S = 2.0
 ASK_S = 5.0
 STOP_S = 3.0
-_GAUGE = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{([^}]*)\})? ([0-9.eE+]+)$", re.MULTILINE)
+_VLLM, _SGLANG = r"vllm:num_requests_(?:running|waiting)", r"sglang:num_(?:running|(?:\w+_)?queue)_reqs"
+_GAUGE = re.compile(rf"^(?:{_VLLM}|{_SGLANG})(?:\{{([^}}]*)\}})? ([0-9.eE+]+)$", re.MULTILINE)
 
 
 class Presence:
@@ -233,7 +234,7 @@ def _make_shelf(links: RankLinks, facts: EngineFacts, settings: ConnectorSetting
 
 
 def requests_in(metrics: str, rank: int | None = None) -> int | None:
-    """How many requests run or wait, by vLLM's own gauges; None where they are not told. `rank`: of that one alone."""
+    """How many requests run or wait, by the server's own gauges; None where it has none. `rank`: of that one alone."""
     label = "" if rank is None else f'engine="{rank}"'
     found = [float(value) for labels, value in _GAUGE.findall(metrics) if label in labels]
     return int(sum(found)) if found else None
