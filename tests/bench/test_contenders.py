@@ -45,7 +45,7 @@ def test_names_are_taken_apart_and_modes_share_a_cluster_where_a_router_knows_th
     assert contender("stream+turns+store").cluster == "kvbaton-store-turns"
     behind = contender("stream@vllm-router")
     assert (behind.header, behind.cluster) == (None, "kvbaton-stream-vllm-router")
-    assert ServeTarget("nixl@toy", "").salt == "nixl-toy", "vLLM refuses a cache_salt with other letters"
+    assert ServeTarget("nixl@toy", "").salt == "nixl-toy", "vLLM refuses a cache_salt with an @"
     for bad in ("pusch", "nixl+turns", "pull@nginx", "pull@", "pull+tunrs"):
         with pytest.raises(ValueError, match="expected some of aggregated, single, pull"):
             contender(bad)

@@ -34,8 +34,9 @@ def find_vllm_router(given: str | None, start: Path, search: str | None) -> str 
 
 
 def kvbaton_router(port: int, known: Sequence[str], turn_s: float) -> list[str]:
-    """`known`: words that say where its workers are, and any others; the last of two that contradict is meant."""
-    words = [*KVBATON_ARGV, "router", "--port", str(port), "--fallback", "strict", *known]
+    """`known`: words that say where its workers are, and any others."""
+    words = [*KVBATON_ARGV, "router", "--port", str(port), *known]
+    words += [] if "--fallback" in known else ["--fallback", "strict"]
     return [*words, *(["--turn-s", str(turn_s)] if turn_s else [])]
 
 

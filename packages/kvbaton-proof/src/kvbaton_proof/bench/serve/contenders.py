@@ -97,7 +97,7 @@ def spec_of(
             )
         settings |= {field: lease_s if one.connector == KVBATON else max(1, round(lease_s))} if field else {}
     if is_alone:
-        router_args = (*router_args, *LOCAL)
+        router_args = (*(word for word in router_args if word not in ("--fallback", "strict", "local")), *LOCAL)
     count = decode if not is_alone else 1 if one.is_single else prefill + decode
     return Spec(
         name=one.cluster, model=MODEL, connector=one.connector, front=one.front, prefillers=prefill, decoders=count,

@@ -74,7 +74,7 @@ class ServeTarget:
 
     @property
     def salt(self) -> str:
-        """Its name in the letters that vLLM takes in a `cache_salt`: others get status 400."""
+        """Its name without what vLLM refuses in a `cache_salt` (@ and slashes, with status 400)."""
         return re.sub(r"[^\w.-]", "-", self.name)
 
 
