@@ -334,7 +334,11 @@ ROUTER_RETRIES = _counter(
     (_R,), Label("side", ("prefill", "decode"), "failed side"), from_zero=True,
 )  # fmt: skip
 ROUTER_FIRST_TOKENS = _counter(
-    "router_first_tokens", "First tokens of streams that clients got from the prefill worker.", (_R,), MODE
+    "router_first_tokens",
+    "First tokens of streams that clients got from the prefill worker.",
+    (_R,),
+    MODE,
+    from_zero=True,
 )
 ROUTER_MOVES = _counter(
     "router_moves", "Streams that went on at another decode worker, by why they left theirs.", (_R,),
