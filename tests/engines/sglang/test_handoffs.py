@@ -136,6 +136,19 @@ def test_an_abort_after_every_step(who: str, is_held: bool) -> None:
         rig.rest()
 
 
+def test_d_is_told_of_a_prompt_that_p_will_not_begin() -> None:
+    """Aborted while it waits at P: D's client does not wait for a deadline."""
+    rig = SglangRig()
+    rig.p.memory.free_slots.clear()
+    p, d = rig.ask(prompt_pair(9))
+    rig.later(1.0)
+    assert p in rig.prefill.bootstrap and not d.finished
+    rig.prefill.abort(p)
+    began = rig.now
+    rig.ended(p, d)
+    assert rig.now - began < 1.0 and str(Reason.SOURCE_ABORTED) in d.finished
+
+
 def test_bytes_that_land_after_an_abort_find_their_pages() -> None:
     """D's pages are its own until the copy that nobody can cancel has ended."""
     rig = SglangRig()
