@@ -110,12 +110,23 @@ def level(asks: Sequence[Ask], rate: float, speeds: Speeds, prefills: int, decod
 
 
 def needed(asks: Sequence[Ask], rate: float, speeds: Speeds, slo: Slo, share: float) -> Level | None:
-    """The fewest engines with which so many are good; of as many, those with the most good ones."""
-    for count in range(2, ENGINES_MAX + 1):
-        tried = [level(asks, rate, speeds, each, count - each, slo) for each in range(1, count)]
-        if (best := max(tried, key=lambda each: each.share)).share >= share:
-            return best
-    return None
+    """Engines with which so many are good: from one P and one D, always one more of those that help most."""
+    prefills = decodes = 1
+    found = level(asks, rate, speeds, prefills, decodes, slo)
+    while found.share < share:
+        if prefills + decodes == ENGINES_MAX:
+            return None
+        more_p = level(asks, rate, speeds, prefills + 1, decodes, slo)
+        more_d = level(asks, rate, speeds, prefills, decodes + 1, slo)
+        is_p = _gain(more_p, slo) >= _gain(more_d, slo)
+        prefills, decodes, found = (prefills + 1, decodes, more_p) if is_p else (prefills, decodes + 1, more_d)
+    return found
+
+
+def _gain(found: Level, slo: Slo) -> tuple[float, float]:
+    """By good requests; where these are as many, by how far the times are from the objectives."""
+    limits = ((found.ttft_p50_ms, slo.ttft), (found.itl_p99_ms, slo.itl_p99 or slo.tpot or slo.itl))
+    return found.share, -sum((at or 0.0) / 1e3 / limit for at, limit in limits if limit)
 
 
 class Beside(msgspec.Struct, frozen=True):
