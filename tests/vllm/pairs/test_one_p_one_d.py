@@ -161,8 +161,8 @@ def test_first_tokens_come_from_p_and_the_rest_is_what_one_engine_says(duo: Duo,
     """With model runner V1 the history is more of D's prompt: greedy answers alone."""
     before, delivered = first_tokens_of_pull(duo), duo.delivered()
     greedy = {"model": "tiny", "temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
-    for number, mode in enumerate(MODES, FIRST_EXTRA):
-        prompt = extra(number)
+    prompts = [prompt for prompt in map(extra, range(5, 20)) if begins_with_text(oracle(prompt))][: len(MODES)]
+    for prompt, mode in zip(prompts, MODES, strict=True):
         body = {**greedy, "prompt": prompt, "max_tokens": TOKENS, "logprobs": 1, "return_token_ids": True}
         found, alone = (read_stream(url, body, mode) for url in (duo.url, duo.d.url))
         assert (found.texts, found.ids, found.usages) == (alone.texts, alone.ids, alone.usages)
@@ -172,16 +172,18 @@ def test_first_tokens_come_from_p_and_the_rest_is_what_one_engine_says(duo: Duo,
     duo.come_to_rest()
     duo.handed_over(delivered, len(MODES))
     assert first_tokens_of_pull(duo) == before + 1, "where both are asked at once, D may be first"
-    one = {**greedy, "prompt": extra(FIRST_EXTRA), "max_tokens": 1}
+    one = {**greedy, "prompt": prompts[0], "max_tokens": 1}
     for mode in MODES:
         first = read_stream(duo.url, one, mode)
         assert (first.finishes, first.dones) == (["length"], 1)
         assert first.usages[0]["completion_tokens"] == 1
-        assert oracle(extra(FIRST_EXTRA)).text.startswith(first.texts[("text",)])
+        assert first.texts == {("text",): oracle(prompts[0]).tokens[0]}
     assert first_tokens_of_pull(duo) == before + 2
 
 
-FIRST_EXTRA = 9
+def begins_with_text(answer: Answer) -> bool:
+    """And not with half a character, or with what is never shown."""
+    return "\ufffd" not in answer.tokens[0] and answer.text.startswith(answer.tokens[0])
 
 
 def first_tokens_of_pull(duo: Duo) -> int:
