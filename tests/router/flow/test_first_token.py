@@ -121,6 +121,8 @@ async def test_the_client_has_ps_token_before_d_says_a_word(mode: str, body: dic
         assert (history and history["tokens"]) == ([0] if mode == "pull" else None)
         assert (first_tokens(c), moves(c)) == (1, ({}, {}))
         await until(lambda: not c.app.stats.in_flight)
+        [flight] = (await c.get("/flights?last=9"))[1]["journeys"]
+        assert flight["chunks"] == len(ANSWER), "P's token is one of them"
 
 
 @pytest.mark.parametrize("mode", ["stream", "push"])

@@ -116,7 +116,7 @@ class Flight(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     @property
     def itl_s(self) -> float | None:
         """At the router: the mean time between tokens (ITL) of a streamed answer."""
-        first, last = self.at("first_byte"), self.at("ended")
+        first, last = self.at("first_token") or self.at("first_byte"), self.at("ended")
         if self.chunks < 2 or first is None or last is None or self.end != "ok":
             return None
         return max(last - first, 0.0) / (self.chunks - 1)

@@ -171,7 +171,8 @@ class OwnedStream:
     """One of them, or one that is not continued: then it is D's stream, as it comes. Its holder calls `aclose`."""
 
     __slots__ = (
-        "_call", "_first", "_is_noted", "_leaving", "_reply", "_rest", "_serving", "_streams", "more", "served",
+        "_call", "_first", "_is_noted", "_leaving", "_reply", "_rest", "_serving", "_streams", "_uncounted",
+        "more", "served",
     )  # fmt: skip
 
     def __init__(
@@ -186,6 +187,7 @@ class OwnedStream:
         self._first = begun if isinstance(begun, FirstReply) else None
         self.served: BegunAnswer = begun if isinstance(begun, Reply) else begun.served
         self._serving = serving
+        self._uncounted = 0  # events of P, while D has not answered
         self._streams = streams
         self._call = call
         self._is_noted = False  # that D has failed
@@ -205,8 +207,10 @@ class OwnedStream:
         return self._reply
 
     def count(self, chunks: int) -> None:
-        """So many events that bear a token went on; those of D are noted."""
-        if self._reply is not None:
+        """So many events that bear a token went on; P's is noted with those of the D that goes on."""
+        if self._reply is None:
+            self._uncounted += chunks
+        else:
             self._reply.chunks += chunks
 
     def leave(self, why: str) -> None:
@@ -285,6 +289,7 @@ class OwnedStream:
             if self._rest is None:
                 self._stand()
         self._serving = None
+        self.reply.chunks += self._uncounted
         return b""
 
     def _why(self) -> str:

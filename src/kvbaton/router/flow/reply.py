@@ -189,9 +189,9 @@ class Reply(BegunAnswer):
         # since the client has its answer; what P says later is noted as late.
         self._load.give()
         ended = True
+        self._trip.call.chunks = self.chunks
         if isinstance(self._decoding, EventStream):
             ended = self._decoding.ended
-            self._trip.call.chunks = self.chunks
             if not ended:
                 self._trip.broke(self._decoding.fault or asyncio.CancelledError())
             self._replies.streamed(self.route.decode, self._decoding)
