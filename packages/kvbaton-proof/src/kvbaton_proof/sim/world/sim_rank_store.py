@@ -4,8 +4,8 @@ The shelf, the links to the ranks' shelves, `LocalRankStore` with its values and
 threads of the store are turns of the world, and the back end is in memory, slow, failing or stuck now and then.
 
 Laws: what a get brings is the prompt's, in every cell (checked when it is read). Its blocks are held until every rank
-has said that its part is at rest, also after their request has ended. Each order ends once. At rest no order is open
-and the store pins nothing.
+has said that its part is at rest, also after their request has ended. Each order ends once. A rank opens its store
+once; at rest no order is open and the store pins nothing.
 """
 
 from __future__ import annotations
@@ -248,6 +248,8 @@ class RankStore:
             raise Broken(HANG, f"{name}: orders of the store are open at rest: {list(shelf._open)[:3]}")
         if len(self.told) < len(ranks):
             raise Broken(NEEDLESS, f"{name}: of {len(ranks)} ranks {sorted(self.told)} know whose store theirs is")
+        if len(self.shelves) > len(self._of_rank):
+            raise Broken(LEAK, f"{name}: a rank has opened its store twice")
         if shelf.counters["faults"]:
             raise Broken(DEATH, f"{name}: a rank's shelf threw {shelf.counters['faults']} times at its engine")
         if shelf.counters["late"]:
