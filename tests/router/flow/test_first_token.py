@@ -15,7 +15,9 @@ from kvbaton.api import sse
 from kvbaton.api.bodies import BodyKind
 from kvbaton.api.params import HistoryWay
 from kvbaton.protocol.ids import Incarnation
-from kvbaton.router.flow.first_token import FirstTokenRule
+from kvbaton.router.flow.continuing import StreamLife
+from kvbaton.router.flow.first_token import FirstToken, FirstTokenRule
+from kvbaton.router.flow.said_text import HistoryRoom
 from kvbaton.router.workers.directory import ListedEngine
 from tests.router.fake_workers import (
     QUICK,
@@ -196,7 +198,44 @@ async def test_a_d_that_fails_behind_the_first_token_is_followed_by_another(mode
 async def test_tries_of_a_stream_that_has_begun_do_not_end_before_its_moves() -> None:
     async with pd(samples(), only_first(refuse(500), WHOLE), only_first(refuse(500), WHOLE)) as c:
         assert (await read(c)).texts == {("text",): ANSWER}
-        assert moves(c) == ({"died": 1}, {})
+        assert moves(c) == ({"refused": 1}, {})
+
+
+async def test_a_full_d_behind_a_first_token_is_asked_again_when_it_said_and_not_before() -> None:
+    full = refuse(429)  # come back after 7 s
+    async with pd(samples(), full) as c:
+        reading = asyncio.create_task(read(c))
+        await until(lambda: c.d[0].bodies)
+        asked = len(c.d[0].bodies)
+        await asyncio.sleep(0.5)
+        assert len(c.d[0].bodies) == asked
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await until(lambda: not c.app.stats.in_flight)
+    async with pd(samples(), WHOLE, full=True) as c:
+        await read(c)
+        assert first_tokens(c) == 0, "a D that is full may not take it"
+
+
+async def test_a_d_that_dies_behind_its_last_token_needs_no_other_and_the_usage_is_right() -> None:
+    life = StreamLife(BODY, HistoryRoom(100, 100), FirstTokenRule(BodyKind.COMPLETION, BODY))
+    first = life.first and life.first.told(msgspec.json.encode(answer_of(BODY)), worker(), worker())
+    assert first is not None
+    reader = Reader()
+    reader.read(life.say_first(first))
+    choice = {"index": 0, "text": "ab", "token_ids": [0, 1], "finish_reason": "length"}
+    reader.read(life.delivered.told(event({"id": "cmpl-2", "choices": [choice]})))
+    reader.read(life.delivered.rest())
+    assert reader.usages == [{"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}]
+    assert (reader.texts, reader.dones) == ({("text",): "ab"}, 1)
+
+
+@pytest.mark.parametrize("room", [HistoryRoom(0, 9), HistoryRoom(9, 0)])
+def test_a_token_that_cannot_be_remembered_is_not_told(room: HistoryRoom) -> None:
+    first = FirstToken(7, b"", 3, is_last=False)
+    assert not StreamLife(BODY, room).may_say(first)
+    assert StreamLife(BODY, HistoryRoom(9, 9)).may_say(first)
+    assert not StreamLife(BODY, HistoryRoom(9, 9)).may_say(msgspec.structs.replace(first, token=1 << 31))
 
 
 async def test_where_no_d_is_left_the_stream_ends_with_the_error_event() -> None:
@@ -278,6 +317,7 @@ def rule(body: dict[str, Any], answer: dict[str, Any], context_tokens: int = 100
         ({}, {"text": ""}), ({}, {"text": "a\ufffd"}), ({}, {"token_ids": [1, 2]}), ({}, {"token_ids": None}),
         ({"stop": "ab"}, {}), ({"stop": ["x", "a"]}, {}), ({"stop": "xyz"}, {"text": "wxy"}),
         ({"stop_token_ids": [0]}, {}),
+        ({}, {"logprobs": msgspec.Raw(b"[\n]")}), ({"max_tokens": 1}, {"token_ids": [1, 2]}),
         ({}, {"finish": "abort"}), ({"max_tokens": 98}, {}), ({"max_tokens": 1, "stop": "ab"}, {}),
     ],
 )  # fmt: skip
@@ -322,7 +362,7 @@ def test_what_is_no_answer_is_not_told(answer: bytes) -> None:
     [
         {"tools": [{"type": "function"}]}, {"functions": [{}]}, {"max_tokens": True}, {"max_tokens": 0}, {"stop": [3]},
         {"stop": [""]}, {"stop": 3}, {"stream_options": "x"}, {"stream_options": {"include_usage": 1}},
-        {"stop_token_ids": 3}, {"min_tokens": "x"},
+        {"stop_token_ids": 3}, {"min_tokens": "x"}, {"max_tokens": None, "min_tokens": 2}, {"return_prompt_text": True},
     ],
 )  # fmt: skip
 def test_bodies_that_it_is_not_for(more: dict[str, Any]) -> None:

@@ -342,8 +342,9 @@ ROUTER_FIRST_TOKENS = _counter(
 )
 ROUTER_MOVES = _counter(
     "router_moves", "Streams that went on at another decode worker, by why they left theirs.", (_R,),
-    Label("reason", ("died", "stalled", "left", "draining", "differed"), "what became of their worker; `differed`: it "
-          "sampled another first token than the prefill worker, which the client has"), from_zero=True,
+    Label("reason", ("died", "stalled", "left", "draining", "differed", "refused"), "what became of their worker; "
+          "`differed`: it sampled another first token than the prefill worker, which the client has; `refused`: none "
+          "would answer behind that token"), from_zero=True,
 )  # fmt: skip
 ROUTER_MOVES_FAILED = _counter(
     "router_moves_failed", "Streams that lost their decode worker and ended there, by what hindered them.", (_R,),

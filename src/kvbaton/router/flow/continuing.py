@@ -42,6 +42,7 @@ _LOOKS_BACK: Mapping[str, tuple[Any, ...]] = {
 }  # fmt: skip
 """What a D that takes the history for the prompt cannot go on with, with the values that ask for nothing."""
 _SEED_BITS = 63
+_TOKEN_MAX = (1 << 31) - 1
 _encode = msgspec.json.Encoder().encode
 
 
@@ -77,7 +78,7 @@ class StreamLife:
 
     def wants_first(self, prefill: ListedEngine, decode: ListedEngine, mode: Mode) -> bool:
         """Whether P's token is what the answer begins with, and D goes on behind it or says the same."""
-        if self.first is None or self.history or self.moves or self._room.held >= self._room.of_all:
+        if self.first is None or self.history or self.moves or decode.full:
             return False
         able = prefill.is_own and prefill.continues is decode.continues and self.takes(decode)
         is_repeated = mode is Mode.PULL or self._fields.get("temperature") == 0 or self.seed is not None
@@ -92,9 +93,15 @@ class StreamLife:
         """Fields of P's body, so that its token is the one that D would sample."""
         return b"" if self.seed is None else b',"seed":%b' % _encode(self.seed)
 
+    def may_say(self, first: FirstToken) -> bool:
+        """Whether it can be remembered as a history."""
+        room = self._room
+        return room.of_one > 0 and room.held < room.of_all and 0 <= first.token <= _TOKEN_MAX
+
     def say_first(self, first: FirstToken) -> bytes:
         """The client gets it; whoever is asked from now on begins behind it."""
         shown = self.delivered.told(first.events)
+        self.delivered.prompt_tokens = first.prompt_tokens
         self.history = (first.token,)
         self.delivered.moved()
         return shown

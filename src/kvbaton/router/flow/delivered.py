@@ -51,8 +51,8 @@ class Delivered:
     """Of one choice of a stream of `/v1/completions` or `/v1/chat/completions`."""
 
     __slots__ = (
-        "_at", "_begun", "_channels", "_finished", "_ids", "_ids_wanted", "_once", "_opening", "_prompt_tokens",
-        "_room", "_shaped", "_usage_due", "broken_off", "stuck",
+        "_at", "_begun", "_channels", "_finished", "_ids", "_ids_wanted", "_once", "_opening", "_room", "_shaped",
+        "_usage_due", "broken_off", "prompt_tokens", "stuck",
     )  # fmt: skip
 
     def __init__(self, room: HistoryRoom, *, ids_wanted: bool = False, usage_due: bool = False) -> None:
@@ -68,7 +68,7 @@ class Delivered:
         self._channels: dict[TextPath, SaidText] = {}
         self._once: set[TextPath] = set()
         self._opening = b""  # the first event, without its end and the ids of the prompt
-        self._prompt_tokens = 0
+        self.prompt_tokens = 0  # for the usage at the end; 0: not told
         self._finished = False
         self._shaped = ShapedEvents(room.shapes)
 
@@ -99,11 +99,11 @@ class Delivered:
 
     def rest(self) -> bytes:
         """What is left to be said where the engine broke off behind its last word; b"" where there is more to it."""
-        if not self._finished or (self._usage_due and (self.stuck or not self._prompt_tokens)):
+        if not self._finished or (self._usage_due and (self.stuck or not self.prompt_tokens)):
             return b""
         usage = b""
         if self._usage_due:
-            prompt, said = self._prompt_tokens, len(self._ids)
+            prompt, said = self.prompt_tokens, len(self._ids)
             told = {"prompt_tokens": prompt, "completion_tokens": said, "total_tokens": prompt + said}
             usage = sse.event({**_named(self._opening), "choices": [], "usage": told})
         return usage + sse.DONE
@@ -166,7 +166,7 @@ class Delivered:
         self._shaped.begin(bare)
         self._opening = bare[6:] if len(bare) <= OPENING_BYTES_KEPT else msgspec.json.encode(_named(bare[6:]))
         if self._usage_due:
-            self._prompt_tokens = ids.count(b",") + 1 if mark and ids.strip() else 0
+            self.prompt_tokens = ids.count(b",") + 1 if mark and ids.strip() else 0
         if not (mark and self._ids_wanted):
             return self.told(bare + rest)
         shown = self._first(bare)

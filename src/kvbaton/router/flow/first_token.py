@@ -4,8 +4,8 @@ P's answer is whole, and the client reads a stream: what is told is what D's own
 head that goes on. D begins behind that token where it is asked after P; where both are asked at once it says the same.
 
 Laws: no token is told that D would tell otherwise, or not yet: text that a stop string may cut, half a character, what
-a parser reads. None is told of a request that D would refuse although P took it. Where P's token ends the answer (its
-end, or `max_tokens: 1`), all of the answer is told, and D is let go. Pure.
+a parser reads. None is told of a request that D would refuse although P took it, or for which D has no room. Where P's
+token ends the answer (its end, or `max_tokens: 1`), all of the answer is told, and D is let go. Pure.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class FirstToken(msgspec.Struct, frozen=True):
 
     token: int
     events: bytes
+    prompt_tokens: int
     is_last: bool  # the answer ends here
 
 
@@ -78,14 +79,15 @@ class FirstTokenRule:
         self._usage_due = isinstance(options, Mapping) and options.get("include_usage") is True
         parsed = (fields.get("tools") or fields.get("functions")) and fields.get("tool_choice") != "none"
         unread = not self._chat and fields.get(_LIMITS[0]) is not None  # by vLLM's completions
-        self.is_off = bool(fields.get("echo") or parsed or unread or not self._is_plain(options, fields))
+        own = fields.get("echo") or fields.get("return_prompt_text")  # D's first event alone has that text
+        self.is_off = bool(own or parsed or unread or not self._is_plain(options, fields))
 
     def _is_plain(self, options: Any, fields: Mapping[str, Any]) -> bool:
         """Whether these fields are such as D takes: P has never seen them, or others in their place."""
         limit, least = self._limit, fields.get("min_tokens")
         return (
             (limit is None or (type(limit) is int and limit > 0))
-            and (not least or (type(least) is int and 0 < least <= (limit or least)))
+            and (not least or (type(least) is int and limit is not None and 0 < least <= limit))
             and isinstance(options, Mapping)
             and all(value is None or type(value) is bool for value in options.values())
             and not options.get("continuous_usage_stats")
@@ -100,6 +102,9 @@ class FirstTokenRule:
             found = _answer(answer)
             prompt_tokens = _usage(found.usage).prompt_tokens
             (choice,), context_tokens = found.choices, min(prefill.context_tokens, decode.context_tokens)
+            parts = (found.id, found.created, found.model, found.usage, found.prompt_token_ids)
+            if any(b"\n" in bytes(part) for part in (*parts, choice.logprobs, choice.prompt_token_ids)):
+                return None  # it would end an event's line
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError):
             return None
         if prompt_tokens + (self._limit or 2) > context_tokens:
@@ -109,7 +114,8 @@ class FirstTokenRule:
         if choice.finish_reason not in _ENDS or not self._is_sure(text or "", choice.token_ids, is_last=is_last):
             return None
         token = choice.token_ids[0] if choice.token_ids else 0
-        return FirstToken(token, self._events(found, choice, text or "", is_last=is_last), is_last)
+        events = self._events(found, choice, text or "", is_last=is_last)
+        return FirstToken(token, events, prompt_tokens, is_last)
 
     def _is_sure(self, text: str, ids: Sequence[int], *, is_last: bool) -> bool:
         """Whether this is how the answer begins, whatever follows."""
@@ -119,7 +125,7 @@ class FirstTokenRule:
             return False
         # A parser of tool calls may read what looks like markup, or leave blanks out, although no tools were given.
         shown = text[:1].isalnum() and text == text.strip() if self._chat else bool(text)
-        return is_last or (shown and len(ids) == 1)
+        return len(ids) <= 1 and (is_last or (shown and len(ids) == 1))
 
     def _events(self, found: _PAnswer, choice: _PChoice, text: str, *, is_last: bool) -> bytes:
         kind = "chat.completion.chunk" if self._chat else "text_completion"

@@ -59,12 +59,13 @@ def prefill_body(
 
 def _prefill_body(kind: BodyKind, fields: Mapping[str, Any], *, is_first: bool) -> bytes:
     body: dict[str, Any] = {**fields, "stream": False}
-    for name in (FIELD, *BOOTSTRAP, "stream_options", "stop", "stop_sequences", "stop_token_ids"):
+    for name in (FIELD, *BOOTSTRAP, "stream_options", "stop", "stop_sequences"):
         body.pop(name, None)
-    if is_first:
+    if is_first:  # with `stop_token_ids`: P refuses those that D would refuse, and masks those that D masks
         body["return_token_ids"] = True
         body.pop("seed", None)
     else:
+        body.pop("stop_token_ids", None)
         # MoRI-IO hands over only what ended by its length, and a prompt may be answered with EOS
         body["ignore_eos"] = True
     if body.get("min_tokens"):

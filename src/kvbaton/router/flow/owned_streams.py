@@ -7,6 +7,7 @@
     draining   D drains                                        - ; not where nobody else can go on
     differed   it was asked beside P, whose first token the    - ; the same D may be asked again
                client has, and has sampled another one
+    refused    no D would answer behind P's first token        what D says of when to come back
 
 Laws: D's connection is closed before another is asked, so nothing that it says later reaches anybody. A stream moves
 `moves_max` times at most, and all of a router `moves_per_s` times in a second: more wait for their turn, and not for
@@ -111,7 +112,9 @@ class OwnedStreams:
     async def open(self, call: RoutedCall) -> OwnedStream:
         """D's stream once its first event is there, or another D's that goes on with it; as `Flow.serve`."""
         if self._is_on:
-            call = begun(call, self.room, first_token=self.settings.first_token)
+            # A first token may need a move: none is told while streams wait for theirs.
+            first_token = self.settings.first_token and not self.turns.wait_s(self.now())
+            call = begun(call, self.room, first_token=first_token)
         if call.life is None or call.life.first is None:
             return OwnedStream(self, call, await self.flow.serve(call))
         return await self._opened(call, call.life)
@@ -130,6 +133,7 @@ class OwnedStreams:
         try:
             first = await opened
         except BaseException:
+            life.delivered.close()
             await _close_late(serving)
             raise
         if first is None:
@@ -280,9 +284,10 @@ class OwnedStream:
         try:
             self._reply = self.served = await self._serving
         except ApiError as fault:
-            hindrance = await self._asked_others("died", frozenset(), self._hindrance_behind(fault))
+            hindrance = await self._hindrance_after(fault)
+            hindrance = await self._asked_others("refused", frozenset(), hindrance)
             if hindrance:
-                self._note_lost("died", hindrance)
+                self._note_lost("refused", hindrance)
                 raise
         else:
             self._is_noted = False
@@ -352,9 +357,9 @@ class OwnedStream:
         """Until one goes on; else what hindered it."""
         streams = self._streams
         while not hindrance:
-            wait_s = streams.turns.take(streams.now())
-            if wait_s > TURN_S_MAX:
+            if streams.turns.wait_s(streams.now()) > TURN_S_MAX:  # whoever gives up takes no turn
                 return "moves_per_s"
+            wait_s = streams.turns.take(streams.now())
             if wait_s:
                 await asyncio.sleep(wait_s)
             failed = await self._asked_another(why, avoid)
@@ -362,7 +367,15 @@ class OwnedStream:
                 return ""
             # Whoever was asked may have died too, unnoticed until now, and the D that was left may only have been slow
             avoid = frozenset()
-            hindrance = self._hindrance_behind(failed)
+            hindrance = await self._hindrance_after(failed)
+        return hindrance
+
+    async def _hindrance_after(self, failed: ApiError) -> str:
+        """As `_hindrance_behind`, once those that were full may have room again."""
+        hindrance = self._hindrance_behind(failed)
+        if not hindrance and failed.retry_after_s:
+            left_s = self._call.deadline - self._streams.now()
+            await asyncio.sleep(max(min(failed.retry_after_s, left_s), 0.0))
         return hindrance
 
     def _hindrance_behind(self, failed: ApiError) -> str:
@@ -414,12 +427,14 @@ class OwnedStream:
 
 async def _close_late(serving: asyncio.Task[Reply]) -> None:
     """Nobody wants D's reply any more, whether it is there or not."""
-    await cancel([serving])
-    if not serving.cancelled() and serving.exception() is None:
-        await serving.result().aclose()
+    try:
+        await cancel([serving])
+    finally:  # also where a second cancellation ends the wait
+        if serving.done() and not serving.cancelled() and serving.exception() is None:
+            await serving.result().aclose()
 
 
 _SAID = {
     "died": "died", "stalled": "told nothing more", "left": "left the list", "draining": "drains",
-    "differed": "sampled another first token than P",
+    "differed": "sampled another first token than P", "refused": "would not answer behind P's first token",
 }  # fmt: skip

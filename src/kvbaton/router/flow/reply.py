@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvbaton.api.gather import cancel
@@ -18,7 +18,7 @@ from kvbaton.router.flow.attempt import ChosenRoute, Tries
 from kvbaton.router.flow.continuing import StreamLife
 from kvbaton.router.flow.worker_calls import EventStream
 from kvbaton.router.flow.worker_leg import LegError, WorkerAnswer
-from kvbaton.router.router_flights import FIRST_TOKEN, MOVED, OK, Trip
+from kvbaton.router.router_flights import FIRST_TOKEN, MOVED, OK, PREFILL_ANSWERED, Trip
 from kvbaton.router.router_stats import RouterStats, count
 from kvbaton.router.workers.directory import ListedEngine
 from kvbaton.router.workers.health import Health
@@ -82,8 +82,10 @@ class Replies:
         assert life.first is not None
         assert route.prefill is not None
         found = life.first.told(computed.data, route.prefill, route.decode)
-        if found is None:
+        if found is None or not life.may_say(found):
             return False
+        if found.is_last:
+            tries.names = ()  # D never gets this prompt
         tries.behind = life
         tries.trip.mark(FIRST_TOKEN)
         self._stats.waits.first_tokens[str(route.mode)] += 1
@@ -208,3 +210,18 @@ class Reply(BegunAnswer):
                 await cancel([self._source])
             finally:
                 self._unused()
+
+
+async def keep_while(
+    wanted: Callable[[], bool], ask: Callable[[], Awaitable[WorkerAnswer]], into: list[WorkerAnswer]
+) -> None:
+    """P's answer, which may bear the ids of a long prompt; nobody holds it where it comes too late."""
+    answer = await ask()
+    if wanted():
+        into.append(answer)
+
+
+def answered(trip: Trip, source: asyncio.Task[Any]) -> None:
+    """P's leg is over."""
+    if not source.cancelled() and source.exception() is None:
+        trip.late(PREFILL_ANSWERED) if trip.end else trip.mark(PREFILL_ANSWERED)

@@ -26,7 +26,6 @@ import asyncio
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 
@@ -43,7 +42,7 @@ from kvbaton.router.flow.aggregated_words import check_kept, handed, word_for, w
 from kvbaton.router.flow.attempt import ChosenRoute, RoutedCall, Tries, is_of_the_handoff, not_the_clients
 from kvbaton.router.flow.choosing import Chooser, Deadline, Deadlines
 from kvbaton.router.flow.dialect_table import TicketMinter
-from kvbaton.router.flow.reply import First, Replies, Reply
+from kvbaton.router.flow.reply import First, Replies, Reply, answered, keep_while
 from kvbaton.router.flow.request_admission import LargeBodies
 from kvbaton.router.flow.worker_calls import EventStream, Legs, close_late
 from kvbaton.router.flow.worker_leg import Leg, LegError, WorkerAnswer
@@ -52,7 +51,6 @@ from kvbaton.router.router_flights import (
     DECODE_SENT,
     FIRST_BYTE,
     MOVED,
-    PREFILL_ANSWERED,
     PREFILL_SENT,
     HttpCall,
     LogBook,
@@ -229,7 +227,8 @@ class Flow:
                 # Not where the request id names D: P would hand over to the one that it names.
                 can_change = ask.request_id is None
                 other = self._chooser.other_decoder(pair, route.mode, tries, self._now()) if can_change else None
-                if other is not None:
+                room = pair.decode.context_tokens if call.life is not None and call.life.history else 0
+                if other is not None and other.context_tokens >= room:  # a first token was told for that room
                     decoding.give()
                     decoding = self._loads.take(other.peer, tries.tokens + answer_tokens(call.fields))
                     pair, route = Pair(pair.prefill, other), ChosenRoute(route.mode, other, pair.prefill)
@@ -291,10 +290,12 @@ class Flow:
         # P's leg is a task, because it may end long after D's first byte, when this method has returned: whatever must
         # happen at its end is a callback of the task. D's is one, because either may fail first.
         times = [self._now()]
-        source = asyncio.create_task(self._prefilled(leg, self._patience(call)))
+        computed: list[WorkerAnswer] = []
+        prefill = functools.partial(self._prefilled, leg, self._patience(call))
+        source = asyncio.create_task(keep_while(lambda: not target.done(), prefill, computed))
         source.add_done_callback(lambda _: prefilling.give())
         source.add_done_callback(lambda _: times.append(self._now()))
-        source.add_done_callback(functools.partial(_answered, trip))
+        source.add_done_callback(functools.partial(answered, trip))
         target = asyncio.create_task(self._decode(call, trip, headers, route.decode, params))
         ticket = msgspec.json.decode(params, type=kv_params.Handover).ticket
         unused = functools.partial(self._give_back, leg.worker, ticket)
@@ -303,12 +304,12 @@ class Flow:
             # Where P has failed, its error is raised unless D has answered all the same: if both have failed, P's
             # failure is the cause of D's, and blaming D would take a good worker out. If only P is done, this waits on.
             if source.done() and not (target.done() and target.exception() is None):
-                computed = source.result()
-                if first is not None and not target.done() and first(times, computed):
+                source.result()
+                if first is not None and not target.done() and first(times, computed[0]):
                     target.add_done_callback(close_late)
                     await cancel((target,))
                     unused()
-                    return Reply(self._replies, route, computed, decoding, trip, prefilled=times)
+                    return Reply(self._replies, route, computed[0], decoding, trip, prefilled=times)
             # Likewise a D that hears nothing, since P hangs: its own timeout may pass first.
             late = target.exception() if target.done() else None
             if isinstance(late, LegError) and late.fault.code == "worker_timeout" and not source.done():
@@ -443,8 +444,3 @@ class Flow:
         """Nothing that this flow started is left afterwards."""
         self._deadlines.close()
         await self._replies.close()
-
-
-def _answered(trip: Trip, source: asyncio.Task[Any]) -> None:
-    if not source.cancelled() and source.exception() is None:
-        trip.late(PREFILL_ANSWERED) if trip.end else trip.mark(PREFILL_ANSWERED)

@@ -195,9 +195,10 @@ def head_of(event: bytes) -> bytes:
     """Of an event without its end; b"" where it has none."""
     at = event.find(_CHOICE)
     head = event[: at + len(_CHOICE)]
-    if 0 <= at < SHAPE_BYTES_MAX and MARK not in head:
+    if 0 <= at < SHAPE_BYTES_MAX and MARK not in head and head.startswith(b"data: {"):
         with contextlib.suppress(*UNREADABLE):
             _headed(head[6:] + _BEHIND)  # with these brackets it is JSON only if it ends in a first choice
+            read_chunk(head[6:] + _BEHIND)  # also where a name stands twice
             return head
     return b""
 
