@@ -134,7 +134,8 @@ class TestGivingUp:
         loading = wanted in (IntakeState.COPYING, IntakeState.COMMITTING, IntakeState.OFFERED)
         assert len(pair.done(Report)) == int(loading) and len(pair.done(MatchFailed)) == int(not loading)
         told = {IntakeState.GREETING: [], IntakeState.OFFERED: ["Revoke"]}.get(wanted, ["Abandon"])
-        assert [type(message).__name__ for message in (*pair.said(Abandon), *pair.said(Revoke))] == told
+        said = [*pair.said(Abandon), *pair.said(Revoke)]
+        assert [(type(message).__name__, message.reason) for message in said] == [(name, "aborted") for name in told]
 
     @pytest.mark.parametrize("wanted", [*LIVE, IntakeState.SETTLING, IntakeState.REVOKING])
     def test_giving_up_again_changes_nothing(self, pair: Pair, wanted: IntakeState) -> None:
