@@ -188,7 +188,7 @@ class StreamRouter:
         """The client reads P's token, if it may; whether the answer ends there."""
         if made is None or not made.finished:
             return False
-        choice = {"index": 0, "text": letters(made.answer[: made.whole_characters]), "token_ids": made.answer}
+        choice = {"index": 0, "text": letters(made.answer), "token_ids": made.answer}  # an end is told whole
         choice |= {"finish_reason": made.finished, "prompt_token_ids": [1] * stream.client.prompt_tokens}
         head = {"id": f"cmpl-p-{stream.number}", "created": int(self.world.now), "model": "sim"}
         answer = {**head, "choices": [choice], "usage": stream.client.usage(len(made.answer))}
