@@ -78,7 +78,7 @@ WRONG = [
     "restart p0 --keys keys --registry tcp://127.0.0.1:1",
     "doctor --router notaurl", "doctor --transport pigeon",
     "explain no-such-reason", "inspect --last x", "inspect --router notaurl", "inspect --router http://127.0.0.1:1",
-    "inspect a b", "bench serve --url x", "bench serve --trace nowhere", "bench serve --rate x",
+    "inspect a b", "plan", "plan nowhere", "plan file --rate x", "bench serve --url x", "bench serve --trace nowhere", "bench serve --rate x",
     "sim --seeds 5..1", "sim --replay x", "sim --replay -3", "sim --mutant zz", "sim --jobs 0",
     "chaos --minutes 0", "chaos --minutes soon", "chaos --replay nowhere", "chaos --replay file",
     "chaos --replay empty", "chaos --faults bogus", "chaos --out file --seed 1", "chaos --seed x",
