@@ -21,7 +21,7 @@ from kvbaton_proof.sim.mutants.handwritten import MUTANTS
 from kvbaton_proof.sim.mutants.kept import find
 from kvbaton_proof.sim.mutants.mutants_ranks import RANK_MUTANTS
 from kvbaton_proof.sim.promises import HANG, NEEDLESS, STRANGER, WRONG, Broken
-from kvbaton_proof.sim.world.rank_links import LinkedRanks, RankTraits
+from kvbaton_proof.sim.ranks.rank_links import LinkedRanks, RankTraits
 from kvbaton_proof.sim.world.sim_transport import KINDS, Fabric, SimTransport, TransportFaults
 from kvbaton_proof.sim.world.world import World
 

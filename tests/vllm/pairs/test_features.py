@@ -101,7 +101,7 @@ def test_a_drafter_on_d_alone_is_refused_by_name(vllm_python: str, tiny: Tiny, t
 
 def together(*order: str, directory: Path) -> Callable[[str, dict[str, Any]], dict[str, Any]]:
     """A MultiConnector with ours and another: in this order on P, in the other on D."""
-    from kvbaton_proof.conformance.offloading_host import OFFLOADING
+    from kvbaton_proof.rig.offloading_host import OFFLOADING
 
     stored = {
         "kv_connector": "ExampleConnector",

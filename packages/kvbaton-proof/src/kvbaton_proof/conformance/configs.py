@@ -198,7 +198,7 @@ def vllm_config(shape: EngineShape, extra: Mapping[str, Any], *, module: str, co
 
 def _together(shape: EngineShape, own: dict[str, Any]) -> dict[str, Any]:
     """vLLM's MultiConnector around ours and another."""
-    from kvbaton_proof.conformance.offloading_host import OFFLOADING
+    from kvbaton_proof.rig.offloading_host import OFFLOADING
 
     children = [own if each == "baton" else {**OFFLOADING, "kv_role": shape.role} for each in shape.beside]
     return {

@@ -121,7 +121,7 @@ def _nixl(seat: Seat) -> Parts:
 
 
 HOST_WORKER: Mapping[str, Any] = {
-    "spec_name": "HostOffloadingSpec", "spec_module_path": "kvbaton_proof.conformance.offloading_host",
+    "spec_name": "HostOffloadingSpec", "spec_module_path": "kvbaton_proof.rig.offloading_host",
 }  # fmt: skip
 """The worker of OffloadingConnector on a CPU, where vLLM has none of its own."""
 OFFLOADED_BYTES = 1 << 30

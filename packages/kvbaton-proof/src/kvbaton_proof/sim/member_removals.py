@@ -30,10 +30,10 @@ from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.ranks.store_trust import bind_store
 from kvbaton_proof.sim.hardship.world_plan import FAULTY_S
 from kvbaton_proof.sim.promises import NEEDLESS, WRONG, Broken
+from kvbaton_proof.sim.ranks.sim_rank_store import hashes_of
 from kvbaton_proof.sim.world.life import Life
 from kvbaton_proof.sim.world.sim_memory import Words
 from kvbaton_proof.sim.world.sim_pool import Prefixes
-from kvbaton_proof.sim.world.sim_rank_store import hashes_of
 from kvbaton_proof.sim.world.sim_request import SimRequest
 from kvbaton_proof.sim.world.touches import ALWAYS, TICKET_KEY, handoff_of, pair
 

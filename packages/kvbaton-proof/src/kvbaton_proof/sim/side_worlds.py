@@ -17,8 +17,8 @@ from kvbaton_proof.sim.cluster import Cluster
 from kvbaton_proof.sim.course import run_course
 from kvbaton_proof.sim.hardship.world_plan import HEALTHY, Plan
 from kvbaton_proof.sim.liars.liar_plan import draw
+from kvbaton_proof.sim.ranks.rank_links import RankTraits
 from kvbaton_proof.sim.world.life import Character
-from kvbaton_proof.sim.world.rank_links import RankTraits
 from kvbaton_proof.sim.world.sim_memory import Shape
 from kvbaton_proof.sim.world.sim_transport import TransportFaults
 from kvbaton_proof.sim.world.world import World

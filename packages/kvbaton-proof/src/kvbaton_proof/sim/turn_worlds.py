@@ -17,8 +17,8 @@ from kvbaton_proof.sim.hardship.hardships import Hardships
 from kvbaton_proof.sim.hardship.rank_faults import GET, PUT, RankFaults
 from kvbaton_proof.sim.hardship.world_plan import Plan
 from kvbaton_proof.sim.liars.liar_plan import alike, draw
+from kvbaton_proof.sim.ranks.rank_links import RankTraits
 from kvbaton_proof.sim.world.life import Character
-from kvbaton_proof.sim.world.rank_links import RankTraits
 from kvbaton_proof.sim.world.sim_network import NetworkFaults
 from kvbaton_proof.sim.world.sim_transport import TransportFaults
 from kvbaton_proof.sim.world.world import World

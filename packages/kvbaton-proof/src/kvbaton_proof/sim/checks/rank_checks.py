@@ -16,7 +16,7 @@ from kvbaton.ranks.rank_store_messages import RankStoreLookup
 from kvbaton.ranks.rank_transport import RemoteTransport
 from kvbaton.transports.core.wrapped import UnnamedTransport
 from kvbaton_proof.sim.promises import HANG, LEAK, NEEDLESS, STRANGER, Broken
-from kvbaton_proof.sim.world.rank_links import LinkedRanks, Rank
+from kvbaton_proof.sim.ranks.rank_links import LinkedRanks, Rank
 
 NEVER = float("inf")
 

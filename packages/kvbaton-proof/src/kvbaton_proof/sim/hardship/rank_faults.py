@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from kvbaton_proof.sim.world.rank_links import LinkedRanks, RankTraits
+from kvbaton_proof.sim.ranks.rank_links import LinkedRanks, RankTraits
 
 if TYPE_CHECKING:
     from kvbaton_proof.sim.cluster import Cluster

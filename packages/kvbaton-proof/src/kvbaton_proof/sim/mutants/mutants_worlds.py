@@ -26,7 +26,7 @@ from kvbaton.ranks.rank_host import RankHost
 from kvbaton.ranks.rank_link import RankLink
 from kvbaton.ranks.rank_messages import Progressed
 from kvbaton_proof.sim.mutants.mutation import Mutant, both, swap
-from kvbaton_proof.sim.world import sim_rank_store
+from kvbaton_proof.sim.ranks import sim_rank_store
 
 
 def _ends_at_a_missing_group(original: Any) -> Any:

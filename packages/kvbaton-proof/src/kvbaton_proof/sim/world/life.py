@@ -34,13 +34,13 @@ from kvbaton.protocol.machines.ledger import Ledger
 from kvbaton.protocol.settings import Settings
 from kvbaton.protocol.wire.messages import ALL_FEATURES, SPOKEN, Versions
 from kvbaton_proof.sim.promises import DEATH, HANG, LEAK, Broken
-from kvbaton_proof.sim.world.rank_links import EXCUSED, LinkedRanks, RankTraits
+from kvbaton_proof.sim.ranks.rank_links import EXCUSED, LinkedRanks, RankTraits
+from kvbaton_proof.sim.ranks.sim_rank_store import RankStore
 from kvbaton_proof.sim.world.sim_doorway import WatchedDoorway
 from kvbaton_proof.sim.world.sim_engine import SimEngine
 from kvbaton_proof.sim.world.sim_generation import GeneratingEngine
 from kvbaton_proof.sim.world.sim_memory import Shape
 from kvbaton_proof.sim.world.sim_network import Network, SimControl
-from kvbaton_proof.sim.world.sim_rank_store import RankStore
 from kvbaton_proof.sim.world.sim_store import Reading, SimStore
 from kvbaton_proof.sim.world.sim_transport import KINDS, Fabric, SimTransport
 from kvbaton_proof.sim.world.touches import TICKET_KEY

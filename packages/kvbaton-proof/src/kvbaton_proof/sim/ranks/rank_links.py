@@ -31,10 +31,10 @@ from kvbaton.ranks.rank_transport import COMMANDS_MAX, RemoteTransport
 from kvbaton.transports.core.transport import Capabilities, Copy, Transport, TransportEvent
 from kvbaton.transports.core.wrapped import UnnamedTransport
 from kvbaton_proof.sim.promises import STRANGER, Broken
-from kvbaton_proof.sim.world.rank_channel import ChannelFaults, SimCarrier, SimProcess
-from kvbaton_proof.sim.world.rank_ports import ReportFaults, ReportingPlane, WatchedPort
+from kvbaton_proof.sim.ranks.rank_channel import ChannelFaults, SimCarrier, SimProcess
+from kvbaton_proof.sim.ranks.rank_ports import ReportFaults, ReportingPlane, WatchedPort
+from kvbaton_proof.sim.ranks.sim_rank_store import COMPAT, RankStore, ShelfFetching, make_shelf, values_of
 from kvbaton_proof.sim.world.sim_engine import SimEngine
-from kvbaton_proof.sim.world.sim_rank_store import COMPAT, RankStore, ShelfFetching, make_shelf, values_of
 from kvbaton_proof.sim.world.sim_transport import KINDS, SimTransport
 from kvbaton_proof.sim.world.world import World
 

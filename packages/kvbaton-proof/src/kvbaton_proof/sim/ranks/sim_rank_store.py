@@ -33,7 +33,7 @@ from kvbaton.store.order_scripts import BackendCall, CallAnswer, Task
 from kvbaton.store.threaded_store import check, perform
 from kvbaton.store.value_header import ALONE, StoreTrust
 from kvbaton_proof.sim.promises import DEATH, HANG, LEAK, NEEDLESS, WRONG, Broken
-from kvbaton_proof.sim.world.rank_channel import SimCarrier, SimProcess
+from kvbaton_proof.sim.ranks.rank_channel import SimCarrier, SimProcess
 from kvbaton_proof.sim.world.sim_device import Device
 from kvbaton_proof.sim.world.sim_memory import Words, word_at
 from kvbaton_proof.sim.world.sim_pool import Pool

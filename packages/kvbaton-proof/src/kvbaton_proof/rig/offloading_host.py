@@ -20,7 +20,7 @@ OFFLOADING: dict[str, Any] = {
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {
         "spec_name": "HostOffloadingSpec",
-        "spec_module_path": "kvbaton_proof.conformance.offloading_host",
+        "spec_module_path": "kvbaton_proof.rig.offloading_host",
         "cpu_bytes_to_use": 16 << 20,
     },
 }

@@ -18,7 +18,7 @@ from kvbaton.protocol.ids import JobId, PeerId
 from kvbaton.ranks.rank_transport import RemoteTransport
 from kvbaton.transports.core.transport import Copy, FenceEnded, Loan, Transport, TransportEvent
 from kvbaton_proof.sim.promises import HANG, LEAK, WRONG, Broken
-from kvbaton_proof.sim.world.rank_channel import SimCarrier
+from kvbaton_proof.sim.ranks.rank_channel import SimCarrier
 from kvbaton_proof.sim.world.sim_transport import SimTransport, read_endpoint
 from kvbaton_proof.sim.world.world import InjectedFault
 
