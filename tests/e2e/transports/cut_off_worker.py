@@ -31,7 +31,8 @@ def _no_socket(self: object, peer: object) -> bytes:
 
 def cut_off(how: str) -> None:
     if how == "namespace":
-        setattr(shm_transport, "host_identity", _another_namespace)  # noqa: B010 - the name that shm itself has for it
+        for module in (shm_transport, region_listener):  # that which says where it is, and that which compares
+            setattr(module, "host_identity", _another_namespace)  # noqa: B010 - the name that they have for it
     elif how == "door":
         region_listener.dial = _nobody_there
     elif how == "mint":
