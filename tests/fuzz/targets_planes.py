@@ -29,12 +29,11 @@ from kvbaton.store.value_header import ALONE
 from kvbaton.transports.checksum import checksum_transport
 from kvbaton.transports.core.shared_memory import host_identity
 from kvbaton.transports.cuda import cuda_listener
-from kvbaton.transports.local.region_listener import ShmEndpoint
+from kvbaton.transports.local.region_listener import ShmEndpoint, local_endpoint
 from kvbaton.transports.mooncake import mooncake_engine
 from kvbaton.transports.net import connection_handshake, stream_socket
 from kvbaton.transports.nixl import nixl_agent
 from kvbaton.transports.nixl.nixl_agent import NixlPlace
-from kvbaton.transports.shm import shm_transport
 from kvbaton.transports.staged import staged_listener
 from kvbaton.transports.tcp import tcp_transport
 
@@ -59,7 +58,7 @@ def _summed(data: bytes) -> PeerId:
 
 ENDPOINTS: dict[str, Callable[[bytes], PeerId]] = {
     "tcp": lambda data: tcp_transport._parse(PEER, data).owner,
-    "shm": lambda data: shm_transport._parse(PEER, data).owner,
+    "shm": lambda data: local_endpoint(ShmEndpoint, "shm", PEER, data).owner,
     "cuda": lambda data: cuda_listener.parse_endpoint(PEER, data).owner,
     "staged-tcp": lambda data: staged_listener.parse_endpoint(PEER, "tcp", data).owner,
     "staged-shm": lambda data: staged_listener.parse_endpoint(PEER, "shm", data).owner,

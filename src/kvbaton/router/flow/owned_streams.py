@@ -187,9 +187,9 @@ class OwnedStream:
         serving: asyncio.Task[Reply] | None = None,
     ) -> None:
         """`serving`: gets D's reply, where P's first token has come before."""
-        self._reply = begun if isinstance(begun, Reply) else None
+        self._reply = None if isinstance(begun, FirstReply) else begun
         self._first = begun if isinstance(begun, FirstReply) else None
-        self.served: BegunAnswer = begun if isinstance(begun, Reply) else begun.served
+        self.served: BegunAnswer = begun.served if isinstance(begun, FirstReply) else begun
         self._serving = serving
         self._uncounted = 0  # events of P, while D has not answered
         self._streams = streams
@@ -198,7 +198,7 @@ class OwnedStream:
         self._leaving = ""  # why it goes from a D that still answers
         self._rest: bytes | None = None  # what is left to be said when no D is asked any more
         self.more: Callable[[], Awaitable[bytes]] = self._more
-        if isinstance(begun, Reply):
+        if not isinstance(begun, FirstReply):
             if call.life is not None and call.life.is_asked:
                 self._stand()
             else:
