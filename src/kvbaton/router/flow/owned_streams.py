@@ -230,7 +230,8 @@ class OwnedStream:
         if self._serving is not None:
             await _close_late(self._serving)
         if self._reply is not None:
-            self._streams.goes_from(self, self._reply.route.decode.peer)
+            if life is not None:
+                self._streams.goes_from(self, self._reply.route.decode.peer)
             await self._reply.aclose()
 
     def _stand(self) -> None:
