@@ -19,6 +19,7 @@ from kvbaton.control import key_room, keyring
 from kvbaton.control.zmq import ZmqControl
 from kvbaton.engines.sglang import hicache_store
 from kvbaton.engines.sglang.hicache_store import FILE, HiCacheBackend
+from kvbaton.store.interface import OrderId
 from kvbaton.store.memory_backend import MemoryBackend
 from kvbaton.store.tcp_server_side import LineServer, StoreServer
 
@@ -173,6 +174,18 @@ def test_a_store_that_is_gone_costs_misses(store: StoreOfTests) -> None:
     assert (engine.batch_exists(KEYS), got(engine)) == (0, [None] * 4)
     assert not engine.batch_set(KEYS, pages(1, 2, 3, 4))
     assert time.monotonic() - began < 15.0
+
+
+def test_an_order_that_is_given_up_touches_no_page(store: StoreOfTests, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, orders = store.engine(), []
+    monkeypatch.setattr(engine._waited, "run", lambda make, _: orders.append(make(OrderId(7))))
+    [read], [written] = pages(0), pages(1)
+    assert engine.batch_get(KEYS[:1], [read]) == [None] and not engine.batch_set(KEYS[:1], [written])
+    got_late, put_late = orders
+    got_late.into[0][0][:] = bytes([9]) * PAGE_BYTES
+    written.raw[:] = bytes([9]) * PAGE_BYTES  # HiCache has another prompt's page there now
+    assert set(read.raw) == {0}
+    assert set(bytes(put_late.values[0][0])) == {1}
 
 
 def test_several_threads_each_get_their_own(store: StoreOfTests) -> None:

@@ -4,7 +4,8 @@ HiCache names a page by its own chain of hashes and calls from its threads, whic
 kvbaton value, with its header: digest, writer and signature; one that is damaged, misplaced or of a writer that is not
 trusted now is a miss. Its key holds what HiCache's hash does not: the model's weights, dtype and layout, the page's
 size, this rank and of how many. A store that is not there costs misses, for a bounded time. Keys are read again, so
-that a member that was removed is believed no more. Nothing raises into SGLang's threads.
+that a member that was removed is believed no more. An order that is given up may go on for a while, and HiCache then
+uses its pages again: orders have copies. Nothing raises into SGLang's threads.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class WaitedStore:
 
 
 class _HostPages:
-    """HiCache holds its pages for as long as it waits for us. Implements `Pins`."""
+    """Nothing is to be held: an order has memory of its own. Implements `Pins`."""
 
     def pin(self, order: OrderId, blocks: Sequence[int]) -> None: ...
 
@@ -186,8 +187,11 @@ class HiCacheBackend:
         pages = list(target_locations or ())
         if len(pages) != len(keys) or any(_bytes_of(page) != self._page_bytes for page in pages):
             return [None] * len(keys)
-        into = tuple((_view(page),) for page in pages)
+        held = [bytearray(self._page_bytes) for _ in pages]
+        into = tuple((memoryview(each),) for each in held)
         count = self._run(lambda name: Get(name, self._keys(keys), into, self._timeout(Get)), Get)
+        for page, each in zip(pages[:count], held, strict=False):
+            _view(page)[:] = each
         return [*pages[:count], *[None] * (len(keys) - count)]
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
@@ -200,7 +204,7 @@ class HiCacheBackend:
         pages = [page.contiguous() for page in values or ()] if self._writes else []
         if len(pages) != len(keys) or any(_bytes_of(page) != self._page_bytes for page in pages):
             return False
-        held, blocks = tuple((_view(page),) for page in pages), tuple(range(len(pages)))
+        held, blocks = tuple((memoryview(bytes(_view(page))),) for page in pages), tuple(range(len(pages)))
         put = self._run(lambda name: Put(name, self._keys(keys), held, blocks, self._timeout(Put)), Put)
         return put == len(keys)
 
