@@ -69,7 +69,9 @@ class _Poller:
             return self.conclude_state
         try:
             self._handoffs.do_duties()
-            state = self._look()
+            if self._asked is None and not self.why:
+                self.why = UNBOUND
+            state = self._resting() if self.why or self._asked is None else self._look(self._asked)
         except Exception as error:  # noqa: BLE001 - promise 4: it would be the end of the scheduler
             note(f"{type(self).__name__}.poll", error)
             self.why = self.why or f"a fault of kvbaton: {error}"
@@ -88,7 +90,8 @@ class _Poller:
     def clear(self) -> None:
         raise NotImplementedError
 
-    def _look(self) -> int:
+    def _look(self, asked: AskedPrompt) -> int:
+        """Of a request that was shown, and has not failed."""
         raise NotImplementedError
 
     def _fail(self, why: str) -> None:
@@ -166,14 +169,10 @@ class BatonSender(_Poller):
             self._handoffs.left_prompt(self._asked)
             self._asked = None
 
-    def _look(self) -> int:
-        if self._asked is None and not self.why:
-            self.why = UNBOUND
-        if self.why or self._asked is None:
-            return self._resting()
-        self._tell(self._asked)
+    def _look(self, asked: AskedPrompt) -> int:
+        self._tell(asked)
         if not self._is_admitted:
-            room = self._handoffs.room_for(self._asked)
+            room = self._handoffs.room_for(asked)
             if room is Room.REFUSED:
                 self._fail(f"{Reason.PINS_FULL}: no room to pin the KV of one more prompt; try again later")
                 return FAILED
@@ -264,27 +263,23 @@ class BatonReceiver(_Poller):
             self._handoffs.left(self._asked)
             self._asked = None
 
-    def _look(self) -> int:
-        if self._asked is None and not self.why:
-            self.why = UNBOUND
-        if self.why or self._asked is None:
-            return self._resting()
+    def _look(self, asked: AskedPrompt) -> int:
         if not self._is_wanted:
             return BOOTSTRAPPING
         if self._slot < 0:
-            found = self._handoffs.found(self._asked)
+            found = self._handoffs.found(asked)
             if isinstance(found, bool):
                 return WAITING_FOR_INPUT if found else BOOTSTRAPPING
             self._fail(told(found))
             return FAILED
-        verdict = self._handoffs.verdict(self._asked)
+        verdict = self._handoffs.verdict(asked)
         if verdict is None:
             return TRANSFERRING
         if not verdict.is_good:
             self._fail(told(verdict.end))
             return self._resting()
         try:
-            self._handoffs.fill(self._asked, self._slot)
+            self._handoffs.fill(asked, self._slot)
         except ProtocolError as error:
             self._fail(error.detail)
             return self._resting()
