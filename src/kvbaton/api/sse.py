@@ -68,6 +68,11 @@ def payloads(events: bytes) -> Iterator[bytes]:
             yield line[5:].strip()
 
 
+def only_comments(data: bytes) -> bool:
+    """Of what was read at once, if it begins with one."""
+    return data.startswith(b":") and b"data:" not in data
+
+
 def token_chunks(events: bytes) -> int:
     """How many of whole events bear a token of an answer, in any of the APIs; cheaply, without reading them."""
     if events.startswith(b"event:"):  # typed

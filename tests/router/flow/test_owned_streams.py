@@ -124,6 +124,21 @@ async def test_a_d_that_tells_nothing_is_left_and_a_slow_client_is_no_silence() 
         await until(lambda: c.d[0].aborted == 1)
 
 
+async def test_comments_are_no_sign_of_life() -> None:
+    async def comments(worker: FakeWorker, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(told(0))
+        for _ in range(200):
+            await response.write(b": still here\n\n")
+            await asyncio.sleep(0.05)
+        raise AssertionError
+
+    async with ds(comments, WHOLE, settings=msgspec.structs.replace(ON, stall_s=0.3)) as c:
+        assert (await read(c)).texts == {("text",): ANSWER}
+        assert moves(c) == ({"stalled": 1}, {})
+
+
 async def test_a_slow_d_is_waited_for_where_nobody_else_can_go_on() -> None:
     settings = msgspec.structs.replace(ON, stall_s=0.05)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
 import msgspec
@@ -195,6 +196,15 @@ def _is_stream(exchange: Exchange) -> bool:
     return kind.partition(";")[0].strip().lower() == sse.CONTENT_TYPE
 
 
+@dataclasses.dataclass(slots=True)
+class _Patience:
+    """With a D that tells nothing."""
+
+    seconds: float
+    put_off: Callable[[], float]
+    left_s: float
+
+
 class EventStream:
     """D's events after the first has come. Ends as its kind of stream ends, or with an `ApiError` that says why not."""
 
@@ -216,7 +226,7 @@ class EventStream:
         self._tab = leg.tab and leg.tab.another()
         self._first = b""
         self._is_left = False
-        self._patience: tuple[float, Callable[[], float]] | None = None
+        self._patience: _Patience | None = None
         self.watch: Callable[[bytes], bytes] | None = None  # sees events, and says what of them is the client's
 
     async def begin(self) -> None:
@@ -258,10 +268,13 @@ class EventStream:
                 if patience is None:
                     data = await exchange.read()
                 else:
-                    soon = asyncio.get_running_loop().time() + patience[0]
-                    exchange.wait_until(min(soon, self._deadline), patience[1])
+                    now = asyncio.get_running_loop().time
+                    begun = now()
+                    exchange.wait_until(min(begun + patience.left_s, self._deadline), patience.put_off)
                     data = await exchange.read()
                     exchange.wait_until(self._deadline)  # a client that reads slowly is no silence of D's
+                    waited = sse.only_comments(data)
+                    patience.left_s = max(patience.left_s - now() + begun, 0.0) if waited else patience.seconds
                 whole = self._feed(data)
             except http_types.WireError as error:
                 bare(error)
@@ -287,8 +300,11 @@ class EventStream:
             yield data
 
     def expect_within(self, seconds: float, put_off: Callable[[], float]) -> None:
-        """Break where D tells nothing for so long while it is listened to; as `Exchange.wait_until`."""
-        self._patience = seconds, put_off
+        """Break where D tells nothing for so long while it is listened to; as `Exchange.wait_until`.
+
+        A comment is nothing: what keeps a connection open may come from a front whose engine stands still.
+        """
+        self._patience = _Patience(seconds, put_off, seconds)
 
     def break_off(self) -> None:
         """Whoever listens hears that it broke, by no fault of D's."""
