@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import argparse
+import asyncio
+import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
+from kvbaton.local_cluster.vllm_engine import ServerOptions
 from kvbaton.processes.operator_errors import CommandError
+from kvbaton_proof.bench.serve import serve_run
 from kvbaton_proof.bench.serve.contenders import MODEL, contender, spec_of
-from kvbaton_proof.bench.serve.serve_run import ServeTarget
-from kvbaton_proof.rig import fronts
+from kvbaton_proof.bench.serve.serve_run import ServeTarget, vllm_specs
+from kvbaton_proof.bench.serve.vllm_site import VllmSite
+from kvbaton_proof.cli import bench_goodput
+from kvbaton_proof.cli.bench_goodput import MARGIN
+from kvbaton_proof.rig import fronts, servers
 from kvbaton_proof.rig.connectors import CONNECTORS, Seat, given
-from kvbaton_proof.rig.servers import Group, Site, made
+from kvbaton_proof.rig.servers import Group, Site, Spec, made
 
 SHAPE = {"max_model_len": 1024, "transport": "shm", "router_args": ("--fallback", "local")}
 
@@ -64,6 +72,80 @@ def test_words_of_the_user_are_every_engines(tmp_path: Path) -> None:
     spec = spec_of(contender("pull"), prefill=1, decode=1, lease_s=None, args=("--max-num-seqs", "8"), **SHAPE)  # type: ignore[arg-type]
     for engine in made(Site("cpu", "python3", tmp_path, tmp_path, {MODEL: tmp_path}), spec).workers.values():
         assert "--max-num-seqs 8" in " ".join(engine.command)
+
+
+def asked(*words: str) -> argparse.Namespace:
+    """The arguments of a run, with their defaults."""
+    parser = argparse.ArgumentParser()
+    bench_goodput.add(parser)
+    args = parser.parse_args(["--engine", "vllm", *words])
+    bench_goodput.check(args)
+    return args
+
+
+def test_engines_take_their_places_in_turn_and_two_modes_share_one_pair(tmp_path: Path) -> None:
+    args = asked("--place", "MIG-a,MIG-b", "--compare", "aggregated,stream,pull,nixl", "--kv-gib", "7", "--decode", "2")
+    server = ServerOptions(python="python3", model="-", served_name="kv", kv_gib=7, max_model_len=16640)
+    specs = vllm_specs(args, [contender(name) for name in args.compare], server)
+    assert [spec.name for spec in specs] == ["aggregated", "kvbaton", "nixl"] and not args.judged
+    for spec in specs:
+        found = made(Site(args.device, "python3", tmp_path, tmp_path, {"8b": tmp_path}), spec)
+        at = [engine.variables["CUDA_VISIBLE_DEVICES"] for engine in found.workers.values()]
+        assert at == ["MIG-a", "MIG-b", "MIG-a"], spec.name
+        for engine in found.workers.values():
+            words = " ".join(engine.command)
+            for word in ("--dtype bfloat16", "FLASH_ATTN", f"--kv-cache-memory-bytes {7 << 30}", "dummy", "16640"):
+                assert word in words
+            assert "--enforce-eager" not in words, "what is timed has graphs"
+
+
+def test_a_shape_to_compare_is_exact_and_judged_up_to_what_its_reference_is_sure_of(tmp_path: Path) -> None:
+    args = asked("--place", "0,1", "--compare", "stream", "--shape", "small")
+    (spec,) = vllm_specs(args, [contender("stream")], ServerOptions(python="python3", model="-", served_name="kv"))
+    words = " ".join(made(Site("cuda", "python3", tmp_path, tmp_path, {"small": tmp_path}), spec).p.command)
+    assert "--dtype float32" in words and "TRITON_ATTN" in words and "--enforce-eager" in words
+    assert args.judged and args.margin == MARGIN and asked("--compare", "stream").margin == 0.0
+
+
+def test_what_the_operator_sets_for_nixl_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seat = Seat(name="p0", home=tmp_path, device="cuda", port=1, side_port=2, other_side_port=3)
+    assert "cuda_ipc" in CONNECTORS["nixl"].parts(seat)[1]["UCX_TLS"]
+    monkeypatch.setenv("UCX_TLS", "cuda_copy,sm,self,tcp")
+    assert CONNECTORS["nixl"].parts(seat)[1]["UCX_TLS"] == "cuda_copy,sm,self,tcp", "halves of a GPU have no cuda_ipc"
+
+
+@pytest.mark.parametrize("down", [["nixl"], ["kvbaton", "nixl"]])
+def test_with_places_all_start_together_and_one_that_does_not_come_up_spares_the_others(
+    down: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+
+    @contextlib.asynccontextmanager
+    async def standing(site: Site, specs: Sequence[Spec], *_: object) -> AsyncIterator[dict[str, Group]]:
+        started.append([spec.name for spec in specs])
+        yield {spec.name: Group(spec, {}, tmp_path, problem="no memory" * (spec.name in down)) for spec in specs}
+
+    async def whole(*_: object) -> None:
+        return None
+
+    monkeypatch.setattr(servers, "standing", standing)
+    monkeypatch.setattr(VllmSite, "whole", whole)
+    monkeypatch.setattr(Group, "url", "http://127.0.0.1:1")
+    problems: list[str] = []
+    args = asked("--place", "0,1", "--compare", "stream,pull,nixl")
+
+    async def names() -> list[str]:
+        server = ServerOptions(python="python3", model="-", served_name="kv")
+        async with contextlib.AsyncExitStack() as stack:
+            found = await serve_run.started(args, server, stack, problems, print, asyncio.Event())
+            return [target.name for target in found]
+
+    if len(down) == 1:
+        assert asyncio.run(names()) == ["stream", "pull"] and problems == ["nixl: no memory"]
+    else:
+        with pytest.raises(CommandError, match="kvbaton: no memory"):
+            asyncio.run(names())
+    assert started == [["kvbaton", "nixl"]]
 
 
 def test_each_front_is_told_the_same_engines(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from kvbaton.cli.main import main
 from kvbaton.processes.child_process import Say
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.load import request_plan
-from kvbaton_proof.bench.load.open_loop import Answer, Pace, Record
+from kvbaton_proof.bench.load.open_loop import Answer, Pace, Record, TokenStream
 from kvbaton_proof.bench.load.request_plan import Ask, Piece, TraceError
 from kvbaton_proof.bench.serve import goodput
 from kvbaton_proof.bench.serve.goodput import Capacity, GoodputReport, Level
@@ -61,6 +61,32 @@ def test_a_wrong_answer_in_time_is_worth_nothing_and_one_without_a_reference_is_
     assert judged(record(0, digest=b"another's")).good == 0
     assert judged(record(8_000)).wrong == 1, "the reference has answered everything"
     assert judged(record(0, digest=b"another's"), references={}).good == 1
+
+
+def test_an_answer_is_held_to_its_reference_as_far_as_that_is_sure() -> None:
+    told = b"".join(
+        b'data: {"choices": [{"text": "x", "token_ids": [%d], "logprobs": {"top_logprobs": [{"a": -1, "b": %g}]}}]}\n\n'
+        % each for each in ((5, -2.0), (6, -1.5), (7, -1.01), (8, -3.0))
+    )  # fmt: skip
+    stream = TokenStream(0.0)
+    stream.feed(told + b"data: [DONE]\n\n", 1.0)
+    reference = stream.answer(4)
+    assert isinstance(reference, Answer) and goodput.sure(reference, 0.02) == (5, 6), "7 was a near tie"
+    references = {0: goodput.sure(reference, 0.02)}
+    for ids, right in (((5, 6, 9, 9), True), ((5, 9, 7, 8), False), ((5,), False), ((), False)):
+        answer = msgspec.structs.replace(reference, ids=ids)
+        assert goodput.is_right(0, answer, references) == right
+    assert not goodput.is_right(1, reference, references), "the reference has answered everything"
+
+
+def test_as_many_of_a_trace_are_sent_as_come_in_the_seconds() -> None:
+    asks = [Ask(index, float(index**2), (Piece("u", 10),), 4) for index in range(40)]
+    sweep = Sweep(
+        asks=asks, seconds=8.0, slo=SLO, rates=(), levels_max=2, pace=Pace(), timeout_s=1.0, seed=3, in_prompt=False
+    )
+    for rate, count in ((0.1, 2), (2.0, 16), (4.0, 32), (9.0, 40)):
+        sent = sweep.at(rate)
+        assert len(sent) == count and sent[-1].due_s == pytest.approx((count - 1) / rate), "the rate on the mean"
 
 
 def test_what_the_client_could_not_send_in_time_counts_against_the_first_token() -> None:
@@ -155,10 +181,38 @@ def test_a_cluster_whose_decode_engines_are_killed_answers_nothing_wrong(tmp_pat
     assert status == 0 and report.ok and level.wrong == 0 and level.faults["kill"] >= 1 and level.faults["stop"] >= 1
     assert level.good + level.late + level.failed == level.sent == 24
     assert report.engines == {"stream": 3} and report.slo == "ttft 60 s, itl_p99 60 s"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.json", "small.md", "small.svg"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "small.json",
+        "small.md",
+        "small.requests.jsonl",
+        "small.svg",
+    ]
+
+
+def test_several_traces_are_asked_of_the_same_engines_each_at_its_rates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--compare", "stream", "--trace", "azure-sample@8", "--trace", "mooncake-sample@6,12", "--seconds", "2"]
+    kept = ["--slo", "ttft=60s,itl=60s", "--out", str(tmp_path), "--name", "two"]
+    assert main(["bench", "goodput", *words, *kept]) == 0
+    assert capsys.readouterr().err.count("bench: starting") == 1
+    found = {}
+    for trace in ("azure_sample", "mooncake_sample"):
+        report = msgspec.json.decode((tmp_path / f"two-{trace}.json").read_bytes(), type=GoodputReport)
+        rows = [msgspec.json.decode(row) for row in (tmp_path / f"two-{trace}.requests.jsonl").open("rb")]
+        assert report.ok and f"two-{trace}.svg" in (tmp_path / f"two-{trace}.md").read_text()
+        assert len(rows) == sum(level.sent for level in report.levels)
+        assert all(row["verdict"] == "good" and row["ttft"] > 0 and row["e2e"] >= row["ttft"] for row in rows)
+        found[trace] = [(level.rate, level.sent) for level in report.levels]
+    assert found == {"azure_sample": [(8.0, 16)], "mooncake_sample": [(6.0, 12), (12.0, 24)]}
 
 
 BAD = [
+    (["--engine", "vllm", "--shape", "8b"], "argument --shape: only with places for the engines; add: --place 0,1"),
+    (["--engine", "vllm", "--device", "cuda"], "argument --device: only with places"),
+    (["--place", "0,1"], "argument --place: not an option of the embedded engine; add: --engine vllm"),
+    (["--margin", "wide"], "argument --margin: got 'wide', expected nats"),
+    (["--json", "--trace", "a", "--trace", "b"], "argument --json: prints one object"),
     (["--rates", "1,x"], "argument --rates: got 'x'"),
     (["--faults", "kill:router:5s"], "argument --faults: got 'kill:router:5s', expected ACT:ROLE:EVERY, such as kill"),
     (["--faults", "kill:decode:5s,stop:any:5s"], "argument --faults: got 'stop:any:5s', expected ACT:ROLE:EVERY"),

@@ -24,7 +24,7 @@ from kvbaton.processes.child_process import raise_file_limit
 from kvbaton.processes.operator_errors import CommandError, StoppedError
 from kvbaton_proof.bench.kit.run_facts import AGGREGATED, SINGLE
 from kvbaton_proof.bench.load.request_plan import REQUESTS, Lengths
-from kvbaton_proof.bench.serve.contenders import MODES, contender
+from kvbaton_proof.bench.serve.contenders import MODES, SHAPES, TIMED, contender
 from kvbaton_proof.cli.bench_results import new_file, show
 from kvbaton_proof.rig.connectors import given
 
@@ -38,9 +38,12 @@ CONCURRENCY_MAX, ROUNDS_MAX, TARGETS_MAX, WARMUPS_MAX = 2048, 100, 16, 1024
 _NAME = re.compile(r"[\w.-]{1,40}")
 _OWN = (
     "engine", "compare", "contender", "prefill", "decode", "transport", "lease_s", "blocks", "vllm_python", "vllm_args",
-    "kv_gib",    "max_model_len",
+    "kv_gib", "max_model_len", "place", "device", "shape",
 )  # fmt: skip
-_ONLY = {"embedded": ("blocks",), "vllm": ("contender", "vllm_python", "vllm_args", "kv_gib", "max_model_len")}
+_ONLY = {
+    "embedded": ("blocks",),
+    "vllm": ("contender", "vllm_python", "vllm_args", "kv_gib", "max_model_len", "place", "device", "shape"),
+}
 ROUTER_ARGS = ("--fallback", "strict", "--deadline-s", "900", "--first-byte-s", "900")
 """A mode is measured and nothing in its place; of a request its own time-out counts."""
 
@@ -100,6 +103,11 @@ def add_where(group: argparse._ArgumentGroup) -> None:
     option("--vllm-args", metavar="WORDS", help="vllm: more words of every server's command, in quotes, such as "
            "'--max-num-batched-tokens 512'")  # fmt: skip
     option("--kv-gib", type=whole(1, 1024), metavar="N", help="vllm: KV cache of each engine (default: 1)")
+    option("--place", type=_names, metavar="A,B", help="vllm: GPUs for the engines of each cluster in turn, as "
+           "CUDA_VISIBLE_DEVICES takes them (numbers, GPU-… or MIG-…); all clusters are started at once")  # fmt: skip
+    option("--device", choices=("cuda", "cpu"), help="vllm: what engines run on (default: with --place cuda, else cpu)")
+    option("--shape", choices=SHAPES, help="with --place: 8b, an 8B model's shape for timing (bfloat16, CUDA graphs; "
+           "answers are not compared), or small, in float32 (default: 8b)")  # fmt: skip
     option("--max-model-len", type=whole(16, 1 << 20), metavar="N", help="vllm: tokens of a request (default: 2048)")
 
 
@@ -184,6 +192,11 @@ def _check_own(args: argparse.Namespace) -> None:
             raise CommandError(f"argument --compare: {name} is not played by embedded engines; add: --engine vllm")
     args.prefill, args.decode = args.prefill or 1, args.decode or 1
     args.transport = args.transport or "auto"
+    args.device = args.device or ("cuda" if args.place else "cpu")
+    if bool(args.shape) > bool(args.place) or (args.device == "cuda" and not args.place):
+        flag = "shape" if args.shape else "device"
+        raise CommandError(f"argument --{flag}: only with places for the engines; add: --place 0,1")
+    args.shape = args.shape or (TIMED if args.place else None)
 
 
 def _targets(args: argparse.Namespace) -> tuple[Given, ...]:
@@ -284,8 +297,8 @@ def write_beside(files: tuple[Path, ...], plot: str, report: msgspec.Struct) -> 
     files[2].write_text(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() + "\n")
 
 
-def page_files(args: argparse.Namespace, what: str) -> tuple[Path, ...]:
-    """Page, plot and figures; nothing is overwritten."""
+def page_files(args: argparse.Namespace, what: str, of: str = "") -> tuple[Path, ...]:
+    """Page, plot and figures, `of` one of several; nothing is overwritten."""
     from kvbaton_proof.bench.kit import run_facts
 
     if args.name is not None and not _NAME.fullmatch(args.name):
@@ -294,7 +307,7 @@ def page_files(args: argparse.Namespace, what: str) -> tuple[Path, ...]:
         raise CommandError("argument --name: it names the files of --out DIR; give that too")
     if args.out is None:
         return ()
-    name = args.name or f"{run_facts.today()}-{what}"
+    name = "-".join(filter(None, (args.name or f"{run_facts.today()}-{what}", of)))
     if not Path(args.out).is_dir():
         raise CommandError(f"argument --out: {args.out} is not a directory; create it first")
     files = tuple(Path(args.out) / f"{name}{suffix}" for suffix in SUFFIXES)

@@ -133,7 +133,7 @@ def _completion(text: bytes) -> Answer:
         return Answer(
             tokens=tuple(numbers["tokens"]), params=_for_d(body.get("kv_transfer_params")),
             cached=details.get("cached_tokens"),
-            gaps=tuple(_gap(each or {}) for each in numbers.get("top_logprobs") or ()),
+            gaps=tuple(lead(each or {}) for each in numbers.get("top_logprobs") or ()),
         )  # fmt: skip
     except (ValueError, LookupError, TypeError, AttributeError):
         return Answer(error="no completion")
@@ -143,8 +143,8 @@ def _for_d(params: dict[str, Any] | None) -> dict[str, Any] | None:
     return None if params is None else {name: value for name, value in params.items() if name != NOT_FOR_D}
 
 
-def _gap(likely: Mapping[str, float]) -> float:
-    """Between the two likeliest; 0, as of a tie, where a second one is not told."""
+def lead(likely: Mapping[str, float]) -> float:
+    """How much likelier the likeliest token was than the next; 0, as of a tie, where a second one is not told."""
     best = sorted(likely.values(), reverse=True)[:2]
     return best[0] - best[1] if len(best) == 2 else 0.0
 

@@ -117,7 +117,8 @@ def _nixl(seat: Seat) -> Parts:
         extra = {**launching.NIXL["kv_connector_extra_config"], **seat.settings}
         return {**launching.NIXL, "kv_connector_extra_config": extra}, around | _nixl_path(seat.home / "site")
     config, variables = _NIXL_ON_GPU.parts(seat)
-    return config, {**variables, **_nixl_path(seat.home / "nixl")}
+    set_here = {name: os.environ[name] for name in NIXL_BEST if name in os.environ}  # as other machines want it
+    return config, {**variables, **set_here, **_nixl_path(seat.home / "nixl")}
 
 
 HOST_WORKER: Mapping[str, Any] = {

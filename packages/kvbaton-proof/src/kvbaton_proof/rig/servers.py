@@ -97,6 +97,7 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True):
     d_args: tuple[str, ...] = ()  # of D alone
     beside: Mapping[str, Any] = {}  # another connector's configuration, in a MultiConnector with ours
     first: str = P  # whose MultiConnector asks ours before the other
+    places: tuple[str, ...] = ()  # values of CUDA_VISIBLE_DEVICES; its engines take them in turn
 
     def pair(self, name: str, turn_s: float) -> Spec:
         """The same as a P and a D of ours behind our router."""
@@ -276,6 +277,8 @@ def made(site: Site, spec: Spec) -> Group:
             config = together(site, spec, name, config)
         blocks, own = (spec.p_blocks, spec.p_args) if name in prefillers else (spec.d_blocks, spec.d_args)
         own = () if name == ALONE else own
+        if spec.places:
+            more = {**more, "CUDA_VISIBLE_DEVICES": spec.places[workers.index(name) % len(spec.places)]}
         words = site.words(spec, ports[name], blocks, own)
         words += ["--kv-transfer-config", msgspec.json.encode(config).decode()] if config else []
         engine(name, words, {**site.variables(spec), **more}, seat.side_port if config else 0)

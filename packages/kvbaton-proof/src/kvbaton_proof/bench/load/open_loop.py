@@ -29,14 +29,20 @@ from kvbaton.api import sse
 from kvbaton.api.bodies import BodyKind
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton_proof.bench.load.request_plan import Ask, Piece, prompt
+from kvbaton_proof.rig.client import lead
 
 CODE_CHARS_MAX = 40
 SHORT, LONG = "short answer", "long answer"
 MALFORMED, NO_END = "malformed event", "stream without an end"
 
 
+class _Likely(msgspec.Struct, frozen=True):
+    top_logprobs: tuple[dict[str, float] | None, ...] | None = None
+
+
 class _Choice(msgspec.Struct, frozen=True):
     text: str = ""
+    logprobs: _Likely | None = None
     finish_reason: str | None = None
     token_ids: tuple[int, ...] | None = None
 
@@ -62,6 +68,8 @@ class Answer(msgspec.Struct, frozen=True):
     gaps_s: tuple[float, ...]
     tokens: int
     digest: bytes  # of its text
+    ids: tuple[int, ...] = ()  # of its tokens, where they were asked for
+    leads: tuple[float, ...] = ()  # of each token, how much likelier it was than the next (nats), likewise
 
     @property
     def tpot_s(self) -> float | None:
@@ -72,12 +80,14 @@ class Answer(msgspec.Struct, frozen=True):
 class TokenStream:
     """Feed it until the connection has no more; then ask for the `answer`."""
 
-    __slots__ = ("_at", "_done", "_gaps", "_relay", "_sent_at", "_usage", "_wrong", "events", "ids", "text")
+    __slots__ = ("_at", "_done", "_gaps", "_relay", "_sent_at", "_usage", "_wrong", "events", "ids", "leads",
+                 "text")  # fmt: skip
 
     def __init__(self, sent_at: float) -> None:
         self.events = 0  # that bore a token
         self.text: list[str] = []
         self.ids: list[int] = []  # where the server tells them
+        self.leads: list[float] = []
         self._sent_at = sent_at
         self._at: list[float] = []  # of the first and of the last token
         self._gaps: list[float] = []
@@ -108,6 +118,8 @@ class TokenStream:
             self._usage = chunk.usage.completion_tokens
         for choice in chunk.choices[:1]:
             self.ids += choice.token_ids or ()
+            if choice.logprobs is not None:
+                self.leads += [lead(each or {}) for each in choice.logprobs.top_logprobs or ()]
             if choice.text or choice.finish_reason is None:  # some engines end with an event that has no token
                 self._token(choice.text, now)
 
@@ -131,7 +143,10 @@ class TokenStream:
             return SHORT if tokens <= wanted else LONG
         digest = hashlib.blake2b("".join(self.text).encode(errors="replace"), digest_size=8).digest()
         first, last = self._at
-        return Answer(first - self._sent_at, last - self._sent_at, tuple(self._gaps), tokens, digest)
+        return Answer(
+            first - self._sent_at, last - self._sent_at, tuple(self._gaps), tokens, digest, tuple(self.ids),
+            tuple(self.leads),
+        )  # fmt: skip
 
 
 def code_of(error: Any) -> str:
@@ -168,6 +183,8 @@ class Aim(msgspec.Struct, frozen=True, kw_only=True):
     headers: Mapping[str, str] = {}
     model: str | None = None
     salt: str = ""  # of caches: what another salt left there is not found
+    with_ids: bool = False  # answers tell their tokens' ids
+    with_leads: bool = False
     in_prompt: bool = False  # the salt is in the prompt's beginning, for servers that know no `cache_salt`
     seed: int = 0
     timeout_s: float = 120.0
@@ -197,7 +214,9 @@ def body_of(ask: Ask, aim: Aim) -> bytes:
     words = prompt(ask, aim.seed, aim.salt if aim.in_prompt else "")
     salt = {} if aim.in_prompt or not aim.salt else {"cache_salt": aim.salt}
     model = {} if aim.model is None else {"model": aim.model}
-    return request_body(words, ask.output_tokens, **model, **salt)
+    ids = {"return_token_ids": True} if aim.with_ids else {}
+    leads = {"logprobs": 2} if aim.with_leads else {}
+    return request_body(words, ask.output_tokens, **model, **salt, **ids, **leads)
 
 
 def request_body(words: str | list[int], tokens: int, **more: object) -> bytes:

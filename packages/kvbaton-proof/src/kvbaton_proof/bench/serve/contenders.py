@@ -28,6 +28,9 @@ MODES = ("pull", "stream", "push")
 TURNS, STORE = "turns", "store"
 KVBATON = "kvbaton"
 MODEL = "model"
+TIMED, COMPARED = "8b", "small"
+SHAPES = (TIMED, COMPARED)
+"""Of models on GPUs: an 8B model's in bfloat16 with CUDA graphs; a small one in float32, whose answers are compared."""
 TURN_S, STORE_BYTES = 60.0, "1GiB"
 LOCAL = ("--fallback", "local")
 """For a router: engines without a P serve alone."""
@@ -80,10 +83,11 @@ def contender(name: str) -> Contender:
 
 def spec_of(
     one: Contender, *, prefill: int, decode: int, max_model_len: int, transport: str, router_args: tuple[str, ...],
-    lease_s: float | None, args: tuple[str, ...] = (),
+    lease_s: float | None, args: tuple[str, ...] = (), places: tuple[str, ...] = (), shape: str = MODEL,
+    kv_gib: int = 1,
 ) -> Spec:  # fmt: skip
-    """The servers of its cluster; the engines differ in their connector alone."""
-    from kvbaton_proof.rig.servers import Spec  # brings aiohttp, which names can do without
+    """The servers of its cluster; the engines differ in their connector alone, and in their places."""
+    from kvbaton_proof.rig.servers import EAGER, GIB, GRAPHS, Spec  # bring aiohttp, which names can do without
 
     is_alone = not one.connector or CONNECTORS[one.connector].is_alone
     settings: dict[str, object] = {}
@@ -100,8 +104,9 @@ def spec_of(
         router_args = (*(word for word in router_args if word not in ("--fallback", "strict", "local")), *LOCAL)
     count = decode if not is_alone else 1 if one.is_single else prefill + decode
     return Spec(
-        name=one.cluster, model=MODEL, connector=one.connector, front=one.front, prefillers=prefill, decoders=count,
+        name=one.cluster, model=shape, connector=one.connector, front=one.front, prefillers=prefill, decoders=count,
         max_model_len=max_model_len, chunk_tokens=0, at_once=0, settings={one.connector: settings},
         front_args=router_args if one.front == KVBATON else (), turn_s=TURN_S if TURNS in one.more else 0.0,
-        store=STORE_BYTES if STORE in one.more else "", args=args,
+        store=STORE_BYTES if STORE in one.more else "", args=args, places=places, cache_bytes=kv_gib * GIB,
+        **({"dtype": "bfloat16", "backend": "FLASH_ATTN", "variant": GRAPHS} if shape == TIMED else {"variant": EAGER}),
     )  # fmt: skip

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
@@ -23,6 +24,9 @@ from kvbaton_proof.bench.kit.run_facts import RunFacts, named
 from kvbaton_proof.bench.load.open_loop import Answer, Record
 from kvbaton_proof.bench.serve.serve_parts import Slo, figures, times_of
 
+References = Mapping[int, bytes | tuple[int, ...]]
+"""By a request's index its right answer: a digest of the text, or the tokens as far as they are sure."""
+UNDER_WAY = "under way when the run was stopped"
 SHARES = (0.9, 0.99)
 """Of requests that are good: the rates at which it is so are what buyers compare."""
 FIRST_RATE, RATE_STEP = 1.0, 2.0
@@ -96,9 +100,47 @@ def from_due(record: Record, answer: Answer) -> Answer:
     return msgspec.structs.replace(answer, ttft_s=answer.ttft_s + held_s, e2e_s=answer.e2e_s + held_s)
 
 
+def sure(answer: Answer, margin: float) -> tuple[int, ...]:
+    """Its tokens before the first that was less than `margin` nats likelier than the next: another batch may change
+    that one, and from there on the whole answer."""
+    near = (at for at, each in enumerate(answer.leads) if each < margin)
+    return answer.ids[: next(near, len(answer.ids))]
+
+
+def is_right(index: int, answer: Answer, references: References) -> bool:
+    """As far as its reference goes; without any references nothing is called wrong."""
+    known = references.get(index)
+    if isinstance(known, tuple):
+        return answer.ids[: len(known)] == known
+    return not references or known == answer.digest
+
+
+def verdict(record: Record, references: References, slo: Slo) -> str:
+    """What one request counts as."""
+    if record.answer is None:
+        return "failed"
+    if not is_right(record.ask.index, record.answer, references):
+        return "wrong"
+    return "good" if slo.met_by(from_due(record, record.answer)) else "late"
+
+
+def request_row(record: Record, references: References, slo: Slo) -> dict[str, object]:
+    """One request for whoever wants to judge by other objectives; milliseconds, the first token's from when due."""
+    row: dict[str, object] = {
+        "index": record.ask.index, "prompt": record.ask.input_tokens, "answer": record.ask.output_tokens,
+        "due_s": round(record.ask.due_s, 3), "verdict": verdict(record, references, slo),
+    }  # fmt: skip
+    if record.answer is None:
+        return {**row, "error": record.error or UNDER_WAY}
+    answer = from_due(record, record.answer)
+    itl = figures(answer.gaps_s)
+    gaps = {} if itl is None else {"itl_mean": itl.mean_ms, "itl_p99": itl.p99_ms, "itl_max": itl.max_ms}
+    return {**row, "ttft": round(answer.ttft_s * 1e3, 3), "e2e": round(answer.e2e_s * 1e3, 3), **gaps}
+
+
 def level_of(
     records: Sequence[Record],
-    references: Mapping[int, bytes],
+    references: References,
     slo: Slo,
     *,
     number: int,
@@ -106,22 +148,17 @@ def level_of(
     rate: float,
     faults: Mapping[str, int] = {},
 ) -> Level:
-    """`references`: digests of right answers by a request's index; without any, nothing is called wrong."""
-    right: list[Answer] = []
-    wrong, errors = 0, dict[str, int]()
-    for record in records:
-        if record.answer is None:
-            why = record.error or "under way when the run was stopped"
-            errors[why] = errors.get(why, 0) + 1
-        elif references and references.get(record.ask.index) != record.answer.digest:
-            wrong += 1
-        else:
-            right.append(from_due(record, record.answer))
-    good = sum(map(slo.met_by, right))
+    called = Counter(verdict(record, references, slo) for record in records)
+    errors = Counter(record.error or UNDER_WAY for record in records if record.answer is None)
+    right = [
+        from_due(record, record.answer)
+        for record in records
+        if record.answer is not None and is_right(record.ask.index, record.answer, references)
+    ]
     ttft, itl = figures(times_of(right, "ttft")), figures(times_of(right, "itl"))
     return Level(
-        round=number, target=target, rate=round(rate, 3), sent=len(records), good=good, late=len(right) - good,
-        wrong=wrong, failed=sum(errors.values()), errors=errors, faults=faults,
+        round=number, target=target, rate=round(rate, 3), sent=len(records), good=called["good"], late=called["late"],
+        wrong=called["wrong"], failed=called["failed"], errors=dict(errors), faults=faults,
         ttft_p50_ms=None if ttft is None else ttft.p50_ms, ttft_p99_ms=None if ttft is None else ttft.p99_ms,
         itl_p99_ms=None if itl is None else itl.p99_ms,
     )  # fmt: skip

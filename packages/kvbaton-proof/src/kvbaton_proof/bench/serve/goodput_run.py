@@ -15,7 +15,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,9 +55,13 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Sweep(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be measured."""
+    """What is to be measured with one trace."""
 
     asks: Sequence[Ask]
+    trace: str = ""  # its name
+    left_out: int = 0  # of it, as too long
+    seconds: float | None = None  # at each rate, as many of the trace as come in these
+    margin: float = 0.0  # nats: how sure a reference has to be of a token that is compared; 0: of none, text is
     slo: Slo
     rates: Sequence[float]
     levels_max: int
@@ -67,12 +71,18 @@ class Sweep(msgspec.Struct, frozen=True, kw_only=True):
     in_prompt: bool
     faults: Sequence[Fault] = ()
 
+    def at(self, rate: float) -> list[Ask]:
+        count = len(self.asks) if self.seconds is None else max(2, round(rate * self.seconds))
+        return request_plan.at_rate(self.asks[:count], rate)
+
 
 @dataclass(slots=True)
 class Swept:
-    """What has been measured so far."""
+    """What has been measured so far; `keep` hears of each level with its requests."""
 
-    references: Mapping[int, bytes] = field(default_factory=dict)
+    keep: Callable[[Level, Sequence[Mapping[str, object]]], None] = lambda level, rows: None
+    references: goodput.References = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     levels: list[Level] = field(default_factory=list)
     commands: dict[str, str] = field(default_factory=dict)
     engines: dict[str, int] = field(default_factory=dict)
@@ -105,29 +115,50 @@ def trace_of(path: Path, *, scale: float, requests: int | None, tokens_max: int 
 
 
 async def measure(
-    args: argparse.Namespace, sweep: Sweep, swept: Swept, server: ServerOptions | None, say: Say, shown: Shown
+    args: argparse.Namespace,
+    traces: Sequence[tuple[Sweep, Swept]],
+    server: ServerOptions | None,
+    say: Say,
+    shown: Shown,
 ) -> None:
-    longest = max(ask.input_tokens + ask.output_tokens for ask in sweep.asks)
+    """Every trace, one after the other, on the same engines."""
+    longest = max(ask.input_tokens + ask.output_tokens for sweep, _ in traces for ask in sweep.asks)
+    problems: list[str] = []
     with told_to_stop() as stop:
         async with contextlib.AsyncExitStack() as stack:
             if args.targets:
                 targets = [ServeTarget(each.name, each.url, each.mode, model=args.model) for each in args.targets]
             else:
-                targets = await started(args, server, stack, say, stop)
+                targets = await started(args, server, stack, problems, say, stop)
             for target in targets:
                 await probe(target, longest)
-                if target.site is not None:
-                    swept.engines[target.name] = len(target.site.engines)
-            if args.judged:
-                swept.references = await _right_answers(targets[0], sweep, stop, say, shown)
-            for number in range(1, args.rounds + 1):
-                await _round(number, targets, sweep, swept, stop, say, shown)
-            if stop.is_set():
-                say("stopped; these are the measurements so far")
-                swept.stopped = True
-            for site in {id(each.site): each.site for each in targets if each.site is not None}.values():
-                swept.commands |= site.commands()
-                swept.failures += site.dead()
+            sites = list({id(each.site): each.site for each in targets if each.site is not None}.values())
+            for sweep, swept in traces:
+                swept.failures += problems
+                swept.engines |= {each.name: len(each.site.engines) for each in targets if each.site is not None}
+                for site in sites:
+                    swept.commands |= site.commands()
+                await _trace(args, targets, sweep, swept, stop, say, shown)
+            for site in sites:
+                traces[-1][1].failures += site.dead()
+
+
+async def _trace(
+    args: argparse.Namespace,
+    targets: Sequence[ServeTarget],
+    sweep: Sweep,
+    swept: Swept,
+    stop: asyncio.Event,
+    say: Say,
+    shown: Shown,
+) -> None:
+    if args.judged and not stop.is_set():
+        await _right_answers(targets[0], sweep, swept, stop, say, shown)
+    for number in range(1, args.rounds + 1):
+        await _round(number, targets, sweep, swept, stop, say, shown)
+    if stop.is_set():
+        say("stopped; these are the measurements so far")
+    swept.stopped = stop.is_set()
 
 
 async def _round(
@@ -146,9 +177,10 @@ async def _round(
 
 
 async def _right_answers(
-    target: ServeTarget, sweep: Sweep, stop: asyncio.Event, say: Say, shown: Shown
-) -> Mapping[int, bytes]:
-    load = Load(_aim(target, sweep, "reference"), msgspec.structs.replace(sweep.pace, concurrency=REFERENCES_AT_ONCE))
+    target: ServeTarget, sweep: Sweep, swept: Swept, stop: asyncio.Event, say: Say, shown: Shown
+) -> None:
+    aim = msgspec.structs.replace(_aim(target, sweep, "reference"), with_leads=bool(sweep.margin))
+    load = Load(aim, msgspec.structs.replace(sweep.pace, concurrency=REFERENCES_AT_ONCE))
     with shown("right answers") as tell:
         tell(f"of {target.name}, without load")
         at_once = [msgspec.structs.replace(ask, due_s=0.0) for ask in sweep.asks]
@@ -158,13 +190,26 @@ async def _right_answers(
         raise CommandError(f"target {target.name}: {len(failed)} of {len(sweep.asks)} requests failed without load, "
                            f"the first with {failed[0]!r}; they cannot be judged")  # fmt: skip
     say(f"{len(load.records)} right answers, from {target.name} without load")
-    return {each.ask.index: each.answer.digest for each in load.records if each.answer is not None}
+    answers = {each.ask.index: each.answer for each in load.records if each.answer is not None}
+    if not sweep.margin:
+        swept.references = {index: answer.digest for index, answer in answers.items()}
+        return
+    if not all(each.ids and each.leads for each in answers.values()) and not stop.is_set():
+        raise CommandError(f"target {target.name} does not tell its tokens and how sure it is; use: --margin 0")
+    known = {index: goodput.sure(answer, sweep.margin) for index, answer in answers.items()}
+    swept.references = known
+    swept.notes.append(
+        f"An answer is compared up to the first token of which its reference was less than {sweep.margin:g} nats sure: "
+        f"{sum(map(len, known.values()))} of {sum(len(each.ids) for each in answers.values())} tokens, "
+        f"{sum(len(answers[index].ids) == len(each) for index, each in known.items())} of {len(known)} answers whole."
+    )
 
 
 def _aim(target: ServeTarget, sweep: Sweep, part: str) -> Aim:
     return Aim(
         url=target.url, headers={} if target.mode is None else {MODE_HEADER: target.mode}, model=target.model,
         salt=f"{sweep.seed}-{part}-{target.salt}-{time.time_ns()}", in_prompt=sweep.in_prompt, seed=sweep.seed,
+        with_ids=bool(sweep.margin),
         timeout_s=sweep.timeout_s,
     )  # fmt: skip
 
@@ -180,7 +225,7 @@ async def _level(
     shown: Shown,
 ) -> None:
     aim = _aim(target, sweep, f"{number}-{rate:g}")
-    asks = request_plan.at_rate(sweep.asks, rate)
+    asks = sweep.at(rate)
     gc.collect()
     with shown(f"{target.name} at {rate:g}/s") as tell:
         load = Load(aim, sweep.pace, on_end=lambda: tell(f"{load.ended} of {len(asks)}"))
@@ -201,6 +246,7 @@ async def _level(
         load.records, swept.references, sweep.slo, number=number, target=target.name, rate=rate, faults=dict(+did)
     )
     swept.levels.append(level)
+    swept.keep(level, [goodput.request_row(each, swept.references, sweep.slo) for each in load.records])
     say(f"{target.name} at {rate:g}/s: {level.good} of {level.sent} good, {level.late} late, {level.wrong} wrong, "
         f"{level.failed} failed; faults: {goodput.counted(level.faults) or 'none'}")  # fmt: skip
 
@@ -249,12 +295,12 @@ async def _over(done: asyncio.Event, within_s: float) -> bool:
 
 
 def report_of(
-    sweep: Sweep, swept: Swept, facts: RunFacts, options: Mapping[str, object], notes: Sequence[str]
+    sweep: Sweep, swept: Swept, facts: RunFacts, options: Mapping[str, object], notes: Sequence[str] = ()
 ) -> GoodputReport:
     names = list(dict.fromkeys(each.target for each in swept.levels))
     wrong = [*swept.failures, *goodput.complaints(swept.levels)]
     return GoodputReport(
-        **msgspec.structs.asdict(facts), ok=not wrong and not swept.stopped, wrong=wrong, notes=notes,
+        **msgspec.structs.asdict(facts), ok=not wrong and not swept.stopped, wrong=wrong, notes=[*notes, *swept.notes],
         stopped=swept.stopped, slo=str(sweep.slo), objectives=sweep.slo, options=options,
         engines=swept.engines, levels=swept.levels,
         capacities={name: [goodput.capacity(swept.of(name), share) for share in SHARES] for name in names},

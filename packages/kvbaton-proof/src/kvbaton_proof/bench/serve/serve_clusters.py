@@ -150,7 +150,7 @@ def server_of(args: argparse.Namespace) -> ServerOptions | None:
     if args.engine != "vllm":
         return None
     python = server_words.find_python(args.vllm_python)
-    model = tiny_model(python, TINY_KINDS[0], TINY_SEED)
+    model = tiny_model(python, args.shape if args.device == "cuda" else TINY_KINDS[0], TINY_SEED)
     given = {"kv_gib": args.kv_gib, "max_model_len": args.max_model_len}
     return ServerOptions(
         python=python, model=str(model), served_name="tiny", **{key: value for key, value in given.items() if value}

@@ -15,7 +15,7 @@ import gc
 import re
 import shlex
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,11 +34,12 @@ from kvbaton_proof.bench.load import request_plan
 from kvbaton_proof.bench.load.open_loop import UNDER_WAY_MAX, Aim, Load, Pace, ask_for_models, warm_up
 from kvbaton_proof.bench.load.request_plan import REQUESTS, REQUESTS_MAX, Ask, Shape
 from kvbaton_proof.bench.serve import serve_clusters, serve_parts, serve_report, vllm_site
-from kvbaton_proof.bench.serve.contenders import contender, spec_of
+from kvbaton_proof.bench.serve.contenders import MODEL, Contender, contender, spec_of
 from kvbaton_proof.bench.serve.serve_clusters import site_of
 from kvbaton_proof.bench.serve.serve_parts import TIMES, Part, Slo, Turn, Used, quantiles, times_of
 from kvbaton_proof.bench.serve.serve_report import Report
 from kvbaton_proof.bench.serve.site import REST_S, Site
+from kvbaton_proof.rig.servers import Spec
 
 HURRIED_S = 0.5  # for engines to become idle after Ctrl-C
 WARMUPS = 4
@@ -138,7 +139,7 @@ async def measure(
             if args.targets:
                 targets = [ServeTarget(each.name, each.url, each.mode, model=args.model) for each in args.targets]
             else:
-                targets = await started(args, server, stack, say, stop)
+                targets = await started(args, server, stack, measured.failures, say, stop)
             for target in targets:
                 await probe(target, work.longest)
             for number in range(1, work.rounds + 1):
@@ -158,12 +159,13 @@ async def started(
     args: argparse.Namespace,
     server: ServerOptions | None,
     stack: contextlib.AsyncExitStack,
+    problems: list[str],
     say: Say,
     stop: asyncio.Event,
 ) -> list[ServeTarget]:
-    """Every cluster that the targets need, once."""
+    """Every cluster that the targets need, once; `problems` gets why one is not there."""
     if server is not None:
-        return await _vllm(server, args, stack, say, stop)
+        return await _vllm(server, args, stack, problems, say, stop)
     sites: dict[str, Site] = {}
     for name in dict.fromkeys(map(site_of, args.compare)):
         plan = serve_clusters.plan_of(name, args)
@@ -174,18 +176,34 @@ async def started(
 
 
 async def _vllm(
-    server: ServerOptions, args: argparse.Namespace, stack: contextlib.AsyncExitStack, say: Say, stop: asyncio.Event
+    server: ServerOptions,
+    args: argparse.Namespace,
+    stack: contextlib.AsyncExitStack,
+    problems: list[str],
+    say: Say,
+    stop: asyncio.Event,
 ) -> list[ServeTarget]:
     sites: dict[str, Site] = {}
     named = [contender(name) for name in args.compare]
-    shape = {"prefill": args.prefill, "decode": args.decode, "transport": args.transport, "lease_s": args.lease_s}
-    shape["args"] = tuple(shlex.split(args.vllm_args or ""))
-    for each in named:
-        if each.cluster not in sites:
-            spec = spec_of(each, max_model_len=server.max_model_len, router_args=args.router_args, **shape)
-            sites[each.cluster] = await stack.enter_async_context(vllm_site.standing(spec, server, say, stop))
-    found = [(each, sites[each.cluster]) for each in named]
+    specs = vllm_specs(args, named, server)
+    for together in [specs] if args.place else [[spec] for spec in specs]:
+        standing = vllm_site.standing(together, server, args.device, problems, say, stop)
+        sites |= await stack.enter_async_context(standing)
+    found = [(each, sites[each.cluster]) for each in named if each.cluster in sites]
     return [ServeTarget(each.name, site.url, each.header, site) for each, site in found]
+
+
+def vllm_specs(args: argparse.Namespace, named: Sequence[Contender], server: ServerOptions) -> list[Spec]:
+    """The servers of every cluster, each cluster once."""
+    clusters = {each.cluster: each for each in named}
+    return [
+        spec_of(
+            each, max_model_len=server.max_model_len, router_args=args.router_args, prefill=args.prefill,
+            decode=args.decode, transport=args.transport, lease_s=args.lease_s, places=args.place or (),
+            args=tuple(shlex.split(args.vllm_args or "")), kv_gib=server.kv_gib, shape=args.shape or MODEL,
+        )
+        for each in clusters.values()
+    ]  # fmt: skip
 
 
 async def probe(target: ServeTarget, longest: int) -> None:

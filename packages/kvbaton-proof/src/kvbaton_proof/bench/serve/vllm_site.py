@@ -1,7 +1,7 @@
 """A contender's vLLM servers and what stands before them, as a site of a bench: measured, hurt, and whole again.
 
-Law: the servers are those of `rig.servers`, started one cluster after the other: a machine of few cores starts one
-engine in a minute, and none of eight at once.
+Law: the servers are those of `rig.servers`. With places for engines all clusters are started at once; a machine of few
+cores starts one engine in a minute, and none of eight at once, so there one cluster is started after the other.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import aiohttp
@@ -22,10 +22,9 @@ from kvbaton.observe.metrics.exposition import figures
 from kvbaton.processes.child_process import STOP_S, Say
 from kvbaton.processes.operator_control import unless_stopped
 from kvbaton.processes.operator_errors import CommandError
-from kvbaton_proof.bench.serve.contenders import MODEL
 from kvbaton_proof.bench.serve.site import REST_S, Site
 from kvbaton_proof.rig import meters, servers
-from kvbaton_proof.rig.connectors import CONNECTORS, NOTHING
+from kvbaton_proof.rig.connectors import CONNECTORS, NOTHING, Device
 from kvbaton_proof.rig.server import EngineError
 from kvbaton_proof.rig.servers import ROUTER, Group, Spec
 
@@ -130,21 +129,31 @@ class VllmSite(Site):
 
 
 @contextlib.asynccontextmanager
-async def standing(spec: Spec, server: ServerOptions, say: Say, stop: asyncio.Event) -> AsyncIterator[VllmSite]:
-    """A cluster whose engines all serve. CommandError if one does not come up, with what it said last."""
-    count = spec.prefillers + spec.decoders
+async def standing(
+    specs: Sequence[Spec], server: ServerOptions, device: Device, problems: list[str], say: Say, stop: asyncio.Event
+) -> AsyncIterator[dict[str, VllmSite]]:
+    """Clusters by name whose engines all serve; `problems` gets why another one does not, with what it said last.
+    CommandError if none does."""
+    count = sum(spec.prefillers + spec.decoders for spec in specs)
     with key_room() as directory:
         site = servers.Site(
-            "cpu", server.python, directory / KEYS, directory, {MODEL: Path(server.model)}, server.kv_gib, STOP_S
+            device,
+            server.python,
+            directory / KEYS,
+            directory,
+            {specs[0].model: Path(server.model)},
+            server.kv_gib,
+            STOP_S,
         )
         async with contextlib.AsyncExitStack() as stack:
             session = await stack.enter_async_context(aiohttp.ClientSession())
-            say(f"starting {spec.name}")
-            starting = servers.standing(site, [spec], session, say, START_S + START_EACH_S * count)
+            say(f"starting {', '.join(spec.name for spec in specs)}")
+            starting = servers.standing(site, specs, session, say, START_S + START_EACH_S * count)
             groups = await unless_stopped(stack.enter_async_context(starting), stop)
-            group = groups[spec.name]
-            if not group.is_up:
-                raise CommandError(f"{spec.name}: {group.problem}")
-            made = VllmSite(spec.name, group, session)
-            await made.whole(START_S, say, stop)
-            yield made
+            down = [f"{name}: {group.problem}" for name, group in groups.items() if not group.is_up]
+            sites = {name: VllmSite(name, group, session) for name, group in groups.items() if group.is_up}
+            if not sites:
+                raise CommandError(down[0])
+            problems += down
+            await asyncio.gather(*(each.whole(START_S, say, stop) for each in sites.values()))
+            yield sites
