@@ -87,7 +87,10 @@ def test_engines_take_their_places_in_turn_and_two_modes_share_one_pair(tmp_path
     args = asked("--place", "MIG-a,MIG-b", "--compare", "aggregated,stream,pull,nixl", "--kv-gib", "7", "--decode", "2")
     server = ServerOptions(python="python3", model="-", served_name="kv", kv_gib=7, max_model_len=16640)
     specs = vllm_specs(args, [contender(name) for name in args.compare], server)
-    assert [spec.name for spec in specs] == ["aggregated", "kvbaton", "nixl"] and not args.judged
+    assert [spec.name for spec in specs] == ["aggregated", "kvbaton", "nixl"] and (args.judged, args.margin) == (
+        False,
+        0,
+    )
     for spec in specs:
         found = made(Site(args.device, "python3", tmp_path, tmp_path, {"8b": tmp_path}), spec)
         at = [engine.variables["CUDA_VISIBLE_DEVICES"] for engine in found.workers.values()]

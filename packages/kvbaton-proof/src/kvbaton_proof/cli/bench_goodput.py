@@ -97,8 +97,9 @@ def check(args: argparse.Namespace) -> None:
     args.slo = by_gaps(args.slo or bench_serve.slo(EMBEDDED_SLO if is_tiny else SLO), args.itl)
     # Servers without cache_salt get marked prompts, other ones in each part: those have no right answer to compare.
     args.judged = not (args.no_judge or args.no_salt or getattr(args, "shape", None) == TIMED)
-    on_gpus = not args.targets and args.device == "cuda"
-    args.margin = (MARGIN if on_gpus else 0.0) if args.margin is None else args.margin
+    if args.margin is None:
+        args.margin = MARGIN if not args.targets and args.device == "cuda" else 0.0
+    args.margin = args.margin if args.judged else 0.0  # what is timed is not asked for its tokens' ids too
     args.trace = args.trace or [(next(iter(SAMPLES)), ())]
     if args.json and len(args.trace) > 1:
         raise CommandError("argument --json: prints one object, and each trace has its own; give --out DIR")
