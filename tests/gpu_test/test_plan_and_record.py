@@ -20,7 +20,11 @@ def book(directory: Path, plan: str = "standard", device: str = "cuda") -> Book:
 class TestActs:
     def test_the_standard_plan_has_every_part_once(self) -> None:
         found = [name for act in acts("cuda", False, None) for name in act]
-        assert sorted(found) == sorted(ABOUT) == sorted(command.RUN)
+        assert sorted([*found, "sglang"]) == sorted(ABOUT) == sorted(command.RUN)
+
+    def test_another_engine_is_started_only_where_it_is_named(self) -> None:
+        assert acts("cpu", False, ["sglang"]) == acts("cuda", True, ["sglang"]) == [["sglang"]]
+        assert not any("sglang" in act for quick in (True, False) for act in acts("cuda", quick, None))
 
     def test_named_parts_keep_the_acts_in_which_they_share_servers(self) -> None:
         assert acts("cuda", True, ["load", "answers", "timing"]) == [["answers"], ["timing", "load"]]

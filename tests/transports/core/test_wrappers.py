@@ -130,6 +130,23 @@ class TestMisplacing:
         assert list(spans[:6]) == [0, 104, 4, 4, 100, 4]
         assert sum(spans[2::3]) == size
 
+    def test_a_number_in_the_file_spares_smaller_copies(self, tmp_path: Path) -> None:
+        flag = tmp_path / "flag"
+        flag.write_text("9")
+        source_bytes = bytes(range(16))
+        other = TcpTransport(P)
+        other.register(0, memoryview(bytearray(source_bytes)))
+        lend_everything(other, D)
+        memory = memory_of(0)
+        transport = faulty(reader(memory), 0.0, str(flag))
+        transport.connect(P, other.endpoint(D))
+        for job, size in ((1, 8), (2, 10)):
+            assert transport.submit(Copy(JobId(job), P, Direction.READ, 0, 0, array("q", [0, 0, size])))
+            assert drained(transport, 1) == [CopyEnded(JobId(job))]
+            assert (bytes(memory[:size]) == source_bytes[:size]) is (size < 9)
+        transport.close()
+        other.close()
+
     def test_only_while_the_file_is_there(self, tmp_path: Path) -> None:
         source_bytes = bytes(range(256)) * 16
         other = TcpTransport(P)

@@ -179,14 +179,20 @@ class DelayedTransport(WrappedTransport):
 
 
 class MisplacingTransport(DelayedTransport):
-    """Another transport; while a file of that name exists, two blocks of every copy are swapped."""
+    """Another transport; while a file of that name exists, two blocks of every copy are swapped. A number in the file
+    spares copies of fewer bytes."""
 
     def __init__(self, inner: Transport, delay_s: float, while_there: Path) -> None:
         super().__init__(inner, delay_s)
         self._while_there = while_there
 
     def submit(self, copy: Copy) -> bool:
-        return super().submit(misplaced(copy) if self._while_there.exists() else copy)
+        try:
+            least = int(self._while_there.read_text() or 0)
+        except FileNotFoundError:
+            return super().submit(copy)
+        is_spared = copy.weave is None and sum(copy.spans[2::3]) < least
+        return super().submit(copy if is_spared else misplaced(copy))
 
 
 def faulty(plane: Transport, delay_s: float, misplace_while: str) -> Transport:

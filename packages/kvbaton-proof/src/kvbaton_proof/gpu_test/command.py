@@ -34,6 +34,7 @@ from kvbaton_proof.gpu_test import (
     gpu_hybrids,
     gpu_load,
     gpu_machine,
+    gpu_sglang,
     gpu_streams,
     gpu_turns,
     timing,
@@ -63,6 +64,8 @@ ABOUT: Mapping[str, str] = {
     "load": "32 requests at once of 2,000 tokens: requests per second beside NixlConnector's, and what D's streams "
             "feel of loads that arrive.",
     "faults": "The same hand does the same things to a pair with kvbaton and to a pair with NixlConnector.",
+    "sglang": "Real SGLang with kvbaton beside one engine and beside its own nixl: answers, a control, faults under "
+              "load, time to first token. Only where it is named; needs SGLang beside this Python.",
     "handoff": "Without an engine: the contract of the device's data planes, and a handoff of 2.1 GB beside its copy.",
 }  # fmt: skip
 STANDARD: Sequence[Sequence[str]] = (
@@ -70,6 +73,8 @@ STANDARD: Sequence[Sequence[str]] = (
     ("handoff",),
 )  # fmt: skip
 QUICK: Sequence[Sequence[str]] = (("answers", "timing"), ("handoff",))
+SGLANG_ACT: Sequence[str] = ("sglang",)
+"""Of another engine: never unless it is named."""
 REHEARSED: Sequence[Sequence[str]] = (("answers",), ("timing", "load"), ("faults",))
 """On a CPU: what needs no device. `bytes`, `mla`, `hybrids`, `features` and `streams` can be named."""
 
@@ -81,7 +86,7 @@ def acts(device: str, quick: bool, named: Sequence[str] | None) -> list[list[str
     unknown = [name for name in named if name not in ABOUT]
     if unknown:
         raise ValueError(f"--part: got {unknown[0]!r}, expected one of {', '.join(ABOUT)}")
-    found = [[name for name in act if name in named] for act in STANDARD]
+    found = [[name for name in act if name in named] for act in (*STANDARD, SGLANG_ACT)]
     return [act for act in found if act]
 
 
@@ -98,6 +103,7 @@ class Stage:
     groups: Groups
     session: aiohttp.ClientSession
     say: Say
+    sglang: Sequence[str]
 
 
 Run = Callable[[Stage, Page], Awaitable[None]]
@@ -128,6 +134,7 @@ RUN: Mapping[str, Run] = {
     "features": lambda stage, page: gpu_features.run(stage.sizes, stage.site, stage.session, page, stage.say),
     "streams": lambda stage, page: gpu_streams.run(stage.sizes, stage.site, stage.session, page, stage.say),
     "turns": _timed(gpu_turns.run), "timing": _timed(timing.run), "load": _timed(gpu_load.run), "faults": _faults,
+    "sglang": lambda stage, page: gpu_sglang.run(stage.site, stage.session, page, stage.say, stage.sglang),
     "handoff": lambda stage, page: gpu_handoff.run(stage.sizes, page, stage.say),
 }  # fmt: skip
 
@@ -165,6 +172,7 @@ def parser() -> argparse.ArgumentParser:
         default=None,
         help=f"of the part features, only these: {', '.join(FEATURES)}",
     )
+    add("--sglang", default=",".join(gpu_sglang.STEPS), metavar="STEP[,STEP]", help="of the part sglang, only these")
     add("--json", action="store_true", help="print the whole record on stdout at the end, all else on stderr")
     add(
         "--page", action="store_true", help="only draw the page again, of the record in --out: of a run that was killed"
@@ -189,7 +197,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0 if found.ok else 1
     try:
         wanted = acts(args.device, args.quick, None if args.part is None else args.part.split(","))
-        python = launching.find_python(args.vllm_python)
+        python = sys.executable if wanted == [["sglang"]] else launching.find_python(args.vllm_python)
     except (ValueError, launching.LaunchError) as error:
         options.error(str(error))
     if args.device == "cuda" and not gpu_machine.has_gpu():
@@ -203,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = args.out.resolve()
     plan = "quick" if args.quick else "standard"
     book = Book(out, plan, args.device, gpu_machine.described(args.device), gpu_machine.command_line())
-    asyncio.run(_run(book, wanted, sizes, args.device, python, out, say))
+    asyncio.run(_run(book, wanted, sizes, args.device, python, out, say, args.sglang.split(",")))
     (out / PAGE).write_text(record.drawn(book.record, ABOUT))
     _told(book, [name for act in wanted for name in act], out, say)
     if args.json:
@@ -247,8 +255,9 @@ def _told(book: Book, names: Sequence[str], out: Path, say: Say) -> None:
 
 
 async def _run(
-    book: Book, wanted: Sequence[Sequence[str]], sizes: Sizes, device: str, python: str, out: Path, say: Say
-) -> None:
+    book: Book, wanted: Sequence[Sequence[str]], sizes: Sizes, device: str, python: str, out: Path, say: Say,
+    sglang: Sequence[str] = gpu_sglang.STEPS,
+) -> None:  # fmt: skip
     """Every act; one that fails is told in its parts, and the next begins. SIGTERM ends all servers too."""
     task = asyncio.current_task()
     assert task is not None
@@ -262,12 +271,13 @@ async def _run(
                 logs = out / "logs"
                 logs.mkdir(parents=True, exist_ok=True)
                 site = Site("cpu" if device == "cpu" else "cuda", python, Path(directory) / act[0], logs)
-                await _act(book, act, sizes, site, session, say)
+                await _act(book, act, sizes, site, session, say, sglang)
 
 
 async def _act(
-    book: Book, act: Sequence[str], sizes: Sizes, site: Site, session: aiohttp.ClientSession, say: Say
-) -> None:
+    book: Book, act: Sequence[str], sizes: Sizes, site: Site, session: aiohttp.ClientSession, say: Say,
+    sglang: Sequence[str] = gpu_sglang.STEPS,
+) -> None:  # fmt: skip
     pages = {name: book.begin(name) for name in act}
     wanted = {spec.name: spec for name in act for spec in specs(name, sizes)}
     say(f"{', '.join(act)}: starting {len(wanted)} groups of servers: {', '.join(wanted) or 'none'}")
@@ -280,7 +290,7 @@ async def _act(
             for name, found in pages.items():
                 found.figure("servers up after", round(time.monotonic() - begun, 1))
                 say(f"part {name}")
-                await _part(name, Stage(sizes, site, groups, session, say), found)
+                await _part(name, Stage(sizes, site, groups, session, say, sglang), found)
     except (launching.LaunchError, OSError) as error:
         for found in pages.values():
             if not found.part.ended:
