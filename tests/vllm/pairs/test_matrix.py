@@ -1,6 +1,6 @@
 """P and D of different vLLM versions: each supported minor with itself, and each with its neighbours.
 
-`make vllm-matrix` sets `KVBATON_MATRIX` to the Pythons of the versions, "0.32=PATH 0.31=PATH 0.30=PATH".
+`make vllm-matrix` sets `KVBATON_MATRIX` to the Pythons of the versions, "0.33=PATH 0.32=PATH 0.31=PATH 0.30=PATH".
 """
 
 from __future__ import annotations

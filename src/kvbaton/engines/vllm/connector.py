@@ -119,6 +119,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return None
         return BLOCK_BY_BLOCK
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """No, so that vLLM (0.33) refuses such a launch by our name: a cache that peers may read must stay."""
+        return False
+
     # --- the scheduler's side
 
     def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
@@ -173,6 +178,12 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         self.worker.register(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        self.worker.stays_registered()
+
+    def restore_kv_caches(self) -> None:
+        """What `unregister_kv_caches` lets pass was not taken away."""
 
     def get_handshake_metadata(self) -> Any:
         return self.worker.card()

@@ -98,6 +98,8 @@ class SchedulerSide:
 
     def ranks_known(self, cards: Mapping[tuple[int, int], Any], versions: Mapping[str, str]) -> None:
         """All workers have registered their caches. Raises where this engine cannot be part of a cluster."""
+        if self._live is not None:
+            return  # vLLM (0.33) tells it again at each wake-up; a cache that peers may read has not moved
         ordered = [cards[key] for key in sorted(cards)]
         if not all(isinstance(card, RankCard) for card in ordered):
             raise RuntimeError("kvbaton: a worker of this engine did not say where its KV cache lies")

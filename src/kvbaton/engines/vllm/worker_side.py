@@ -17,6 +17,7 @@ import msgspec
 from kvbaton.engines.side.guard import guarded, makes, returns
 from kvbaton.engines.side.protocols import Leaving
 from kvbaton.engines.vllm import interpreter
+from kvbaton.engines.vllm.config import supported
 from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.config.store_setup import rank_shelf
 from kvbaton.engines.vllm.memory.caches import (
@@ -76,6 +77,16 @@ class WorkerSide:
             self._layers_done = layers_done(facts)
             self._spoken_of = spoken_of(list(self._layers_done))
             self._clock = cache.clock()
+
+    def stays_registered(self) -> None:
+        """vLLM (0.33) asks it of a worker that is about to sleep, perhaps with a cache that stays where it is.
+        RuntimeError, before anything was taken away, where it would not stay: peers may read it at any time."""
+        asked = supported.asked_of(self._config, self._settings.transport)
+        if asked.sleeps or asked.cumem:
+            raise RuntimeError(
+                "kvbaton: sleep would take the KV cache away while peers may read it; nothing was taken away. "
+                "Next: wake up, and pause with level 0, or leave out --enable-cumem-allocator and --enable-sleep-mode"
+            )
 
     def card(self) -> RankCard | None:
         if self._host is None or self._facts is None:

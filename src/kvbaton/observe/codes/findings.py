@@ -42,11 +42,11 @@ CODES: tuple[CodeEntry, ...] = (
             "pip install 'cryptography>=47'"),
     finding("shm-small", ERROR, "/dev/shm is too small for the engines.",
             "mount -o remount,size=1G /dev/shm, or docker run --shm-size=1g, or an emptyDir of medium Memory"),
-    finding("vllm-old", ERROR, "This vLLM is older than the connector supports.", "pip install 'vllm>=0.30,<0.33'"),
+    finding("vllm-old", ERROR, "This vLLM is older than the connector supports.", "pip install 'vllm>=0.30,<0.34'"),
     finding("vllm-python", ERROR, "The Python given for vLLM cannot be used.",
             "name one that has vLLM and kvbaton: --vllm-python PATH"),
     finding("vllm-untested", WARNING, "This vLLM is newer than the versions that the connector was tested with.",
-            "pip install 'vllm>=0.30,<0.33', or try it: the connector refuses to start if something is missing"),
+            "pip install 'vllm>=0.30,<0.34', or try it: the connector refuses to start if something is missing"),
     finding("decode-alone", WARNING, "A decode engine computes prompts that a prefill engine should have computed.",
             "see the reason in the finding: kvbaton explain REASON, or docs/metrics.md"),
     # --- a running cluster

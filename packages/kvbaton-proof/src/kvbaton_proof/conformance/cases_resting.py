@@ -70,6 +70,20 @@ def a_cache_reset_ends_leases_and_succeeds(lab: Lab, shape: str, connector: bool
     demand(d.watch.failed[at_d] or not d.watch.loads[at_d], "KV from before the reset was delivered")
 
 
+@case(mode=MODES)
+def a_wake_up_tells_the_ranks_again_and_changes_nothing(lab: Lab, mode: str) -> None:
+    """vLLM (0.33) hands the workers' metadata over at each wake-up: also of an engine that only paused (level 0)."""
+    p, d = lab.duo()
+    with lab.loading(mode, prompt_of(30)) as (tap, handoff):
+        me = [engine.connector.scheduler.presence for engine in (p, d)]
+        for engine in (p, d):
+            engine.shake_hands()
+        demand(me == [engine.connector.scheduler.presence for engine in (p, d)], "an engine registered twice")
+        tap.release()
+        lab.finish(handoff, loads=1)
+    lab.finish(lab.hand_over(mode, prompt_of(34, 3)), loads=1)
+
+
 def paused(engine: LabEngine, how: str) -> None:
     from vllm.v1.core.sched.interface import PauseState
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 import json
 import logging
 import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import msgspec
@@ -172,7 +174,7 @@ def vllm_config(shape: EngineShape, extra: Mapping[str, Any], *, module: str, co
             max_model_len=shape.model_len,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
-            async_scheduling=shape.pipelined,
+            async_scheduling=shape.pipelined and shape.stages == 1,  # runner V1, which CPUs have, cannot with stages
         ),
         parallel_config=ParallelConfig(
             tensor_parallel_size=shape.ranks,
@@ -209,10 +211,16 @@ def _together(shape: EngineShape, own: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def kv_cache_planning() -> ModuleType:
+    """vLLM's module that plans groups and tensors: one of its own since 0.33."""
+    home = "vllm.v1.core."
+    name = next(each for each in ("kv_cache_planning", "kv_cache_utils") if importlib.util.find_spec(home + each))
+    return importlib.import_module(home + name)
+
+
 def kv_cache_config(config: Any, shape: EngineShape, stage: int | None = None) -> Any:
     """What vLLM plans for these layers: groups, tensors, strides; of all of them, or of those of one stage."""
-    from vllm.v1.core import kv_cache_utils as planning
-
+    planning = kv_cache_planning()
     specs = {layer_name(index): _spec(shape, window) for index, window in enumerate(shape.layer_windows)}
     groups = planning.get_kv_cache_groups(config, specs)
     if stage is not None and shape.stages > 1:

@@ -182,7 +182,6 @@ class LabEngine:
         self._depth: int = config.max_concurrent_batches
         planned = configs.kv_cache_config(config, shape)
         self.runners = [self._runner(config, rank) for rank in range(shape.workers)]
-        handshakes = {divmod(rank, shape.ranks): across(self._handshake(rank)) for rank in range(shape.workers)}
         kind = AsyncScheduler if shape.pipelined else Scheduler
         self.scheduler: Any = kind(
             vllm_config=config,
@@ -197,8 +196,7 @@ class LabEngine:
             self.scheduler.connector, before={"update_state_after_alloc": self._poison_fresh}
         )
         self.aggregator = KVOutputAggregator.from_connector(self.connector, shape.workers)
-        if any(value is not None for value in handshakes.values()):
-            self.connector.set_xfer_handshake_metadata_pp_aware(handshakes)
+        self.shake_hands()
         hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hash_fn)
         self._hasher = get_request_block_hasher(shape.block_tokens, hash_fn)
@@ -229,6 +227,12 @@ class LabEngine:
         is_v2, drafts = self.shape.runner == "v2", len(self.shape.windows) if self.shape.drafts else None
         late = self.shape.pipelined
         return CaseRunner(worker, memory, self._sample, order, is_v2=is_v2, is_late=late, drafts_from=drafts)
+
+    def shake_hands(self) -> None:
+        """The scheduler's side hears what the workers say of themselves: at start, and at a wake-up."""
+        told = {divmod(rank, self.shape.ranks): across(self._handshake(rank)) for rank in range(self.shape.workers)}
+        if any(value is not None for value in told.values()):
+            self.connector.set_xfer_handshake_metadata_pp_aware(told)
 
     def _handshake(self, rank: int) -> Any:
         with as_rank(rank, self.shape):

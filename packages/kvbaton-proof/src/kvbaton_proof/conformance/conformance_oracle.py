@@ -183,6 +183,7 @@ class LabDrafter:
         self.max_num_new_slots_for_drafting = 0
         self.draft_model_config = None
         self.kv_cache_dtype = None
+        self.disable_eagle_block_drop = self.disable_lookahead_block_hashes = False
         self._modules = modules
 
     def use_eagle(self) -> bool:
@@ -190,6 +191,8 @@ class LabDrafter:
 
     def use_eagle_block_drop(self) -> bool:
         return True
+
+    needs_eagle_block_drop = use_eagle_block_drop
 
     def use_multi_module_mtp(self) -> bool:
         return self._modules > 1

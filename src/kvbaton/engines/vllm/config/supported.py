@@ -1,7 +1,7 @@
 """Configurations of vLLM that are refused at start: those in which KV could be wrong, or an engine could not be found.
 
 Laws: both roles of the connector ask here before anything else, and a refusal says what was found and what to change.
-Nothing of vLLM is imported: fields are looked up as they are in 0.30 to 0.32, and one that is missing is not set.
+Nothing of vLLM is imported: fields are looked up as they are in 0.30 to 0.33, and one that is missing is not set.
 """
 
 from __future__ import annotations

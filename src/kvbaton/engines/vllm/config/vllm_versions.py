@@ -11,7 +11,7 @@ from typing import Any
 
 import kvbaton
 
-SUPPORTED = "0.30 to 0.32"
+SUPPORTED = "0.30 to 0.33"
 NEEDED = (
     "on_new_request",
     "has_pending_push_work",
