@@ -1,6 +1,6 @@
 """Every path of vLLM's server, and what the router does with it: one table, from which paths, docs and tests are made.
 
-Laws: no path of vLLM 0.32's server is missing (`tests/vllm/installed/test_route_table.py` reads the installed one's).
+Laws: no path of vLLM 0.33's server is missing (`tests/vllm/installed/test_route_table.py` reads the installed one's).
 A path that generates from a prompt which P can compute is handed over; one that only computes goes to a D as it came;
 one that changes an engine, or tells of its inside, is refused with the place where it can be asked. Nothing else is
 answered: a path that is not in this table, nor a page of the router's, is 404.
@@ -67,7 +67,8 @@ ROUTES: tuple[ServerRoute, ...] = (
       for path in ("/v1/audio/transcriptions", "/v1/audio/translations")],
     *_of(Treatment.PASSED, _POST, "several chats in one body; D computes their prompts", "/v1/chat/completions/batch"),
     *_of(Treatment.PASSED, _POST, "Cohere's chats; D computes their prompts", "/cohere/v2/chat"),
-    *_of(Treatment.PASSED, _POST, "structured decisions; D computes their prompts", "/v1/systemone"),
+    *_of(Treatment.PASSED, _POST, "structured decisions; D computes their prompts", "/v1/systemone",
+         "/v1/decisions"),
     *_of(Treatment.PASSED, _POST, "tokens in, tokens out; D computes the prompt", "/inference/v1/generate"),
     *_of(Treatment.PASSED, _POST, "a body as the tokens that an engine would get", "/v1/completions/render",
          "/v1/chat/completions/render", "/v1/responses/render", "/v1/messages/render", "/cohere/v2/chat/render"),

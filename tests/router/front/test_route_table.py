@@ -13,7 +13,7 @@ from kvbaton.router.workers.directory import StaticDirectory
 from tests.router.fake_workers import QUICK, cluster
 
 RECORDED = Path(__file__).with_name("vllm_routes.txt")
-"""Methods and paths of vLLM 0.32's server; tests/vllm/installed/test_route_table.py holds it to the installed."""
+"""Methods and paths of vLLM 0.33's server; tests/vllm/installed/test_route_table.py holds it to the installed."""
 DOC = Path(__file__).parents[3] / "docs" / "router.md"
 
 

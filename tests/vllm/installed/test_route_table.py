@@ -19,13 +19,18 @@ from tests.vllm.forking import run_forked
 
 RECORDED = Path(__file__).parents[2] / "router" / "front" / "vllm_routes.txt"
 VERBS = ("get", "post", "put", "delete", "patch", "websocket")
+SINCE_0_33 = {("POST", "/v1/decisions")}
+"""What older releases need not have."""
 OTHER_SERVERS = ("dp_supervisor.py", "preload.py")
 """Files with an application of their own, which no client of the API server meets."""
 BUILD = """
 import json, os, sys
 os.environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_PLUGINS": ""}
 from vllm.entrypoints.launchers.app import build_app
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser
+except ImportError:  # before 0.33
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.tasks import POOLING_TASKS
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 args = make_arg_parser(FlexibleArgumentParser()).parse_args([])
@@ -80,7 +85,10 @@ def test_no_route_of_the_installed_vllm_is_missing(tmp_path: Path) -> None:
     live, sources = built(tmp_path / "log"), written(package / "entrypoints")
     assert len(live) > 50 and len(sources) > 70, "the lists are read at all"
     here = {(method, route.path) for route in ROUTES for method in route.methods}
-    assert (live | sources) - here == set(), "routes that the router's table does not name"
-    assert here - (live | sources) == set(), "routes that this vLLM does not have"
+    found = live | sources
+    assert found - here == set(), "routes that the router's table does not name"
+    assert here - found <= SINCE_0_33, "routes that this vLLM does not have"
     recorded = {tuple(line.split()) for line in RECORDED.read_text().splitlines()}
-    assert recorded == live | sources, "tests/router/front/vllm_routes.txt is older than this vLLM"
+    assert recorded - found <= SINCE_0_33 and recorded >= found, (
+        "tests/router/front/vllm_routes.txt is older than this vLLM"
+    )
