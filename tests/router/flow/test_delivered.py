@@ -209,6 +209,22 @@ def test_an_engine_that_gives_up_is_not_shown_and_another_goes_on(fault: Any) ->
     assert reader.texts == {("text",): "abcdef"}
 
 
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("count", [1, 2])
+def test_tokens_that_come_with_an_engines_last_word_are_shown(before: int, count: int) -> None:
+    """In one piece: what is in the history must have been said, in whole events."""
+    delivered, reader = Delivered(HistoryRoom(*ROOMY)), Reader()
+    events = Engine("d0", ABC, chat=False).events([1])
+    for event in events[:before]:
+        reader.read(delivered.told(event))
+    end = before + count
+    shown = delivered.told(b"".join(events[before:end]) + sse.event({"error": {"message": "bye", "code": 503}}))
+    assert shown.endswith(b"\n\n")
+    reader.read(shown)
+    assert (reader.texts, delivered.history) == ({("text",): "abcdef"[:end]}, tuple(range(end)))
+    assert delivered.broken_off
+
+
 def test_the_clients_own_mistake_is_shown() -> None:
     delivered, _ = begun()
     fault = sse.event({"error": {"message": "no", "code": 400}})

@@ -41,7 +41,10 @@ def until_token(count: int, then: str = "dies") -> Script:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         for at in range(min(count, len(ANSWER))):
-            await response.write(told(at, chat="messages" in body, end=at == len(ANSWER) - 1))
+            event_of_it = told(at, chat="messages" in body, end=at == len(ANSWER) - 1)
+            if then == "says so at once" and at == count - 1:
+                event_of_it += event({"error": {"message": "the worker left", "code": 503}})
+            await response.write(event_of_it)
             await asyncio.sleep(0.001)
         if count >= len(ANSWER):
             await response.write(sse.DONE)
@@ -51,6 +54,8 @@ def until_token(count: int, then: str = "dies") -> Script:
             case "dies":
                 await asyncio.sleep(0.01)
                 request.transport.abort()
+            case "says so at once":
+                return response
             case "says so":
                 await response.write(event({"error": {"message": "engine died", "code": 500}}))
                 return response
@@ -86,7 +91,7 @@ def moves(c: Cluster) -> tuple[dict[str, int], dict[str, int]]:
     return dict(waits.moves), dict(waits.moves_failed)
 
 
-@pytest.mark.parametrize("then", ["dies", "says so", "aborts"])
+@pytest.mark.parametrize("then", ["dies", "says so", "says so at once", "aborts"])
 @pytest.mark.parametrize("chat", [False, True])
 async def test_another_d_goes_on_behind_what_the_client_has(then: str, chat: bool) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True} if chat else BODY

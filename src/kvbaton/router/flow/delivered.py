@@ -138,7 +138,7 @@ class Delivered:
 
     def _one_by_one(self, events: bytes) -> bytes:
         shown = []
-        for event in events.split(b"\n\n"):
+        for event in events[:-2].split(b"\n\n"):
             if event.startswith(b"data: {") and not self.broken_off:
                 event = self._first(event) if self._at < 0 else self._again(event)
                 if not event:
@@ -147,8 +147,8 @@ class Delivered:
                 continue
             elif self._at >= 0 and event.startswith(b"data: [DONE]") and self.catches_up:
                 raise SeamError("its answer ends before what the client has")
-            shown.append(event)
-        return b"\n\n".join(shown) if len(shown) > 1 else b""
+            shown.append(event + b"\n\n")
+        return b"".join(shown)
 
     # --- of the first engine
 

@@ -38,6 +38,14 @@ def _all_before_the_seam(original: Any) -> Any:
     return left
 
 
+def _silent_with_the_last_word(original: Any) -> Any:
+    def told(self: Any, events: bytes) -> bytes:
+        shown: bytes = original(self, events)
+        return b"" if self.broken_off else shown
+
+    return told
+
+
 def _history_of_another(original: Any) -> Any:
     before: list[tuple[int, ...]] = []
 
@@ -106,6 +114,8 @@ ANSWER_MUTANTS: tuple[Mutant, ...] = (
            swap(SaidText, "left", _last_letter_again)),
     Mutant("token_lost", "37", "what is told in one piece with what the client has is taken for that",
            swap(SaidText, "left", _all_before_the_seam)),
+    Mutant("token_lost_with_the_last_word", "37", "what comes in one piece with an engine's farewell is not shown",
+           swap(delivered.Delivered, "told", _silent_with_the_last_word)),
     Mutant("history_of_another_request", "37, 38", "the next D gets what another stream has said",
            swap(delivered.Delivered, "history", _history_of_another)),
     Mutant("two_engines_speak", "37", "the D that was left is still read: it was only slow",

@@ -249,10 +249,9 @@ class StreamRouter:
         except SeamError as error:
             self._end(stream, "differs", str(error))
             return
-        if stream.delivered.broken_off:
+        self._show(stream, shown)
+        if stream.delivered.broken_off and not stream.client.is_over:
             self.broke(stream, "died")
-        else:
-            self._show(stream, shown)
 
     def _show(self, stream: Stream, shown: bytes) -> None:
         stream.client.read(shown)
@@ -262,7 +261,8 @@ class StreamRouter:
             self.broke(stream, "draining")
 
     def _drains(self, stream: Stream) -> bool:
-        return stream.at is not None and stream.at.worker.peer.worker in self.cluster.draining
+        at = stream.at
+        return at is not None and not at.closed and at.worker.peer.worker in self.cluster.draining
 
     def broke(self, stream: Stream, why: str) -> None:
         """D is left."""
