@@ -8,6 +8,7 @@ const KEY = /^[!-~]{8,512}$/;
 
 let key = "";
 let refused = false;
+let mistyped = false; // what was said of that stands until something else is typed
 try {
   key = sessionStorage.getItem(PLACE) ?? "";
 } catch {
@@ -20,7 +21,7 @@ export async function answerOf(url, ms) {
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
   const answer = await fetch(url, { signal: AbortSignal.timeout(ms), cache: "no-store", redirect: "error", headers });
   refused = answer.status === 401 || answer.status === 403;
-  if (refused) setText(byId("key-note"), key ? "The router does not take this key as an operator's." : "From another machine the router shows this page to operators only.");
+  if (refused && !mistyped) setText(byId("key-note"), key ? "The router does not take this key as an operator's." : "From another machine the router shows this page to operators only.");
   byId("key").hidden = !refused;
   return answer;
 }
@@ -31,7 +32,8 @@ byId("key").addEventListener("submit", (event) => {
   event.preventDefault();
   const typed = byId("key-text").value.trim();
   byId("key-text").value = "";
-  if (!KEY.test(typed)) return setText(byId("key-note"), "A key has 8 to 512 printable characters.");
+  mistyped = !KEY.test(typed);
+  if (mistyped) return setText(byId("key-note"), "A key has 8 to 512 printable characters.");
   key = typed;
   try {
     sessionStorage.setItem(PLACE, key);
