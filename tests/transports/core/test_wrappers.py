@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from kvbaton.protocol.effects import Copy, Direction
@@ -16,7 +17,14 @@ from kvbaton.protocol.ids import Incarnation, JobId, PeerId, WorkerId
 from kvbaton.testing.transport_harness import poll
 from kvbaton.transports.core.loans import lend_everything
 from kvbaton.transports.core.transport import CopyEnded, Transport, TransportEvent
-from kvbaton.transports.core.wrapped import DelayedTransport, UnnamedTransport, faulty, misplaced
+from kvbaton.transports.core.wrapped import (
+    DelayedTransport,
+    MisplacingTransport,
+    UnnamedTransport,
+    WrappedTransport,
+    faulty,
+    misplaced,
+)
 from kvbaton.transports.tcp.tcp_transport import TcpTransport
 
 P, D = PeerId(WorkerId("p#0"), Incarnation(1)), PeerId(WorkerId("d#0"), Incarnation(2))
@@ -113,22 +121,49 @@ class TestDelayed:
 class TestMisplacing:
     """The control of the tests that compare answers: bytes land, but not where they belong."""
 
-    def test_the_first_and_the_last_piece_change_places(self) -> None:
-        asked = Copy(JobId(1), P, Direction.READ, 0, 0, array("q", [0, 100, 8, 8, 200, 8, 16, 300, 8]))
-        assert list(misplaced(asked).spans) == [0, 300, 8, 8, 200, 8, 16, 100, 8]
+    def test_every_piece_as_long_as_the_first_brings_what_the_first_should(self) -> None:
+        asked = Copy(JobId(1), P, Direction.READ, 0, 0, array("q", [0, 100, 8, 8, 200, 8, 16, 300, 4, 20, 400, 8]))
+        assert list(misplaced(asked).spans) == [0, 100, 8, 8, 100, 8, 16, 300, 4, 20, 100, 8]
+        written = msgspec.structs.replace(asked, direction=Direction.WRITE)
+        assert list(misplaced(written).spans) == [0, 100, 8, 0, 200, 8, 16, 300, 4, 0, 400, 8]
 
-    def test_in_product_form_they_do_in_every_layer(self) -> None:
+    def test_in_product_form_it_does_in_every_layer(self) -> None:
         woven = Weave(array("q", [0, 100, 8, 8, 200, 8]), array("q", [0, 0, 1000, 1000]))
         asked = Copy(JobId(1), P, Direction.READ, 0, 0, array("q"), None, woven)
         found = misplaced(asked).weave
-        assert found is not None and list(found.flat()) == [0, 200, 8, 8, 100, 8, 1000, 1200, 8, 1008, 1100, 8]
+        assert found is not None and list(found.flat()) == [0, 100, 8, 8, 100, 8, 1000, 1100, 8, 1008, 1100, 8]
 
     @pytest.mark.parametrize("size", [8, 9])
-    def test_of_one_piece_the_halves_do_and_no_byte_is_lost(self, size: int) -> None:
+    def test_of_one_piece_the_second_half_does_and_every_place_is_filled(self, size: int) -> None:
         asked = Copy(JobId(1), P, Direction.READ, 0, 0, array("q", [0, 100, size]))
         spans = misplaced(asked).spans
-        assert list(spans[:6]) == [0, 104, 4, 4, 100, 4]
-        assert sum(spans[2::3]) == size
+        assert list(spans) == [0, 100, 4, 4, 100, 4, *([8, 108, 1] if size == 9 else [])]
+
+    def test_a_number_spares_smaller_copies_in_product_form_too(self, tmp_path: Path) -> None:
+        """What a device's data plane is given: the row of metadata beside the pages of a layer."""
+        taken: list[Copy] = []
+
+        class Taking(WrappedTransport):
+            def submit(self, copy: Copy) -> bool:
+                taken.append(copy)
+                return True
+
+            def close(self) -> None: ...
+
+        flag = tmp_path / "flag"
+        flag.write_text("2049")
+        transport = MisplacingTransport(Taking(None), 0.0, flag)
+        row = Weave(array("q", [0, 0, 2048]), array("q", [0, 0]))
+        layer = Weave(array("q", [0, 4096, 1024, 1024, 0, 1024]), array("q", [0, 0, 8192, 8192]))
+        for job, weave in enumerate((row, layer)):
+            transport.submit(Copy(JobId(job), P, Direction.READ, 0, 0, array("q"), None, weave))
+        until = time.monotonic() + 10.0
+        while len(taken) < 2 and time.monotonic() < until:
+            time.sleep(0.001)
+        transport.close()
+        first, second = taken
+        assert first.weave == row
+        assert second.weave == Weave(array("q", [0, 4096, 1024, 1024, 4096, 1024]), layer.shifts)
 
     def test_a_number_in_the_file_spares_smaller_copies(self, tmp_path: Path) -> None:
         flag = tmp_path / "flag"

@@ -1,10 +1,12 @@
 """A transport around another one: everything passes through, except what a subclass changes.
 
-A transport that delays every copy, or swaps two blocks: for tests on real engines of expiry during a copy, and of
-whether wrong KV shows in an answer.
+A transport that delays every copy, or misplaces what it brings: for tests on real engines of expiry during a copy, and
+of whether wrong KV shows in an answer.
 
 Laws: a delayed one changes nothing but the time; a copy that is cancelled while it waits ends as cancelled, at rest. A
-misplacing one moves exactly the requested bytes, so that it works wherever the inner one does.
+misplacing one fills exactly the requested places, of requested bytes alone, so that it works wherever the inner one
+does; some of these bytes it brings twice and others never. Pages that merely change places would not do: keys have
+their positions in them, so attention to full pages is the same in any order.
 
 A transport whose owner learns its identity later: a rank has its memory before its engine has an incarnation (rule
 3).
@@ -24,7 +26,7 @@ from typing import Any, cast
 
 import msgspec
 
-from kvbaton.protocol.effects import Capabilities
+from kvbaton.protocol.effects import Capabilities, Direction
 from kvbaton.protocol.errors import Reason
 from kvbaton.protocol.geometry.spans import Weave
 from kvbaton.protocol.ids import JobId, PeerId
@@ -179,8 +181,8 @@ class DelayedTransport(WrappedTransport):
 
 
 class MisplacingTransport(DelayedTransport):
-    """Another transport; while a file of that name exists, two blocks of every copy are swapped. A number in the file
-    spares copies of fewer bytes."""
+    """Another transport; while a file of that name exists, every block of a copy is filled with the copy's first. A
+    number in the file spares copies of fewer bytes."""
 
     def __init__(self, inner: Transport, delay_s: float, while_there: Path) -> None:
         super().__init__(inner, delay_s)
@@ -191,8 +193,8 @@ class MisplacingTransport(DelayedTransport):
             least = int(self._while_there.read_text() or 0)
         except FileNotFoundError:
             return super().submit(copy)
-        is_spared = copy.weave is None and sum(copy.spans[2::3]) < least
-        return super().submit(copy if is_spared else misplaced(copy))
+        size = sum(copy.spans[2::3]) + (copy.weave.bytes if copy.weave is not None else 0)
+        return super().submit(copy if size < least else misplaced(copy))
 
 
 def faulty(plane: Transport, delay_s: float, misplace_while: str) -> Transport:
@@ -203,25 +205,26 @@ def faulty(plane: Transport, delay_s: float, misplace_while: str) -> Transport:
 
 
 def misplaced(copy: Copy) -> Copy:
-    """The same bytes, with the first two separate pieces of equal length swapped; pure."""
+    """The same places, of which those as long as the first are filled with what belongs into the first; pure."""
+    source = 1 if copy.direction is Direction.READ else 0
     weave = copy.weave
     if weave is not None:
-        weave = Weave(_exchanged(weave.column), weave.shifts)
-    return msgspec.structs.replace(copy, spans=_exchanged(copy.spans), weave=weave)
+        weave = Weave(_repeated(weave.column, source), weave.shifts)
+    return msgspec.structs.replace(copy, spans=_repeated(copy.spans, source), weave=weave)
 
 
-def _exchanged(spans: array[int]) -> array[int]:
-    """(local offset, remote offset, bytes) triples; the remote offsets of the first and the last of one length are
-    swapped. For a single one, its halves are."""
+def _repeated(spans: array[int], source: int) -> array[int]:
+    """(local offset, remote offset, bytes) triples; `source`: which of the two offsets is where bytes come from. Of a
+    single one the second half is filled with its first."""
     found = array("q", spans)
-    last = len(found) - 3
-    while last > 0 and found[last + 2] != found[2]:
-        last -= 3
-    if last > 0:
-        found[1], found[last + 1] = found[last + 1], found[1]
-    elif found and (half := found[2] // 2):
+    alike = [at for at in range(3, len(found), 3) if found[at + 2] == found[2]]
+    for at in alike:
+        found[at + source] = found[source]
+    if found and not alike and (half := found[2] // 2):
         local, remote, size = found[:3]
-        found[:3] = array("q", (local, remote + half, half, local + half, remote, half))
+        second = [local + half, remote + half]
+        second[source] -= half
+        found[:3] = array("q", (local, remote, half, *second, half))
         if size % 2:
             found.extend((local + size - 1, remote + size - 1, 1))
     return found

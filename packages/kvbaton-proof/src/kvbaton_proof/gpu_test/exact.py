@@ -4,7 +4,7 @@ How, with plain servers: P prefills a prompt of some whole blocks and one token,
 the same answer once more, both have all but that one token in their prefix caches: P the blocks that it computed, D
 those that it loaded. Both run one step of one token over them, and then decode. The same kernel on the same bytes
 gives the same numbers: so log probabilities of D must be those of P to the last digit, for every token of the answer.
-With two blocks misplaced they must not be.
+With blocks misplaced they must not be.
 
 Laws: one request at a time, so that no batch changes a kernel. Counters say that every prompt was handed over, and that
 the second answers came from prefix caches. P is asked twice: where it does not agree with itself nothing is shown, and

@@ -15,8 +15,8 @@ Each feature is one engine alone and one or two pairs of a P and a D, all of sma
 
 Laws: an answer is compared with that of the engine alone, as far as that one is sure, and counts only if D's own
 counter says that its prompt came from P. Of drafts the number accepted *for each request* is compared: a random drafter
-is right as often on wrong KV as on right KV, but not at the same places. Each comparison is itself tried: with two
-blocks in each other's place answers must be wrong, and counts of other prompts must not pass for those of these. A
+is right as often on wrong KV as on right KV, but not at the same places. Each comparison is itself tried: with
+blocks misplaced answers must be wrong, and counts of other prompts must not pass for those of these. A
 feature that fails, or whose servers do not start, is told with its reason, and the others go on. A feature begins as
 soon as there is room for its servers, and they are gone when it ends.
 """

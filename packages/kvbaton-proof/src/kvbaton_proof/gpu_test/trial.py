@@ -2,7 +2,7 @@
 
 Laws: an answer is compared as far as the one engine is sure (`rig.oracle`), and a round says how many prompts came from
 P by D's own counter: who judges it demands that all did. The comparison is itself tried: while `misplaced`, blocks or
-the halves of a state land in each other's place, and answers must be wrong.
+the halves of a state are filled with others, and answers must be wrong.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Trial:
 
     @contextlib.contextmanager
     def misplaced(self) -> Iterator[None]:
-        """D's blocks land in each other's place while the context lasts."""
+        """D's blocks are filled with other blocks while the context lasts."""
         self.pair.flag.touch()
         try:
             yield
