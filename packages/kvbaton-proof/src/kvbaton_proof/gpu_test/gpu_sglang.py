@@ -1,8 +1,9 @@
 """Part `sglang`: real SGLang with kvbaton as its transfer backend, and with its own `nixl` beside it.
 
-`answers`: greedy tokens of P and D beside one engine's, float32, with a control that misplaces pages. `times`: time to
-the first token of one engine and of each backend, in turn. `faults`: under load clients hang up, P and D are stopped,
-killed and replaced at the same address; the same is done to both backends at once.
+`answers`: greedy tokens of P and D beside one engine's, float32. Controls: answers of other prompts must not pass, and
+those of a D whose pages are misplaced. `times`: time to the first token of one engine and of each backend, in turn, of
+the shape of an 8B model, on servers of their own. `faults`: under load clients hang up, P and D are stopped, killed and
+replaced at the same address; the same is done to both backends at once.
 
 Law: kvbaton's rows are judged, those of `nixl` are told. After each fault every queue must be empty: SGLang drops its
 cache only then, and says itself if a page is missing.
@@ -21,7 +22,7 @@ from statistics import median
 import aiohttp
 
 from kvbaton.engines.sglang.metadata_rows import ROW_BYTES
-from kvbaton_proof.gpu_test.sglang_servers import CPU_SIZES, PAGE_TOKENS, SglangPair, SglangSizes, servers
+from kvbaton_proof.gpu_test.sglang_servers import CPU_SIZES, PAGE_TOKENS, TIMED, SglangPair, SglangSizes, servers
 from kvbaton_proof.rig import oracle
 from kvbaton_proof.rig.client import Answer, Prompt, Tally, encoded, prompt_of, sent
 from kvbaton_proof.rig.oracle import SURE_MIN, Right
@@ -40,36 +41,59 @@ Known = Sequence[tuple[Prompt, Right]]
 
 
 async def run(site: Site, session: aiohttp.ClientSession, page: Page, say: Say, steps: Sequence[str]) -> None:
-    sizes = CPU_SIZES if site.device == "cpu" else SglangSizes()
-    alone, pairs = await asyncio.to_thread(servers, site.python, site.directory, site.logs, site.device, sizes)
+    sizes, timed = (CPU_SIZES, CPU_SIZES) if site.device == "cpu" else (SglangSizes(), TIMED)
+    if compared := [step for step in steps if step != "times"]:
+        async with _serving("answers", site, sizes, session, page, say) as (alone, up):
+            if up:
+                await _compared(alone, up, sizes, session, page, say, compared)
+    if "times" in steps:
+        async with _serving("times", site, timed, session, page, say) as (alone, up):
+            if up:
+                await _times(alone, up, timed, session, page, say)
+
+
+@contextlib.asynccontextmanager
+async def _serving(
+    what: str, site: Site, sizes: SglangSizes, session: aiohttp.ClientSession, page: Page, say: Say
+) -> AsyncIterator[tuple[Engine, list[SglangPair]]]:
+    """The one engine and the pairs, gone afterwards; no pair where the one engine, or ours, does not serve. `what` they
+    are for: others of the run may have been there before."""
+    home, logs = site.directory / what, site.logs / what
+    alone, pairs = await asyncio.to_thread(servers, site.python, home, logs, site.device, sizes)
     every = [alone, *(engine for pair in pairs for engine in pair.engines.values())]
     try:
         for engine in every:
             engine.start()
         begun = time.monotonic()
         up = await _up(alone, pairs, session, page, say)
-        page.figure("servers up after", round(time.monotonic() - begun, 1))
-        if up is None:
-            return
-        known = await _learned(alone, sizes, session, page, say)
-        if "answers" in steps:
-            table = page.table("Answers of real SGLang beside one engine's, float32, greedy", HEAD)
-            for pair in up:
-                await _answers(pair, known, sizes, session, page, table, say)
-        if "times" in steps:
-            await _times(alone, up, sizes, session, page, say)
-        if "faults" in steps:
-            short = [each for each in known if len(each[0]) <= sizes.fault_longest]
-            table = page.table("Faults under load, real SGLang", HEAD)
-            await asyncio.gather(*(_faults(pair, short, sizes, page, table, say) for pair in up))
+        page.figure(f"{what}: servers up after", round(time.monotonic() - begun, 1))
+        ours = any(pair.backend == "kvbaton" for pair in up)
+        page.verdict(f"{what}: one engine and a pair with kvbaton served", "yes" if ours else "no", "yes", ours)
+        yield alone, up if ours else []
     finally:
         await asyncio.to_thread(end, every)
 
 
+async def _compared(
+    alone: Engine, up: Sequence[SglangPair], sizes: SglangSizes, session: aiohttp.ClientSession, page: Page, say: Say,
+    steps: Sequence[str],
+) -> None:  # fmt: skip
+    known = await _learned(alone, sizes, session, page, say)
+    if "answers" in steps:
+        await _can_fail(alone, known, sizes, session, page, say)
+        table = page.table("Answers of real SGLang beside one engine's, float32, greedy", HEAD)
+        for pair in up:
+            await _answers(pair, known, sizes, session, page, table, say)
+    if "faults" in steps:
+        short = [each for each in known if len(each[0]) <= sizes.fault_longest]
+        table = page.table("Faults under load, real SGLang", HEAD)
+        await asyncio.gather(*(_faults(pair, short, sizes, page, table, say) for pair in up))
+
+
 async def _up(
     alone: Engine, pairs: Sequence[SglangPair], session: aiohttp.ClientSession, page: Page, say: Say
-) -> list[SglangPair] | None:
-    """The pairs that serve; None where the one engine, or ours, does not."""
+) -> list[SglangPair]:
+    """The pairs that serve; none where the one engine does not."""
 
     async def ready(name: str, engines: Sequence[Engine]) -> bool:
         begun = time.monotonic()
@@ -87,10 +111,7 @@ async def _up(
     waiting = asyncio.gather(*(ready(name, engines) for name, engines in named))
     await with_news(waiting, lambda seconds: say(f"{seconds:.0f} s: servers are starting"), 10.0)
     first, *found = waiting.result()
-    up = [pair for pair, is_up in zip(pairs, found, strict=True) if is_up]
-    ours = first and any(pair.backend == "kvbaton" for pair in up)
-    page.verdict("one engine and a pair with kvbaton served", "yes" if ours else "no", "yes", ours)
-    return up if ours else None
+    return [pair for pair, is_up in zip(pairs, found, strict=True) if first and is_up]
 
 
 def prompts_of(sizes: SglangSizes) -> list[Prompt]:
@@ -120,6 +141,36 @@ async def _learned(
     page.verdict("prompts that can be compared", f"{len(known)} of {len(prompts)}", f"at least {sizes.prompts}",
                  len(known) >= sizes.prompts)  # fmt: skip
     return known
+
+
+def unlike_the_next(known: Known) -> int:
+    """How many right answers are not taken for those of the next prompt."""
+    tally = Tally()
+    for (_, right), (_, other) in zip(known, [*known[1:], *known[:1]], strict=True):
+        tally.count(Answer(tokens=other.tokens), right.sure)
+    return tally.wrong
+
+
+def controlled(known: Known, sizes: SglangSizes) -> Known:
+    """What the control asks: prompts of several pages."""
+    return [each for each in known if len(each[0]) > 4 * PAGE_TOKENS][: sizes.at_once]
+
+
+async def _can_fail(
+    alone: Engine, known: Known, sizes: SglangSizes, session: aiohttp.ClientSession, page: Page, say: Say
+) -> None:
+    """The comparison is itself tried, without any handoff."""
+    unlike = unlike_the_next(known)
+    page.verdict("control: answers of other prompts do not pass", f"{unlike} of {len(known)} seen", "all",
+                 unlike == len(known) > 0)  # fmt: skip
+    long, tally = controlled(known, sizes), Tally()
+    twice = [[*prompt[:PAGE_TOKENS], *prompt[:PAGE_TOKENS], *prompt[2 * PAGE_TOKENS :]] for prompt, _ in long]
+    found = await oracle.learned(session, alone.url, twice, sizes.at_once, TOKENS)
+    for each, (_, right) in zip(found, long, strict=True):
+        tally.count(Answer(error=each) if isinstance(each, str) else Answer(tokens=each.tokens), right.sure)
+    say(f"one engine, a page of the prompt twice in place of another: {tally}")
+    page.verdict("control: one engine's answers to prompts with one page twice in place of another",
+                 f"{tally.wrong} of {len(long)} seen", "some", tally.wrong > 0, judged=False)  # fmt: skip
 
 
 async def _asked(
@@ -152,7 +203,7 @@ async def _answers(
     busy = await pair.rests(session, REST_S)
     page.verdict(f"{pair.backend}: at rest afterwards", f"not at rest: {busy}", "none", not busy, judged=judged)
     if judged:
-        long = [each for each in known if len(each[0]) > 4 * PAGE_TOKENS][: sizes.at_once]
+        long = controlled(known, sizes)
         pair.flag.write_text(str(ROW_BYTES + 1))  # a row that is damaged is refused: of pages, only answers tell
         tally, _ = await _asked(pair, long, sizes.at_once, session)
         pair.flag.unlink()
@@ -168,7 +219,10 @@ async def _times(
     alone: Engine, pairs: Sequence[SglangPair], sizes: SglangSizes, session: aiohttp.ClientSession, page: Page, say: Say
 ) -> None:
     names = ["one engine", *(pair.backend for pair in pairs)]
-    table = page.table("Time to the first token, ms, medians, one request at a time", ("prompt tokens", *names))
+    ways = [f"{pair.backend}, {'through its router' if pair.is_routed else 'both legs asked'}" for pair in pairs]
+    shape = f"shape {sizes.model}, {'bfloat16' if sizes.is_dummy else 'float32'}, without graphs"
+    head = ("prompt tokens", names[0], *ways)
+    table = page.table(f"Time to the first token, ms, medians, one request at a time, {shape}", head)
     for size in sizes.timed_tokens:
         found: dict[str, list[float]] = {name: [] for name in names}
         errors: list[str] = []

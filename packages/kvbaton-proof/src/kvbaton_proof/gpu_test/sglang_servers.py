@@ -41,9 +41,9 @@ class SglangSizes(msgspec.Struct, frozen=True, kw_only=True):
     """How much of everything."""
 
     model: str = "small"
-    chunk_tokens: int = 2048
+    chunk_tokens: int = 1024
     pool_tokens: int = 120_000
-    longest: int = 6000
+    longest: int = 4050  # with its answer, and with what a prompt that shares its beginning has besides, in the context
     prompts: int = 48
     at_once: int = 16
     timed_tokens: tuple[int, ...] = (512, 4096, 16384)
@@ -53,7 +53,13 @@ class SglangSizes(msgspec.Struct, frozen=True, kw_only=True):
     stop_s: float = 6.0
     backends: tuple[str, ...] = BACKENDS
 
+    @property
+    def is_dummy(self) -> bool:
+        """A shape without weights: its answers say nothing."""
+        return self.model == "8b"
 
+
+TIMED = SglangSizes(model="8b", chunk_tokens=8192, pool_tokens=40_000)
 CPU_SIZES = SglangSizes(
     model="llama", chunk_tokens=128, pool_tokens=12_000, longest=700, prompts=14, at_once=4, timed_tokens=(64, 512),
     repetitions=2, clients=4, fault_longest=400, stop_s=4.0, backends=("kvbaton",),
@@ -143,9 +149,11 @@ def leaked(engine: Engine) -> bool:
 
 def words(python: str, model: Path, port: int, device: Device, sizes: SglangSizes) -> list[str]:
     """The command of one engine, but for its disaggregation."""
-    own = ["torch_native", "--device", "cpu"] if device == "cpu" else ["triton", "--mem-fraction-static", "0.5"]
+    share = "0.85" if sizes.is_dummy else "0.5"
+    own = ["torch_native", "--device", "cpu"] if device == "cpu" else ["triton", "--mem-fraction-static", share]
+    dtype = ["bfloat16", "--load-format", "dummy"] if sizes.is_dummy else ["float32"]
     return [
-        python, "-m", MODULE, "--model-path", str(model), "--host", HOST, "--port", str(port), "--dtype", "float32",
+        python, "-m", MODULE, "--model-path", str(model), "--host", HOST, "--port", str(port), "--dtype", *dtype,
         "--attention-backend", *own, "--sampling-backend", "pytorch", "--grammar-backend", "none",
         "--page-size", str(PAGE_TOKENS), "--chunked-prefill-size", str(sizes.chunk_tokens),
         "--max-total-tokens", str(sizes.pool_tokens), "--max-running-requests", "32", "--random-seed", "1",
@@ -155,6 +163,7 @@ def words(python: str, model: Path, port: int, device: Device, sizes: SglangSize
 
 def servers(python: str, home: Path, logs: Path, device: Device, sizes: SglangSizes) -> tuple[Engine, list[SglangPair]]:
     """The one alone and the pairs, not started yet."""
+    logs.mkdir(parents=True, exist_ok=True)
     model = launching.tiny_model(python, sizes.model, 1)
     around = {"HF_HUB_OFFLINE": "1", "SGLANG_IS_FLASHINFER_AVAILABLE": "false"}
     around |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"} if device == "cpu" else {}
@@ -165,10 +174,10 @@ def servers(python: str, home: Path, logs: Path, device: Device, sizes: SglangSi
 
     (port,) = free_ports(1)
     alone = engine(ALONE, "one", port, [], {})
-    return alone, [_pair(backend, home / backend, logs, engine) for backend in sizes.backends]
+    return alone, [_pair(backend, home / backend, logs, sizes, engine) for backend in sizes.backends]
 
 
-def _pair(backend: str, home: Path, logs: Path, engine: Any) -> SglangPair:
+def _pair(backend: str, home: Path, logs: Path, sizes: SglangSizes, engine: Any) -> SglangPair:
     home.mkdir(parents=True, exist_ok=True)
     pair = SglangPair(backend, flag=home / MISPLACE)
     ports = free_ports(5)
@@ -189,7 +198,8 @@ def _pair(backend: str, home: Path, logs: Path, engine: Any) -> SglangPair:
                 "name": name, "keys": str(home / "keys"), "registry": f"tcp://{HOST}:{ports[3]}",
                 "http_address": f"{HOST}:{port}", "control_host": HOST,
             }  # fmt: skip
-            told |= {"fault_misplace_while": str(pair.flag)} if name == D else {}
+            told |= {"model_id": "8b-dummy"} if sizes.is_dummy else {}
+            told |= {"fault_misplace_while": str(pair.flag)} if name == D and not sizes.is_dummy else {}
             (home / f"{name}.json").write_bytes(msgspec.json.encode(told))
             variables[CONFIG_ENV] = str(home / f"{name}.json")
         pair.engines[name] = engine(name, backend, port, more, variables)
