@@ -69,6 +69,12 @@ def test_a_last_event_without_text_is_no_token_and_one_within_is() -> None:
     assert isinstance(fed((11.0, token() + token("") + LAST + DONE)).answer(2), Answer)
 
 
+def test_a_single_token_without_text_comes_with_the_last_event_and_only_usage_tells() -> None:
+    answer = fed((10.5, LAST), (10.7, usage(1) + DONE)).answer(1)
+    assert isinstance(answer, Answer) and answer.ttft_s == answer.e2e_s == 0.5 and answer.gaps_s == ()
+    assert fed((10.5, LAST + DONE)).answer(1) == fed((10.5, LAST + usage(0) + DONE)).answer(1) == SHORT
+
+
 @pytest.mark.parametrize(
     ("data", "said"),
     [

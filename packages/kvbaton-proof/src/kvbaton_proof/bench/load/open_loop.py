@@ -80,8 +80,8 @@ class Answer(msgspec.Struct, frozen=True):
 class TokenStream:
     """Feed it until the connection has no more; then ask for the `answer`."""
 
-    __slots__ = ("_at", "_done", "_gaps", "_relay", "_sent_at", "_usage", "_wrong", "events", "ids", "leads",
-                 "text")  # fmt: skip
+    __slots__ = ("_at", "_done", "_ended_at", "_gaps", "_relay", "_sent_at", "_usage", "_wrong", "events", "ids",
+                 "leads", "text")  # fmt: skip
 
     def __init__(self, sent_at: float) -> None:
         self.events = 0  # that bore a token
@@ -90,6 +90,7 @@ class TokenStream:
         self.leads: list[float] = []
         self._sent_at = sent_at
         self._at: list[float] = []  # of the first and of the last token
+        self._ended_at: float | None = None  # of the event that says that it is over
         self._gaps: list[float] = []
         self._usage: int | None = None
         self._relay = sse.Relay()
@@ -122,6 +123,8 @@ class TokenStream:
                 self.leads += [lead(each or {}) for each in choice.logprobs.top_logprobs or ()]
             if choice.text or choice.finish_reason is None:  # some engines end with an event that has no token
                 self._token(choice.text, now)
+            else:
+                self._ended_at = now
 
     def _token(self, text: str, now: float) -> None:
         self.events += 1
@@ -139,6 +142,8 @@ class TokenStream:
         if not self._done:
             return NO_END
         tokens = self.events if self._usage is None else self._usage
+        if not self._at and self._usage == 1 and self._ended_at is not None:
+            self._at = [self._ended_at, self._ended_at]  # its only token has no text: the last event bore it
         if tokens != wanted or not self._at:
             return SHORT if tokens <= wanted else LONG
         digest = hashlib.blake2b("".join(self.text).encode(errors="replace"), digest_size=8).digest()
