@@ -223,6 +223,8 @@ def _write(kind: Kind, seed: int, directory: Path) -> None:
         write_adapter(directory)
         return
     tokenizer = _tokenizer(POSITIONS_MAX_8B if kind == "8b" else POSITIONS_MAX)
+    if kind == "8b":  # dummy weights draw any id, and P tells no first token that has no text
+        tokenizer.add_tokens([f" word{number}" for number in range(len(tokenizer), VOCABULARY)])
     tokenizer.save_pretrained(directory)
     if kind == "8b":
         _shape_8b(tokenizer).save_pretrained(directory)
