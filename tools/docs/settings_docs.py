@@ -97,8 +97,8 @@ MEANINGS: Mapping[str, str] = {
     "there",
     "otlp_endpoint": "send spans of sampled requests to an OTLP collector, `http://host:4318` ([traces](tracing.md))",
     "fault_copy_delay_s": "tests of expiry only: every copy starts this many seconds later",
-    "fault_misplace_while": "tests of answers only: while the file of this name is there, two blocks of every copy "
-    "land in each other's place",
+    "fault_misplace_while": "tests of answers only: while the file of this name is there, every block of a copy "
+    "is filled with the first's content",
 }
 
 
