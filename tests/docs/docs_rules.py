@@ -20,7 +20,7 @@ from pathlib import Path
 from docs_commands import ROOT, Command
 
 from kvbaton.cli.main import COMMANDS, build_parser, module_of
-from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
+from kvbaton.engines.shared.connector_settings import ConnectorSettings
 
 OPERATORS = {"|", ">", ">>", "2>", "&", "&&", ";", "<"}
 VLLM_FIELDS = {

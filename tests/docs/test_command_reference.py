@@ -14,7 +14,7 @@ from tests.tool_modules import tool_module
 
 from kvbaton.cli.main import COMMANDS
 from kvbaton.cli.settings import layers
-from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
+from kvbaton.engines.shared.connector_settings import ConnectorSettings
 from kvbaton.observe.tracing import export
 
 

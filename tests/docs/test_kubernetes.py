@@ -24,7 +24,7 @@ from kvbaton.control import key_room
 from kvbaton.control import keyring as key_files
 from kvbaton.control.joining.admission_files import new_token
 from kvbaton.engines.embedded.http_worker import worker_app
-from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
+from kvbaton.engines.shared.connector_settings import ConnectorSettings
 from kvbaton.observe.metrics.metric_names import METRICS
 from kvbaton.protocol.legality import Role
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvbaton.api.params import Mode
-from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
+from kvbaton.engines.shared.connector_settings import ConnectorSettings
 from kvbaton.integrations import ray as package
 from kvbaton.integrations.ray import request_shaping
 from kvbaton.integrations.ray.orchestrator import ANY, OrchestrationSettings, Orchestrator, PrefillBreaker

@@ -11,7 +11,7 @@ import pytest
 
 from kvbaton.control import zmq
 from kvbaton.engines.embedded.worker_options import WorkerOptions
-from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
+from kvbaton.engines.shared.connector_settings import ConnectorSettings
 from kvbaton.transports.catalogue import PlaneSettings
 from kvbaton.transports.checksum.checksum_transport import SumConfig
 from kvbaton.transports.mooncake.mooncake_transport import MooncakeConfig

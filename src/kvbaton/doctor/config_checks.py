@@ -23,8 +23,8 @@ from kvbaton.control.joining.join_token import TOKEN_ENV
 from kvbaton.control.keyring import data_parallel_name
 from kvbaton.control.registry.registry_messages import DP_SIZE_MAX
 from kvbaton.doctor.config_reading import Finding, Launch, finding
+from kvbaton.engines.shared.connector_settings import FIELD, ConnectorSettings
 from kvbaton.engines.vllm.config import supported
-from kvbaton.engines.vllm.config.connector_settings import FIELD, ConnectorSettings
 from kvbaton.engines.vllm.launch.launching import CONNECTOR
 from kvbaton.processes.operator_errors import CommandError
 from kvbaton.protocol.settings import Settings

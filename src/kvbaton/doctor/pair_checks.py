@@ -24,8 +24,9 @@ from kvbaton.doctor import key_checks
 from kvbaton.doctor.config_checks import ConfiguredEngine
 from kvbaton.doctor.config_reading import Finding, finding
 from kvbaton.engines.embedded.engine_config import CacheConfig, ModelConfig
-from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
-from kvbaton.engines.vllm.content.vllm_compat import config_digest, weights_digest
+from kvbaton.engines.shared.connector_settings import ConnectorSettings
+from kvbaton.engines.shared.weights_digest import weights_digest
+from kvbaton.engines.vllm.content.vllm_compat import config_digest
 from kvbaton.protocol.content import difference
 from kvbaton.protocol.errors import ProtocolError
 from kvbaton.protocol.geometry.layout import (

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
+from kvbaton.engines.shared.connector_settings import ConnectorSettings
 
 METRICS = "vllm.distributed.kv_transfer.kv_connector.v1.metrics"
 SETTINGS = ConnectorSettings.parse({"name": "p0", "keys": "/keys", "transport": "staged-shm,staged-tcp"})

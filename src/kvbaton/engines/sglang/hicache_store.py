@@ -21,10 +21,10 @@ from typing import Any
 
 from kvbaton.control.addressing import ControlError
 from kvbaton.engines.sglang.manager import read_settings
+from kvbaton.engines.shared.connector_settings import GET_PER_LOOKUP
+from kvbaton.engines.shared.store_setup import keyring_of
+from kvbaton.engines.shared.weights_digest import weights_digest
 from kvbaton.engines.side.guard import guarded, makes, returns
-from kvbaton.engines.vllm.config.connector_settings import GET_PER_LOOKUP
-from kvbaton.engines.vllm.config.store_setup import keyring_of
-from kvbaton.engines.vllm.content.vllm_compat import weights_digest
 from kvbaton.observe.codes.entry import worth_saying
 from kvbaton.protocol.content import compat_digest
 from kvbaton.ranks.store_trust import opener, store_place, trust_of

@@ -24,11 +24,11 @@ from kvbaton.control.addressing import split_endpoint
 from kvbaton.engines.sglang.handoffs import Handoffs, HowEnded
 from kvbaton.engines.sglang.metadata_rows import DeviceRows, HostRows, MetadataBuffers, Rows
 from kvbaton.engines.sglang.sglang_layout import NotHandedOver, check, memory_of
-from kvbaton.engines.vllm.config.connector_settings import FIELD, ConnectorSettings
-from kvbaton.engines.vllm.config.store_setup import enrolment_of
-from kvbaton.engines.vllm.content.vllm_compat import weights_digest
-from kvbaton.engines.vllm.memory.caches import DeviceCache, HostCache, planes_over
-from kvbaton.engines.vllm.presence import Presence
+from kvbaton.engines.shared.caches import DeviceCache, HostCache, planes_over
+from kvbaton.engines.shared.connector_settings import FIELD, ConnectorSettings
+from kvbaton.engines.shared.presence import Presence
+from kvbaton.engines.shared.store_setup import enrolment_of
+from kvbaton.engines.shared.weights_digest import weights_digest
 from kvbaton.node.cluster_node import EngineFacts, new_life
 from kvbaton.node.pin_budget import budget_of
 from kvbaton.protocol.errors import Reason

@@ -18,13 +18,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvbaton.engines.shared.connector_settings import ConnectorSettings
+from kvbaton.engines.shared.store_setup import enrolment_of
 from kvbaton.engines.side import guard
 from kvbaton.engines.side.guard import guarded, makes, returns
 from kvbaton.engines.vllm import plugin
 from kvbaton.engines.vllm.config import supported, vllm_versions
-from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.config.data_parallel import place_of
-from kvbaton.engines.vllm.config.store_setup import enrolment_of
 from kvbaton.engines.vllm.memory import vllm_layout
 from kvbaton.engines.vllm.scheduler_side import SchedulerSide
 from kvbaton.engines.vllm.step_metadata import BatonStep

@@ -26,6 +26,7 @@ from itertools import chain
 from typing import Any
 
 from kvbaton.api.params import HistoryWay
+from kvbaton.engines.shared.connector_settings import ConnectorSettings
 from kvbaton.engines.side.asks import Ask, ForeignLookup, Target, ask_of
 from kvbaton.engines.side.decode import DecodeSide
 from kvbaton.engines.side.guard import guarded, note, returns
@@ -35,7 +36,6 @@ from kvbaton.engines.side.store import NoStore
 from kvbaton.engines.side.turns import TurnSide
 from kvbaton.engines.vllm import repeated_answers
 from kvbaton.engines.vllm.block_pool import CacheResets, PinnedPool, Waiting, status_aside
-from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.content.request_content import takes_long
 from kvbaton.engines.vllm.content.weights_epoch import WeightsEpoch
 from kvbaton.engines.vllm.continued_requests import ContinuedRequests, is_missing, way_of

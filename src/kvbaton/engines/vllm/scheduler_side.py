@@ -22,6 +22,8 @@ import msgspec
 
 from kvbaton.control.joining.join_client import Enrolment
 from kvbaton.control.registry.registry_messages import Role
+from kvbaton.engines.shared.connector_settings import ConnectorSettings
+from kvbaton.engines.shared.presence import Presence
 from kvbaton.engines.side.asks import Ask, ParamsSource, Target, ask_of, wants_kv
 from kvbaton.engines.side.decode import DecodeSide, FailedLoads, LoadAdmission
 from kvbaton.engines.side.guard import guarded, makes, note, returns
@@ -31,7 +33,6 @@ from kvbaton.engines.side.store import NoStore, StoreSide
 from kvbaton.engines.side.turns import TurnSide
 from kvbaton.engines.vllm import connector_parts, counting, interpreter
 from kvbaton.engines.vllm.block_pool import LOAD_NAP_S, NAP_S, Pace, PinnedPool, is_exact
-from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.config.data_parallel import DataParallelPlace
 from kvbaton.engines.vllm.connector_parts import BeforeRanks, ConnectorParts, EarlyClaims, SpoiltCache, lookup_of
 from kvbaton.engines.vllm.content import request_content
@@ -39,7 +40,6 @@ from kvbaton.engines.vllm.content.vllm_compat import compat_key, lookahead
 from kvbaton.engines.vllm.content.weights_epoch import WeightsEpoch
 from kvbaton.engines.vllm.continued_requests import ContinuedRequests
 from kvbaton.engines.vllm.memory.vllm_layout import RankFacts, engine_layout, state_blocks, vllm_groups
-from kvbaton.engines.vllm.presence import Presence
 from kvbaton.engines.vllm.step_metadata import BatonStep, RankCard, StepDone
 from kvbaton.engines.vllm.vllm_stats import Reporting
 from kvbaton.node.cluster_node import EngineFacts, new_life

@@ -14,22 +14,21 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.engines.side.guard import guarded, makes, returns
-from kvbaton.engines.side.protocols import Leaving
-from kvbaton.engines.vllm import interpreter
-from kvbaton.engines.vllm.config import supported
-from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
-from kvbaton.engines.vllm.config.store_setup import rank_shelf
-from kvbaton.engines.vllm.memory.caches import (
+from kvbaton.engines.shared.caches import (
     CPU,
     DeviceCache,
     HostCache,
     HostClock,
     LayerClock,
-    cache_of,
     planes_over,
-    spoken_of,
 )
+from kvbaton.engines.shared.connector_settings import ConnectorSettings
+from kvbaton.engines.side.guard import guarded, makes, returns
+from kvbaton.engines.side.protocols import Leaving
+from kvbaton.engines.vllm import interpreter
+from kvbaton.engines.vllm.config import supported
+from kvbaton.engines.vllm.memory.rank_shelf import rank_shelf
+from kvbaton.engines.vllm.memory.vllm_caches import cache_of, paged, spoken_of
 from kvbaton.engines.vllm.memory.vllm_layout import Parallel, RankFacts, rank_facts
 from kvbaton.engines.vllm.step_metadata import BatonStep, RankCard, StepDone
 from kvbaton.protocol.geometry.layout import GroupKind
@@ -64,7 +63,8 @@ class WorkerSide:
         """vLLM has allocated the cache: describe it, share it, and open the data planes of this rank."""
         parallel = self._parallel()
         cache = self._memory = cache_of(tensors)
-        facts = cache.paged(rank_facts(tensors, self._cache, parallel, opaque_pages=cache.kind == CPU), self._config)
+        facts = rank_facts(tensors, self._cache, parallel, opaque_pages=cache.kind == CPU)
+        facts = paged(facts, self._config, cache.kind)
         rank = parallel.pp * parallel.tp_size + parallel.tp
         role = self._settings.plays(self._config.kv_transfer_config)
         ranks = self._config.parallel_config.world_size

@@ -11,11 +11,11 @@ import pytest
 from kvbaton.api.params import Mode
 from kvbaton.control import keyring
 from kvbaton.control.addressing import ControlError
+from kvbaton.engines.shared.connector_settings import ConnectorSettings
+from kvbaton.engines.shared.store_setup import keyring_of
 from kvbaton.engines.side.asks import ForeignLookup, ParamsSource, Target, ask_of
 from kvbaton.engines.vllm.block_pool import Pace
-from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.config.data_parallel import DataParallelPlace, place_of
-from kvbaton.engines.vllm.config.store_setup import keyring_of
 from kvbaton.protocol.errors import ProtocolError, Reason
 from kvbaton.protocol.ids import WorkerId
 from kvbaton.protocol.wire.ticket import Ticket, unseal

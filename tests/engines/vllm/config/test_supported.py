@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvbaton.engines.shared.connector_settings import ConnectorSettings
 from kvbaton.engines.vllm.config import supported, vllm_versions
-from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
 
 
 def config(role: str = "kv_both", engine_id: str = "0f3a", device: str = "", model: Any = None, **parallel: Any) -> Any:

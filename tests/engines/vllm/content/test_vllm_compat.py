@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from kvbaton.engines.vllm.content.vllm_compat import config_digest, weights_digest
+from kvbaton.engines.shared.weights_digest import weights_digest
+from kvbaton.engines.vllm.content.vllm_compat import config_digest
 
 
 class TestCompat:

@@ -165,7 +165,7 @@ PIECES = (
     f"{_SIDE}.protocols",
     f"{_BASE}.content.request_content",
     f"{_BASE}.block_pool",
-    f"{_BASE}.presence",
+    "kvbaton.engines.shared.presence",
     f"{_BASE}.counting",
     f"{_BASE}.scheduler_side",
     f"{_BASE}.vllm_stats",

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from kvbaton.engines.vllm.config.connector_settings import FIELD, ConnectorSettings
+from kvbaton.engines.shared.connector_settings import FIELD, ConnectorSettings
 from kvbaton.transports import catalogue
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -1,7 +1,7 @@
 """What must be equal for one vLLM's KV to mean the same in another: the compatibility key of an engine.
 
-Laws: paths and versions do not matter, bytes do; names stand for nothing. Weights are known by what is in their files
-(names, shapes and samples of the content); a checkpoint that was retrained under the same name is another model.
+Laws: paths and versions do not matter, bytes do; names stand for nothing. Weights are known by their digest
+(`engines.shared.weights_digest`).
 
 What speculative decoding adds to a handoff: layers of a drafter, and how far ahead of a token they look.
 
@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
+
+from kvbaton.engines.shared.weights_digest import weights_digest
 
 LOOKS_AHEAD = ("eagle", "eagle3", "mtp", "dflash", "dspark")
 HAS_KV = (*LOOKS_AHEAD, "draft_model")
@@ -72,10 +72,6 @@ def answers_with(request: Any, token: int) -> None:
         sampling.allowed_token_ids = [token]
 
 
-SAMPLES_PER_FILE = 64
-SAMPLE_BYTES = 4096
-HEADER_BYTES_MAX = 64 << 20
-_WEIGHTS = ("*.safetensors", "*.bin", "*.gguf", "*.pt")
 _SCALED = (["Llama4ForCausalLM"], ["Llama4ForConditionalGeneration"])
 _VOLATILE = frozenset({"_name_or_path", "transformers_version", "name_or_path", "torch_dtype", "dtype"})
 
@@ -144,48 +140,6 @@ def config_digest(hf_config: Any) -> str:
     """A digest of the model's configuration, without what differs between machines."""
     fields = _stable(hf_config.to_dict())
     return hashlib.blake2b(json.dumps(fields, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
-
-
-def weights_digest(model: str, revision: str | None) -> str:
-    """A digest of the weights' files, wherever they lie on this host; ValueError where there are none to look at."""
-    place = Path(model)
-    if not place.exists():
-        place = _snapshot(model, revision)
-    files = [place] if place.is_file() else sorted({path for each in _WEIGHTS for path in place.glob(each)})
-    if not files:
-        raise ValueError(
-            f"kv_connector_extra_config.model_id: missing, and there are no weights to tell {model!r} by in {place}; "
-            "give P and D the same text, and another one whenever the weights change"
-        )
-    state = hashlib.blake2b(digest_size=16)
-    for path in files:
-        state.update((b"" if place.is_file() else path.name.encode()) + b"\0")
-        _sample(path, state)
-    return state.hexdigest()
-
-
-def _snapshot(model: str, revision: str | None) -> Path:
-    """Where a model of a hub lies in this host's cache; vLLM has loaded it from there."""
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except Exception:  # noqa: BLE001 - whatever it is, there are no files to look at
-        return Path(model)
-
-
-def _sample(path: Path, state: Any) -> None:
-    """The head of a file (safetensors: all names and shapes), its size, and samples spread over the rest."""
-    size = path.stat().st_size
-    state.update(size.to_bytes(8, "little"))
-    with path.open("rb") as file:
-        head = file.read(8)
-        length = int.from_bytes(head, "little") if path.suffix == ".safetensors" else SAMPLE_BYTES
-        state.update(head + file.read(min(length, HEADER_BYTES_MAX)))
-        first = file.tell()
-        for number in range(SAMPLES_PER_FILE):
-            file.seek(first + (max(size - first - SAMPLE_BYTES, 0) * number) // (SAMPLES_PER_FILE - 1), os.SEEK_SET)
-            state.update(file.read(SAMPLE_BYTES))
 
 
 def _stable(value: Any) -> Any:

@@ -23,8 +23,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvbaton.engines.shared.weights_digest import weights_digest
 from kvbaton.engines.side.guard import guarded, returns
-from kvbaton.engines.vllm.content.vllm_compat import weights_digest
 
 log = logging.getLogger(__name__)
 

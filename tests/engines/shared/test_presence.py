@@ -11,8 +11,8 @@ import pytest
 
 from kvbaton.control.registry.registry_messages import NOTHING
 from kvbaton.control.registry.statements import HeldReport
-from kvbaton.engines.vllm import presence
-from kvbaton.engines.vllm.presence import QUIET_S, DrainWatch, requests_in
+from kvbaton.engines.shared import presence
+from kvbaton.engines.shared.presence import QUIET_S, DrainWatch, requests_in
 
 METRICS = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.

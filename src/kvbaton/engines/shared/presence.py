@@ -1,10 +1,10 @@
-"""A vLLM engine's presence in its cluster: its `ClusterNode` over links to its ranks, and how routers come to list it.
+"""An engine's presence in its cluster: its `ClusterNode` over links to its ranks, and how routers come to list it.
 
 Laws: it is made once all ranks have said where their caches lie, and listed once its HTTP server answers, by a thread
-that waits for that (vLLM serves long after its scheduler was made); one without such a server is listed at once. A
-drain takes it off routers' choice and never ends vLLM, which is its operator's. The registry orders it, or a file whose
-making is the order (`drain_file`), for platforms that run a command in the engine's container before they end it. The
-orders of starting and stopping are `node/cluster_node.py`'s.
+that waits for that (engines serve long after their scheduler was made); one without such a server is listed at once. A
+drain takes it off routers' choice and never ends the engine, which is its operator's. The registry orders it, or a file
+whose making is the order (`drain_file`), for platforms that run a command in the engine's container before they end it.
+The orders of starting and stopping are `node/cluster_node.py`'s.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -30,10 +30,7 @@ from kvbaton.control.plain.announcer import FORGET_S, MoriioAnnouncer
 from kvbaton.control.plain.announcer import registration as moriio_registration
 from kvbaton.control.registry.registry_group import RegistryGroup
 from kvbaton.control.registry.statements import HeldReport
-from kvbaton.engines.vllm.block_pool import PinnedPool
-from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings, Moriio
-from kvbaton.engines.vllm.config.data_parallel import DataParallelPlace
-from kvbaton.engines.vllm.counting import RequestStates
+from kvbaton.engines.shared.connector_settings import ConnectorSettings, Moriio
 from kvbaton.node.cluster_node import ClusterNode, ClusterSettings, EngineFacts, make_doorway
 from kvbaton.node.node_loop import dump_on_signal
 from kvbaton.node.pin_budget import Fullness
@@ -58,8 +55,36 @@ _VLLM, _SGLANG = r"vllm:num_requests_(?:running|waiting)", r"sglang:num_(?:runni
 _GAUGE = re.compile(rf"^(?:{_VLLM}|{_SGLANG})(?:\{{([^}}]*)\}})? ([0-9.eE+]+)$", re.MULTILINE)
 
 
+class CountedPool(Protocol):
+    """An engine's blocks."""
+
+    @property
+    def free_blocks(self) -> int: ...
+
+
+class CountedRequests(Protocol):
+    """An engine's requests, by state."""
+
+    def figures(self) -> dict[str, float]: ...
+
+
+class RankPlace(Protocol):
+    """One data-parallel rank's place among all."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it announces its HTTP server, where that is done once for all ranks."""
+        ...
+
+
 class Presence:
-    """Everything of a vLLM engine that speaks to others. One per scheduler process."""
+    """Everything of an engine that speaks to others. One per scheduler process."""
 
     def __init__(
         self,
@@ -67,7 +92,7 @@ class Presence:
         enrolment: Enrolment,
         facts: EngineFacts,
         ranks: Sequence[RankInvitation],
-        place: DataParallelPlace | None = None,
+        place: RankPlace | None = None,
         *,
         modes: Sequence[str] | None = None,
     ) -> None:
@@ -98,15 +123,16 @@ class Presence:
         if self.shelf is not None:
             bind_store(self.shelf, self.node)
         self.node.know({WorkerId(name): (endpoint, "") for name, endpoint in settings.peers.items()})
-        self._pool: PinnedPool | None = None
-        self._prompts, self._states = PromptAccount(), RequestStates()
+        self._pool: CountedPool | None = None
+        self._prompts = PromptAccount()
+        self._states: CountedRequests | None = None
         self._fullness = Fullness()
         self._announcer: MoriioAnnouncer | None = None
         self._closing = threading.Event()
         self._undrained = threading.Lock()  # taken once, by the first order
         self._herald = threading.Thread(target=self._be_listed, name="kvbaton-herald", daemon=True)
 
-    def observe(self, pool: PinnedPool, prompts: PromptAccount, states: RequestStates) -> None:
+    def observe(self, pool: CountedPool, prompts: PromptAccount, states: CountedRequests) -> None:
         """What is told of the engine: its free blocks, who computed its prompts, and how many requests it has."""
         self._pool, self._prompts, self._states = pool, prompts, states
 
@@ -118,7 +144,7 @@ class Presence:
     def _gauges(self) -> dict[str, float]:
         facts = self.node.facts
         told = self._prompts.gauges() if facts.role != "prefill" else {}
-        if self._pool is not None:
+        if self._pool is not None and self._states is not None:
             told |= {"free_blocks": float(self._pool.free_blocks), **self._states.figures()}
         # vLLM's null block is never free
         return {"blocks": float(facts.blocks - 1), "full": float(self.is_full()), **told}
@@ -192,7 +218,7 @@ class Presence:
         return MoriioAnnouncer(f"tcp://{asked.router}", message, interval_s=asked.interval_s)
 
     def _on_drain(self) -> None:
-        """Routers send nobody new from now on. Ending vLLM is its operator's business, who is told when it is idle."""
+        """Routers send nobody new from now on. Its operator ends the engine, and is told when it is idle."""
         if not self._undrained.acquire(blocking=False):
             return
         log.info("kvbaton: %s drains", self.node.peer)
@@ -243,10 +269,10 @@ def requests_in(metrics: str, rank: int | None = None) -> int | None:
 class DrainWatch:
     """Tells the registry what a draining server still does, from a thread of its own until `closing`.
 
-    Laws: routers send nobody new, and the operator learns when nothing is left; vLLM is not ended from here. "Nothing"
-    is said only when the server itself says that no request runs or waits, the ledger holds nothing for anybody, and
-    both have been so for `QUIET_S`; a server that cannot be asked is never idle. An engine without a server of its own
-    is asked nothing: the ledger alone decides, since its host knows its requests.
+    Laws: routers send nobody new, and the operator learns when nothing is left; the engine is not ended from here.
+    "Nothing" is said only when the server itself says that no request runs or waits, the ledger holds nothing for
+    anybody, and both have been so for `QUIET_S`; a server that cannot be asked is never idle. An engine without a
+    server of its own is asked nothing: the ledger alone decides, since its host knows its requests.
     """
 
     def __init__(

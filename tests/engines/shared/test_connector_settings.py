@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvbaton.api.params import Mode
-from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
+from kvbaton.engines.shared.connector_settings import ConnectorSettings
 from kvbaton.protocol.legality import Role
 
 GOOD: dict[str, Any] = {"name": "p0", "keys": "/keys"}

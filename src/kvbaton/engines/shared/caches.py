@@ -1,8 +1,7 @@
 """Where a rank's KV cache lies, and the data planes over it: memory of the host, or of the rank's own device.
 
-Laws: a cache lies in one kind of memory and on one device; anything else is refused at start, by the name of the layer.
-Nothing here copies: what lies on a device stays there, and only its planes' own launches touch it. A plane that cannot
-be had is left out where the operator chose `auto`, and refused by name where it was chosen.
+Laws: nothing here copies: what lies on a device stays there, and only its planes' own launches touch it. A plane that
+cannot be had is left out where the operator chose `auto`, and refused by name where it was chosen.
 
 When a layer of a step is computed: at once on the host, and on a device when an event behind it is over.
 
@@ -25,15 +24,10 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import msgspec
-
-from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
-from kvbaton.engines.vllm.content.vllm_compat import cpu_page, device_page, state_page
-from kvbaton.engines.vllm.memory.vllm_layout import RankFacts, regions_of
-from kvbaton.protocol.geometry.layout import GroupKind
+from kvbaton.engines.shared.connector_settings import ConnectorSettings
 from kvbaton.protocol.ids import PeerId
 from kvbaton.transports import catalogue
 from kvbaton.transports.core.shared_memory import DeviceMemory, Region, adopt
@@ -46,35 +40,14 @@ log = logging.getLogger(__name__)
 CPU, CUDA = "cpu", "cuda"
 
 
-def cache_of(tensors: Mapping[str, Any]) -> HostCache | DeviceCache:
-    """RuntimeError for memory of a kind, or a mix, that is not handed over."""
-    where = {str(tensor.device): name for name, tensor in tensors.items()}
-    kinds = {tensor.device.type for tensor in tensors.values()}
-    if kinds == {CPU}:
-        return HostCache(regions_of(tensors))
-    if kinds == {CUDA} and len(where) == 1:
-        return DeviceCache(regions_of(tensors), next(iter(tensors.values())).device.index or 0)
-    found = ", ".join(f"{device} ({name})" for device, name in where.items())
-    raise RuntimeError(
-        f"kvbaton: the KV cache lies on {found}; expected host memory, or one CUDA device a rank: see docs/vllm.md"
-    )
-
-
 class HostCache:
-    """Memory that vLLM allocated on the host. For planes that share it, it is adopted in place, once."""
+    """Memory that the engine allocated on the host. For planes that share it, it is adopted in place, once."""
 
     kind = CPU  # of the device, as data planes name it
 
     def __init__(self, storages: Sequence[Any]) -> None:
         self.memories = [_memory(storage) for storage in storages]
         self._adopted: list[Region] = []
-
-    def paged(self, facts: RankFacts, vllm_config: Any) -> RankFacts:
-        page = facts.page
-        if page != "rows of tokens":
-            sizes = {each.block_tokens for each in facts.groups if each.kind is not GroupKind.STATE}
-            page = cpu_page(vllm_config, sizes)
-        return _with_states(facts, page, self.kind)
 
     def plane(self, name: str, me: PeerId, told: catalogue.PlaneSettings) -> Transport:
         return catalogue.make(name, me, told, self._shared() if catalogue.plane_of(name).shares else self.memories)
@@ -98,16 +71,13 @@ class HostCache:
 
 
 class DeviceCache:
-    """Memory that vLLM allocated on a CUDA device."""
+    """Memory that the engine allocated on a CUDA device."""
 
     kind = CUDA
 
     def __init__(self, storages: Sequence[Any], device: int) -> None:
         self.memories = [DeviceMemory(storage.data_ptr(), storage.nbytes(), device) for storage in storages]
         self._device = device
-
-    def paged(self, facts: RankFacts, vllm_config: Any) -> RankFacts:
-        return _with_states(facts, device_page(vllm_config, facts.page), self.kind)
 
     def plane(self, name: str, me: PeerId, told: catalogue.PlaneSettings) -> Transport:
         return catalogue.make_device(name, me, told, self.memories)
@@ -119,13 +89,7 @@ class DeviceCache:
         return device_clock(self._device)
 
     def close(self) -> None:
-        """The memory is vLLM's."""
-
-
-def _with_states(facts: RankFacts, page: str, device: str) -> RankFacts:
-    if any(group.kind is GroupKind.STATE for group in facts.groups):
-        page += f", {state_page(device)}"
-    return msgspec.structs.replace(facts, page=page)
+        """The memory is the engine's."""
 
 
 def planes_over(cache: HostCache | DeviceCache, settings: ConnectorSettings) -> dict[str, Transport]:
@@ -174,8 +138,6 @@ def _address(memory: memoryview) -> int:
 
 EVENTS_MAX = 256
 """Of one rank: far more steps than an engine has in flight."""
-NOTES_A_STEP = 8
-"""Layers of a step that are spoken of one by one, at even distances; the last is always among them."""
 SPACING_S = 0.02
 """Between notes of a step, but for its last, which is told at once. What is computed in this time is what D has still
 to copy when P is done: 0.1 GB of an 8B model, a few milliseconds over RDMA."""
@@ -253,13 +215,6 @@ class DeviceClock:
         except CudaError as error:  # the engine will die of it by itself; nothing is told that is not known
             self._broken = True
             log.error("[device-lost] kvbaton: layers are not announced any more: %s", error)
-
-
-def spoken_of(layers: list[str]) -> dict[str, bool]:
-    """Of a step's layers those that are announced, and whether each is the last."""
-    stride = -(-len(layers) // NOTES_A_STEP) or 1
-    chosen = layers[::-1][::stride]
-    return {layer: layer == layers[-1] for layer in reversed(chosen)}
 
 
 def device_clock(device: int) -> DeviceClock:

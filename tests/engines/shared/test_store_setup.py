@@ -12,8 +12,9 @@ import pytest
 from kvbaton.control import keyring
 from kvbaton.control.addressing import ControlError
 from kvbaton.control.zmq import ZmqControl
-from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
-from kvbaton.engines.vllm.config.store_setup import keyring_of, rank_identity, rank_shelf
+from kvbaton.engines.shared.connector_settings import ConnectorSettings
+from kvbaton.engines.shared.store_setup import keyring_of, rank_identity
+from kvbaton.engines.vllm.memory.rank_shelf import rank_shelf
 from kvbaton.engines.vllm.memory.vllm_layout import GroupFacts, RankFacts
 from kvbaton.protocol.geometry.layout import Cell, GroupKind, Place, Plane
 from kvbaton.ranks import device_store

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from kvbaton.engines.vllm.config.connector_settings import ConnectorSettings
-from kvbaton.engines.vllm.memory import caches
-from kvbaton.engines.vllm.memory.caches import DeviceCache, DeviceClock, HostClock, cache_of, planes_over, spoken_of
+from kvbaton.engines.shared import caches
+from kvbaton.engines.shared.caches import DeviceCache, DeviceClock, HostClock, planes_over
+from kvbaton.engines.shared.connector_settings import ConnectorSettings
+from kvbaton.engines.vllm.memory.vllm_caches import cache_of, spoken_of
 from kvbaton.transports import catalogue
 from kvbaton.transports.core.shared_memory import DeviceMemory
 from kvbaton.transports.cuda.cuda_driver import CudaError
